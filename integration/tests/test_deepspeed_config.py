@@ -394,6 +394,14 @@ def test_a_misspelt_key_of_the_optimizer_is_warned_of() -> None:
     assert "expected type and params" in note.text
 
 
+def test_an_unknown_warm_up_is_warned_of_and_logarithmic_as_in_deepspeed() -> None:
+    block = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "cubic"}}
+    settings = read({**BASE, "scheduler": block})
+    (note,) = [note for note in settings.notes if note.is_warning]
+    assert (note.path, note.value) == ("scheduler.params.warmup_type", "cubic")
+    assert settings.core["scheduler"]["params"] == {"warmup_num_steps": 4, "warmup_type": "log"}
+
+
 def test_short_states_are_adams_alone() -> None:
     with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):
         read({"optimizer": {"type": "SGD", "params": {"fp32_optimizer_states": False}}})

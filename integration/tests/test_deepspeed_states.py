@@ -278,11 +278,11 @@ def _states(rank: int, world_size: int) -> None:
         engine.destroy()
 
 
-def _follows_after_load(engine: Any, packed: dict[str, Any], rank: int) -> None:
+def _follows_after_load(engine: Any, packed: dict[str, Any], rank: int, **more: Any) -> None:
     """A new engine with the weights and the loaded state takes the same next step."""
     stage = engine.zero_optimization_stage()
     weights = engine.core.full_state_dict()
-    other = _engine(stage)
+    other = _engine(stage, **more)
     with other.core.gathered(modifier_rank=0) as module:
         module.load_state_dict(weights)
     packed["param_groups"][0]["lr"] = 3 * LR
@@ -296,11 +296,39 @@ def _follows_after_load(engine: Any, packed: dict[str, Any], rank: int) -> None:
     short = {**packed, "param_groups": packed["param_groups"] * 2}
     with pytest.raises(ValueError, match="load what state_dict"):
         other.optimizer.load_state_dict(short)
+    kept = other.optimizer.state_dict()
+    state = packed["state"]
+    last = next((n for n in reversed(state) if torch.is_tensor(state[n].get("exp_avg"))), None)
+    if last is not None:  # the others' states are right, and not taken
+        long = {**state, last: {**state[last], "exp_avg": torch.zeros(1000)}}
+        with pytest.raises(ValueError, match="load a checkpoint instead"):
+            other.optimizer.load_state_dict({**packed, "state": long})
+    assert kept["scalars"] == other.optimizer.state_dict()["scalars"] != packed["scalars"]
+    with pytest.raises(ValueError, match="number of steps"):
+        other.optimizer.load_state_dict({k: v for k, v in packed.items() if k != "scalars"})
     other.destroy()
 
 
+def _states_of_muon(rank: int, world_size: int) -> None:
+    muon = {"type": "Muon", "params": {"lr": LR, "weight_decay": 0.0}}
+    for stage in (0, 3):
+        engine = _engine(stage, optimizer=muon)
+        for step in range(3):
+            engine.backward(engine(_inputs(rank, step)))
+            engine.step()
+        packed = engine.optimizer.state_dict()
+        assert {scalars["num_steps"] for scalars in packed["scalars"].values()} <= {0, 3}
+        _follows_after_load(engine, packed, rank, optimizer=muon)
+        engine.destroy()
+
+
+def _all_states(rank: int, world_size: int) -> None:
+    _states(rank, world_size)
+    _states_of_muon(rank, world_size)
+
+
 def test_optimizer_has_this_ranks_part_of_the_state() -> None:
-    spawn(_states, 2)
+    spawn(_all_states, 2)
 
 
 def _within_no_sync(rank: int, world_size: int) -> None:

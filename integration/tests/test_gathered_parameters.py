@@ -91,9 +91,11 @@ def _parts_before_the_engine(rank: int, world_size: int) -> None:
     assert (group is None) == (world_size == 1)
     if group is not None:
         assert torch.distributed.get_world_size(group) == world_size
-    with zero.Init():
-        layer = nn.Linear(4, 3)
-    assert layer.weight.ds_zero_param_process_group is None
+    alone = torch.distributed.new_subgroups(1)[0]  # of the ranks, one enters each Init
+    for given, ranks in (({}, None), ({"zero_optimization": None}, None), (hpz, alone)):
+        with zero.Init(config_dict_or_path=given, data_parallel_group=ranks):
+            layer = nn.Linear(4, 3)
+        assert layer.weight.ds_zero_param_process_group is None
 
 
 def _with_an_engine(rank: int, world_size: int) -> None:

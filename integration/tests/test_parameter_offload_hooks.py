@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -60,6 +61,10 @@ def _generate_and_train(rank: int, world_size: int) -> None:
             assert unwrapped is engine
             assert not offload.forward_hooks
             torch.testing.assert_close(engine.module[0].weight.detach(), plain[0].weight.detach())
+        assert offload.forward_hooks
+        generate = deepspeed.runtime.zero.unwrap_model_for_generation(engine)
+        with pytest.raises(ZeroDivisionError), generate:
+            raise ZeroDivisionError
         assert offload.forward_hooks
         loss = plain(torch.ones(2, 5)).square().mean()
         optimizer.zero_grad()

@@ -22,7 +22,7 @@ from zero_engine.deepspeed.zero.partitioned import (
     value_of,
 )
 from zero_engine.deepspeed.zero.partitioned_init import partition_module, partitioned_init
-from zero_engine.deepspeed.zero.quantized_loading import sharded_loading
+from zero_engine.deepspeed.zero.quantized_loading import _check_whole, sharded_loading
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -411,6 +411,8 @@ def _load_quantized(rank: int, world_size: int) -> None:
     for param in (absmax, model.outlet.weight.absmax, model.blocks[0].norm.weight):
         assert param.isnan().all()
     params = list(model.parameters())
+    with pytest.raises(RuntimeError, match=r"sharded.*no engine has it.*GatheredParameters"):
+        model(x)
     with GatheredParameters(params):
         assert model(x).item() == exact(x).item()
         absmax.zero_()  # lost: it is read only
@@ -421,8 +423,11 @@ def _load_quantized(rank: int, world_size: int) -> None:
     exact.inlet.weight.state.absmax.mul_(2.0)
     exact.blocks[0].norm.weight.data.mul_(0.5)
     assert absmax.isnan().all()
+    with pytest.raises(RuntimeError, match="load the model before"):
+        model(x)
     engine = zero_core.build(model, CONFIG)
     assert engine(x).item() == exact(x).item()
+    assert _check_whole not in model.inlet._forward_pre_hooks.values()
     engine.close()
 
 

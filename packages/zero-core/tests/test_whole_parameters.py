@@ -281,6 +281,51 @@ def test_states_are_read_by_name_and_each_is_on_one_rank():
     assert sum(held) == max(simulate(_states_by_name, 1))
 
 
+def _muon_of(stage, ranks):
+    muon = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3}}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": muon}
+    config["zero_optimization"] = {"stage": stage}
+    return zero_core.build(make_model(), config, process_group=ranks)
+
+
+def _adafactor_of(stage, ranks):
+    return engine_of(OPTIMIZERS["Adafactor"], stage, ranks)
+
+
+def _restores_what_it_returned(ranks, make, stage):
+    engine, other = (make(stage, ranks) for _ in range(2))
+    names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+    fresh = {n: (engine.states.scalars(n), engine.states.of(n)) for n in names}
+    train(engine, ranks.rank, range(2))
+    with other.gathered(modifier_rank=0) as module:
+        weights = engine.full_state_dict(dtype=torch.float32)
+        module.load_state_dict(weights)
+    saved = {n: (engine.states.scalars(n), engine.states.of(n)) for n in names}
+    other.states.load_own(saved)
+    assert [other.states.scalars(n) for n in names] == [scalars for scalars, _ in saved.values()]
+    engine, other = (train(one, ranks.rank, range(2, 4)) for one in (engine, other))
+    expected = engine.full_state_dict(dtype=torch.float32)
+    torch.testing.assert_close(
+        other.full_state_dict(dtype=torch.float32), expected, rtol=0.0, atol=0.0
+    )
+    before = {n: other.states.of(n) for n in names}
+    name = next((n for n in reversed(names) if before[n]), None)
+    if name is not None:
+        what = next(w for w, v in before[name].items() if isinstance(v, torch.Tensor) and v.ndim)
+        wrong = (other.states.scalars(name), {what: torch.zeros(1, 1, 1, 2)})
+        with pytest.raises(ValueError, match="load a checkpoint instead"):
+            other.states.load_own({**saved, name: wrong})
+    torch.testing.assert_close({n: other.states.of(n) for n in names}, before, rtol=0.0, atol=0.0)
+    other.states.load_own(fresh)
+    assert not any(other.states.of(n) for n in names)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("make", [_adafactor_of, _muon_of])
+def test_own_states_are_restored_all_or_none(make, stage):
+    simulate(_restores_what_it_returned, 2, make, stage)
+
+
 def _has_their_shape(ranks):
     _, theirs = train_whole(OPTIMIZERS["Adafactor"], ranks)
     engine = train(engine_of(OPTIMIZERS["Adafactor"], 3, ranks), ranks.rank, range(STEPS))

@@ -145,10 +145,25 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     for block in ("optimizer", "scheduler"):
         if block in core and "type" not in core[block]:
             tell(block, core.pop(block), "without a type there is none")
+    if "scheduler" in core:
+        core["scheduler"] = _scheduler(core["scheduler"], tell)
     if "optimizer" in core:
         core["optimizer"] = _optimizer(core["optimizer"], tell)
         _apply_state_dtype(core, tell)
     return core
+
+
+def _scheduler(block: Mapping[str, Any], tell: Tell) -> Mapping[str, Any]:
+    """Return the scheduler's block. An unknown ``warmup_type`` is "log", as in DeepSpeed."""
+    params = block.get("params")
+    if not isinstance(params, Mapping):
+        return block
+    found = params.get("warmup_type", "log")
+    if found in ("log", "linear"):
+        return block
+    text = "neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
+    tell("scheduler.params.warmup_type", found, text, is_warning=True)
+    return {**block, "params": {**params, "warmup_type": "log"}}
 
 
 def _without_idle_offload(zero: Mapping[str, Any], tell: Tell) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
 
     Parameters of which this rank updates no element, and those without a step, are left out. The
     others have ``step``, other numbers of the optimizer, and their states: at stage 0 whole, in the
-    parameter's shape, otherwise this rank's part, 1-D. Of an optimizer that updates whole
-    parameters it is the optimizer's own state of those that this rank updates. Take no exchange.
+    parameter's shape, otherwise this rank's part, 1-D. Of a parameter that one rank updates whole
+    they are the optimizer's own, on that rank alone. Take no exchange.
     """
 
     def __init__(self, core: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -66,18 +66,17 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         self._groups = groups
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
-        whole = self._core.optimizer.given.state.get(param)
-        if whole:  # of an optimizer that updates whole parameters
-            return dict(whole)
         name = self._core.owns(param)
-        if name is None or not self._num_steps(name):
+        if name is None or not self._has_state(param, name):
             raise KeyError(param)
+        states = self._core.states.of(name)
+        if self._core.states.is_whole(name):
+            return states
         scalars = dict(self._core.states.scalars(name))
         step = torch.tensor(float(scalars.pop("num_steps")))
-        is_whole = self._core.config.zero_optimization.stage == 0
-        states = self._core.states.of(name).items()
-        parts = {n: v.view(param.shape) if is_whole else v for n, v in states}
-        return {**scalars, "step": step, **parts}
+        if self._core.config.zero_optimization.stage == 0:
+            states = {what: part.view(param.shape) for what, part in states.items()}
+        return {**scalars, "step": step, **states}
 
     def __setitem__(self, param: nn.Parameter, value: Any) -> NoReturn:
         self._refuse()
@@ -98,14 +97,16 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         for group in self._groups:
             for param in group["params"]:
                 name = self._core.owns(param)
-                if name is not None and self._num_steps(name):
+                if name is not None and self._has_state(param, name):
                     yield param
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def _num_steps(self, name: str) -> int:
-        return int(self._core.states.scalars(name)["num_steps"])
+    def _has_state(self, param: nn.Parameter, name: str) -> bool:
+        if self._core.states.is_whole(name) and not self._core.optimizer.given.state.get(param):
+            return False  # another rank updates it
+        return self._core.states.scalars(name)["num_steps"] > 0
 
 
 class Stepping(Protocol):
@@ -239,8 +240,9 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and this rank's part of the state, in the form of torch's optimizers.
 
-        A parameter's states are 1-D parts, whole at stage 0: see `OptimizerState`. To keep a
-        training, save a checkpoint, which holds every rank's part.
+        A parameter's states are 1-D parts, whole at stage 0: see `OptimizerState`. ``scalars`` are
+        the numbers that the engine keeps of each parameter. To keep a training, save a checkpoint,
+        which holds every rank's part.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = {id(param): number for number, param in enumerate(params)}
@@ -248,16 +250,25 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             {**group, "params": [numbers[id(param)] for param in group["params"]]}
             for group in self.param_groups
         ]
-        state = {numbers[id(param)]: dict(own) for param, own in self.state.items()}
-        return {"state": state, "param_groups": groups}
+        state = {numbers[id(param)]: own for param, own in self.state.items()}
+        names = [self._core.owns(param) for param in params]
+        scalars = {
+            number: dict(self._core.states.scalars(name))
+            for number, name in enumerate(names)
+            if name is not None
+        }
+        return {"state": state, "scalars": scalars, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank, at the same stage and number of ranks.
 
-        Master weights are the model's, and not among it. Takes no exchange.
+        Master weights belong to the model and are left alone. Takes no exchange, so a rank may
+        raise alone. After an error nothing has been restored.
 
         Raises:
-            ValueError: the groups are others, or a part has another length than this rank's.
+            ValueError: the groups are others, a parameter's scalars are missing, or a state has
+                another length or shape than this rank's.
+            KeyError: the optimizer has no such state.
         """
         groups, saved = self.param_groups, state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
@@ -266,21 +277,29 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 f"found {[len(g['params']) for g in saved]}: load what state_dict() returned"
             )
         params = [param for group in groups for param in group["params"]]
+        found = {}
         for number, param in enumerate(params):
             name = self._core.owns(param)
-            if name is not None:
-                self._load(name, state_dict["state"].get(number, {}))
+            if name is None:
+                continue
+            if number not in state_dict.get("scalars", {}):
+                raise ValueError(
+                    f"found no 'scalars' of {name}, which are its number of steps: load what "
+                    "state_dict() of this engine's optimizer returned"
+                )
+            scalars = state_dict["scalars"][number]
+            found[name] = scalars, self._saved(name, scalars, state_dict["state"].get(number, {}))
+        self._core.states.load_own(found)
         for group, kept in zip(groups, saved, strict=True):
             group.update({key: value for key, value in kept.items() if key != "params"})
 
-    def _load(self, name: str, own: Mapping[str, Any]) -> None:
-        num_steps = float(own.get("step", 1.0 if own else 0.0))
-        scalars, states = {"num_steps": num_steps}, own
-        if not self._core.states.is_whole(name):
-            names = {k for k, v in own.items() if k == "step" or not torch.is_tensor(v)}
-            scalars |= {k: float(own[k]) for k in names}
-            states = {k: v for k, v in own.items() if k not in names}
-        self._core.states.load_own(name, scalars, states)
+    def _saved(
+        self, name: str, scalars: Mapping[str, float], own: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return the states in ``own``, a parameter's entry in `state`, without its scalars."""
+        if self._core.states.is_whole(name):
+            return own
+        return {what: value for what, value in own.items() if what not in {"step", *scalars}}
 
     def stepped(self) -> None:
         """Note that a step was taken, for schedulers that check it. Called by the engine."""

@@ -41,15 +41,16 @@ def _get_sequence_parallel_group() -> None:
     pass
 
 
-def secondary_group(num_ranks: object) -> dist.ProcessGroup | None:
-    """Return the group of ``num_ranks`` neighbours that this rank is in, None of less than two.
+def secondary_group(num_ranks: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the ranks of hpZ's secondary shards if these are all ranks, else None.
 
-    hpZ's ``zero_hpz_partition_size``, which is None for "node" too. Every rank must call it. The
-    engine's own secondary shards do without a process group.
+    Makes no process group: the engine's secondary shards do without.
+
+    Args:
+        num_ranks: ``zero_hpz_partition_size``.
+        group: the ranks that share the parameters, None for all.
     """
-    if not isinstance(num_ranks, int) or num_ranks < 2 or not dist.is_initialized():
+    world = get_data_parallel_group()
+    if world is None or group not in (None, world) or num_ranks != dist.get_world_size():
         return None
-    if num_ranks == dist.get_world_size():
-        return dist.group.WORLD
-    group: dist.ProcessGroup = dist.new_subgroups(num_ranks)[0]  # type: ignore[no-untyped-call]
-    return group
+    return world if dist.get_world_size() > 1 else None

@@ -135,8 +135,8 @@ class Init:
             dtype: what floating parameters are cast to; default: the configuration's, else the
                 engine casts them.
             mpu: an object that knows the data-parallel group.
-            zero_param_parallel_group: secondary shards are the engine's. For those that the
-                configuration asks for, parameters have ``ds_zero_param_process_group``.
+            zero_param_parallel_group: secondary shards are the engine's. Where the configuration
+                asks for one over all ranks, they are ``ds_zero_param_process_group``.
             zero_quantized_weights, zero_quantized_nontrainable_weights: the engine's too; values
                 are exact before.
             sequence_data_parallel_group, param_swapper, tensor_overrides: not served.
@@ -157,10 +157,10 @@ class Init:
         given = config if config is not None else config_dict_or_path
         found = load(given) if enabled and given is not None else {}
         self._dtype = dtype if dtype is not None else _dtype_of(found)
-        self._secondary = found.get("zero_optimization", {}).get("zero_hpz_partition_size")
         self._has_checks = _is_on(found, "zero_optimization", "enable_sanity_checks")
         group = mpu.get_data_parallel_group() if mpu is not None else None
         self._group = data_parallel_group if data_parallel_group is not None else group
+        self._num_secondary = _value_of(found, "zero_optimization", "zero_hpz_partition_size")
         self._recorder = ExitStack()
         self._made: Made | None = None
         if enabled:
@@ -170,7 +170,8 @@ class Init:
                 self._describe(made)
 
     def _describe(self, params: Iterable[nn.Parameter]) -> None:
-        describe(params, has_checks=self._has_checks, secondary=secondary_group(self._secondary))
+        secondary = secondary_group(self._num_secondary, self._group)
+        describe(params, has_checks=self._has_checks, secondary=secondary)
 
     @classmethod
     def is_active(cls) -> bool:
@@ -323,8 +324,12 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _is_on(config: Mapping[str, Any], block: str, key: str) -> bool:
+    return _value_of(config, block, key) is True
+
+
+def _value_of(config: Mapping[str, Any], block: str, key: str) -> Any:
     found = config.get(block)
-    return isinstance(found, Mapping) and found.get(key) is True
+    return found.get(key) if isinstance(found, Mapping) else None
 
 
 def _by_engine(params: Iterable[nn.Parameter]) -> list[tuple[ShardedModel, list[nn.Parameter]]]:
@@ -361,6 +366,8 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     with GatheredParameters(model.parameters()):
         if offload is not None:
             offload.forward_hooks = []
-        yield model
-        if offload is not None:
-            offload.register(offload.module)
+        try:
+            yield model
+        finally:
+            if offload is not None:
+                offload.register(offload.module)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.layout.arithmetic import Piece, Segment, Slot
+from zero_core._torch import pytree
+from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.layout.discovery import plain_name
 from zero_core.protocols import WholeStateTier
 from zero_core.runtime.device_states import DeviceStates
@@ -157,11 +158,12 @@ class StateAccess:
             raise KeyError(_unknown(what))
         return _widened(self._state.tier.read_state(what, piece.start, piece.stop))
 
-    def of(self, name: str) -> dict[str, Tensor]:
+    def of(self, name: str) -> dict[str, Any]:
         """Return this rank's parts of all states of parameter ``name``, each as `get_local`.
 
-        Empty where this rank updates no element of it, and before the parameter's first step. Takes
-        no exchange.
+        Of one that is updated whole it is a copy of the optimizer's own state: also what is no
+        tensor, in its own shapes and dtypes, on the CPU. Empty where this rank updates no element
+        of the parameter, and before its first step. Takes no exchange.
         """
         _, slot = self._find(name, "state", is_local=True)
         number = self._state.piece_numbers.get(slot.param)
@@ -169,8 +171,8 @@ class StateAccess:
         if number is None or not tier.read_scalars(number)["num_steps"]:
             return {}
         if isinstance(tier, WholeStateTier) and self.is_whole(name):
-            kept = tier.read_whole_state(slot.param) if slot.param in tier.updated_params() else {}
-            return {n: self.get_local(name, n) for n, v in kept.items() if isinstance(v, Tensor)}
+            is_own = slot.param in tier.updated_params()
+            return _copied(tier.read_whole_state(slot.param)) if is_own else {}
         piece = self._state.pieces[number]
         names = [what for what in tier.state_names() if what != MASTER]
         return {n: _widened(tier.read_state(n, piece.start, piece.stop)) for n in names}
@@ -192,36 +194,58 @@ class StateAccess:
         return {"num_steps": 0} if number is None else self._state.tier.read_scalars(number)
 
     @torch.no_grad()
-    def load_own(self, name: str, scalars: Mapping[str, float], states: Mapping[str, Any]) -> None:
-        """Restore this rank's state of parameter ``name``: what `scalars` and `of` returned.
+    def load_own(self, saved: Mapping[str, tuple[Mapping[str, float], Mapping[str, Any]]]) -> None:
+        """Restore this rank's states: by parameter name, what `scalars` and `of` returned.
 
-        Takes no exchange. Of a parameter that is updated whole, ``states`` is the optimizer's own
-        state. Where this rank updates nothing of the parameter there is nothing to restore.
+        Takes no exchange. Where this rank updates nothing of a parameter there is nothing to
+        restore. After an error nothing has been restored; a rank may raise alone.
 
         Raises:
-            ValueError: a state does not have the length of this rank's part.
-            KeyError: the optimizer has no such state.
+            ValueError: a state does not have the length of this rank's part, or the shape of a
+                whole parameter's state.
+            KeyError: no such parameter, or the optimizer has no such state.
         """
-        _, slot = self._find(name, "state", is_local=True)
-        number, tier = self._state.piece_numbers.get(slot.param), self._state.tier
-        if isinstance(tier, WholeStateTier) and self.is_whole(name):
-            if slot.param in tier.updated_params():
-                tier.write_whole_state(slot.param, states)
-        elif number is not None:
-            self._load_parts(name, self._state.pieces[number], states)
-        if number is not None:
-            tier.write_scalars(number, scalars)
+        for name, (scalars, states) in saved.items():
+            self._check_own(name, states, has_stepped=bool(scalars["num_steps"]))
+        tier = self._state.tier
+        for name, (scalars, states) in saved.items():
+            _, slot = self._find(name, "state", is_local=True)
+            number = self._state.piece_numbers.get(slot.param)
+            if isinstance(tier, WholeStateTier) and self.is_whole(name):
+                if slot.param in tier.updated_params():
+                    tier.write_whole_state(slot.param, _copied(states))
+            elif number is not None:
+                for what, values in states.items():
+                    start = self._state.pieces[number].start
+                    tier.write_state(what, start, values.detach().reshape(-1))
+            if number is not None:
+                tier.write_scalars(number, scalars)
 
-    def _load_parts(self, name: str, piece: Piece, states: Mapping[str, Tensor]) -> None:
-        numel = piece.stop - piece.start
-        for what, values in states.items():
-            if values.numel() != numel:
+    def _check_own(self, name: str, states: Mapping[str, Any], *, has_stepped: bool) -> None:
+        """Refuse ``states`` that `load_own` could not restore."""
+        _, slot = self._find(name, "state", is_local=True)
+        tier, piece = self._state.tier, self._state.piece_of(slot.param)
+        own: dict[str, tuple[int, ...]] = {}
+        if isinstance(tier, WholeStateTier) and self.is_whole(name):
+            has_state = has_stepped and slot.param in tier.updated_params()
+            kept = tier.read_whole_state(slot.param) if has_state else {}
+            own = {n: tuple(v.shape) for n, v in kept.items() if isinstance(v, Tensor)}
+        elif piece is not None:
+            own = dict.fromkeys(states, (piece.stop - piece.start,))
+        for what, shape in own.items():
+            value = states.get(what)
+            found = tuple(value.shape) if isinstance(value, Tensor) else None
+            if isinstance(value, Tensor) and not self.is_whole(name):
+                found = (value.numel(),)
+            if found != shape:
                 raise ValueError(
-                    f"rank {self._state.control.rank} has {numel} elements of {name}, found "
-                    f"{values.numel()} in {what!r}: the state is of another stage, number of ranks "
-                    "or rank; load a checkpoint instead"
+                    f"rank {self._state.control.rank} has {what!r} of {name} in shape {shape}, "
+                    f"found {found}: the state is of another optimizer, stage, number of ranks or "
+                    "rank; load a checkpoint instead"
                 )
-            self._state.tier.write_state(what, piece.start, values.detach().reshape(-1))
+        if piece is not None and not isinstance(tier, WholeStateTier):
+            for what in states.keys() - set(tier.state_names()):
+                tier.write_state(what, piece.start, states[what].reshape(-1)[:0])  # may raise
 
     @torch.no_grad()
     def set_full(self, name: str, value: Tensor, what: str = MASTER) -> None:
@@ -395,6 +419,16 @@ def _whole_state(tier: WholeStateTier, param: int, what: str) -> Tensor | None:
     """Return a state of a whole parameter, if it is on this rank."""
     found = tier.read_whole_state(param).get(what) if param in tier.updated_params() else None
     return found if isinstance(found, Tensor) else None
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with copies of its tensors, on the CPU."""
+    is_tensor = torch.is_tensor
+    copied: dict[str, Any] = pytree.tree_map(
+        lambda value: value.detach().to("cpu", copy=True) if is_tensor(value) else value,
+        dict(state),
+    )
+    return copied
 
 
 def _write_whole(tier: WholeStateTier, param: int, what: str, values: Tensor) -> None:
