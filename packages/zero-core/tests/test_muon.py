@@ -184,6 +184,41 @@ def test_matrices_of_a_checkpoint_without_states_by_parameter_get_their_momentum
         assert ("exp_avg_sq" in engine.states.of(name)) == (name not in matrices), name
 
 
+class WithoutSlices(Muon):
+    """Muon of the versions that updated all parameters whole."""
+
+    def is_elementwise_group(self, group):
+        return False
+
+
+WithoutSlices.__name__ = "Muon"  # a checkpoint names it
+
+
+def _slices_states(ranks, folder, is_saved):
+    def made(kind):
+        model = make_model()
+        tag_matrices(model.named_parameters())
+        params = [p for p in model.parameters() if p.requires_grad]
+        matrices, rest = ([p for p in params if p.use_muon == flag] for flag in (True, False))
+        groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
+        config = {key: value for key, value in config_of(3).items() if key != "optimizer"}
+        return zero_core.build(model, config, optimizer=kind(groups), process_group=ranks)
+
+    if is_saved:
+        train(made(WithoutSlices), ranks.rank, range(2)).save_checkpoint(folder)
+        return
+    found, expected = made(Muon), made(WithoutSlices)
+    for engine in (found, expected):
+        engine.load_checkpoint(folder)
+        train(engine, ranks.rank, range(2, STEPS))
+    compare(found, expected.full_state_dict(dtype=torch.float32))
+
+
+def test_states_that_were_saved_whole_are_sliced_in_loading(tmp_path):
+    simulate(_slices_states, 2, str(tmp_path), True)
+    simulate(_slices_states, 3, str(tmp_path), False)
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()

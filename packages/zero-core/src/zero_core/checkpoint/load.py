@@ -14,7 +14,7 @@ from zero_core.checkpoint.json_values import decode
 from zero_core.checkpoint.whole_states import restore
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointCorruptError, CheckpointError
-from zero_core.layout.arithmetic import ParamSpec
+from zero_core.layout.arithmetic import ParamSpec, Piece
 from zero_core.layout.discovery import plain_name
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import WholeStateTier
@@ -104,8 +104,8 @@ def _match(
             f"{place} was trained by {manifest['optimizer']}, this engine has {state.optimizer}: "
             "build it with the same optimizer" + _HINT
         )
-    sliced = {p.name for number, p in enumerate(state.layout.params) if _is_sliced(state, number)}
-    if not is_any and sliced & set(manifest.get("whole_states", {})):
+    is_whole = bool(manifest.get("whole_states"))
+    if not is_any and is_whole and not isinstance(state.tier, WholeStateTier):
         raise CheckpointError(
             f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
             "engine updates slices: was is_elementwise declared since?" + _HINT
@@ -182,8 +182,11 @@ def _restore(
             state.tier.write_state(name, piece.start, values)
     if "optimizer" not in without:
         for index, piece in enumerate(state.pieces):
-            saved = manifest["scalars"][state.layout.params[piece.param].name]
-            state.tier.write_scalars(index, saved)
+            spec = state.layout.params[piece.param]
+            scalars = dict(manifest["scalars"][spec.name])
+            if _is_sliced(state, piece.param) and spec.name in manifest.get("whole_states", {}):
+                scalars |= _write_slices(state, piece, _whole_state(spec, reader, manifest))
+            state.tier.write_scalars(index, scalars)
     for store, name, low, high in state.frozen_parts():
         if sources[name] == MASTER or "frozen" not in without:
             store(reader.read(sources[name], name, low, high))
@@ -194,6 +197,22 @@ def _restore(
     load_buffers(state.module, {key: t.value() for key, t in reader.tensors(BUFFERS).items()})
     if "progress" not in without and manifest["world_size"] == state.control.world_size:
         _restore_rng(state, reader, manifest)
+
+
+def _write_slices(state: ShardedState, piece: Piece, whole: Mapping[str, Any]) -> dict[str, float]:
+    """Write this rank's part of a state that was saved whole, and return the numbers in it.
+
+    Versions before updated Muon's groups of AdamW as whole parameters.
+    """
+    shape = state.layout.params[piece.param].shape
+    stop = piece.offset + piece.stop - piece.start
+    numbers: dict[str, float] = {}
+    for name, value in whole.items():
+        if isinstance(value, torch.Tensor) and value.shape == shape and name != "step":
+            state.tier.write_state(name, piece.start, value.reshape(-1)[piece.offset : stop])
+        else:
+            numbers[name] = value if isinstance(value, int) else float(value)
+    return numbers
 
 
 def _whole_state(spec: ParamSpec, reader: Reader, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
