@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from conftest import environment, run_program
 from zero_engine.deepspeed.refusal import reason_to_refuse
 from zero_engine.script.hook import ON_PATH, hooked, install
 from zero_engine.script.run import run_program as run_script
+from zero_engine.script.transformers_loading import mend_loading
 
 SCRIPT = Path(__file__).parent / "scripts" / "sees_deepspeed.py"
 SITECUSTOMIZE = "import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = 'was run'\n"
@@ -75,12 +77,24 @@ def test_a_library_whose_release_is_not_known_is_imported_as_it_is(
     (place / "deepspeed.py").write_text("value = 7", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     name = "pytorch_lightning.strategies.deepspeed"
     install()
     assert importlib.import_module(name).value == 7
     assert [record.getMessage().split(" ", 1)[0] for record in caplog.records] == [name]
     for imported in [n for n in sys.modules if n.partition(".")[0] == "pytorch_lightning"]:
         del sys.modules[imported]
+
+
+def test_a_release_whose_loading_takes_other_arguments_is_not_mended() -> None:
+    def load(load_config: object, model: object) -> None:
+        pass
+
+    module = ModuleType("transformers.core_model_loading")
+    vars(module)["convert_and_load_state_dict_in_model"] = load
+    with pytest.raises(ImportError, match=r"takes \['load_config', 'model'\], expected"):
+        mend_loading(module)
+    assert vars(module)["convert_and_load_state_dict_in_model"] is load
 
 
 @pytest.mark.parametrize(

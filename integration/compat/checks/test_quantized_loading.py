@@ -164,6 +164,9 @@ def _use(rank: int, world_size: int, folder: str) -> None:
             if is_grown:
                 with seeded(2):
                     model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+                    # By itself too: Gemma 4 resizes further embeddings by this method.
+                    first = model.get_input_embeddings()
+                    model._get_resized_embeddings(first, VOCAB + 8, mean_resizing=False)
             model = _adapt(model, use_dora=use_dora).train()  # evaluation has kernels of its own
             if is_sharded:
                 trained = [p for p in model.parameters() if p.requires_grad]

@@ -9,7 +9,9 @@ value, and embeddings are gathered to be resized.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from types import ModuleType
@@ -17,6 +19,7 @@ from typing import Any
 
 HOME = "zero_engine.deepspeed"
 _LOADING = f"{HOME}.zero.quantized_loading"
+_TAKEN = ["model", "state_dict", "load_config"]
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """Variable without which threads read all the weights of a quantized checkpoint ahead."""
 
@@ -24,6 +27,9 @@ _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 def mend_loading(module: ModuleType) -> None:
     """Change ``module``, which is ``transformers.core_model_loading``, as the top says."""
     load = module.convert_and_load_state_dict_in_model
+    found = list(inspect.signature(load).parameters)
+    if found[: len(_TAKEN)] != _TAKEN:
+        raise ImportError(f"{load.__name__}() takes {found}, expected {_TAKEN} first")
 
     @wraps(load)
     def load_sharded(
@@ -31,11 +37,10 @@ def mend_loading(module: ModuleType) -> None:
     ) -> Any:
         from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-        deepspeed = importlib.import_module(HOME)
         with ExitStack() as stack:
             is_sharded = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
-            if load_config.hf_quantizer is not None and is_sharded:
-                deepspeed.init_distributed()
+            if is_sharded and load_config.hf_quantizer is not None:
+                importlib.import_module(HOME).init_distributed()
                 stack.callback(_set_variable, _SEQUENTIAL, os.environ.get(_SEQUENTIAL))
                 os.environ[_SEQUENTIAL] = "1"
                 stack.enter_context(importlib.import_module(_LOADING).sharded_loading())
@@ -46,17 +51,25 @@ def mend_loading(module: ModuleType) -> None:
 
 def mend_resizing(module: ModuleType) -> None:
     """Change ``module``, which is ``transformers.modeling_utils``, as the top says."""
-    resize = module.PreTrainedModel.resize_token_embeddings
+    model = module.PreTrainedModel
+    # Not resize_token_embeddings: models override it, to resize further embeddings (Gemma 4).
+    embeddings, head = model._get_resized_embeddings, model._get_resized_lm_head
+    model._get_resized_embeddings = _gathering(embeddings)
+    model._get_resized_lm_head = _gathering(head)
+
+
+def _gathering(resize: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``resize``, a method of a model, with the values of the module that it resizes."""
 
     @wraps(resize)
-    def resize_gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def resize_gathered(self: Any, old: Any, *args: Any, **kwargs: Any) -> Any:
+        if "hf_quantizer" not in vars(self):
+            return resize(self, old, *args, **kwargs)
         gather = importlib.import_module(HOME).zero.GatheredParameters
-        ends = (self.get_input_embeddings(), self.get_output_embeddings())
-        params = [param for end in ends if end is not None for param in end.parameters()]
-        with gather(params, modifier_rank=0, enabled="hf_quantizer" in vars(self)):
-            return resize(self, *args, **kwargs)
+        with gather(old.parameters(), modifier_rank=0):
+            return resize(self, old, *args, **kwargs)
 
-    module.PreTrainedModel.resize_token_embeddings = resize_gathered
+    return resize_gathered
 
 
 def _set_variable(name: str, value: str | None) -> None:
