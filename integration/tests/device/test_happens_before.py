@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +41,8 @@ _ROOTS = tuple(package.__path__[0] for package in (zero_core, zero_offload))
 _HINTS = ("<genexpr>", "make_way")
 """Functions that ask whether an event has fired and rely on nothing: a prefetch that would block is
 put off, and an update lets square sums go first."""
+_BETWEEN_STEPS = ("offload", "reload")
+"""Functions that let the whole device finish, for another program that takes its memory."""
 
 
 class Net(nn.Module):
@@ -68,7 +70,8 @@ class _PinnedAccesses(TorchDispatchMode):
         values = dict(zip((a.name for a, _ in given), args, strict=False)) | (kwargs or {})
         tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
         is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        has_access = not is_view and func is not torch.ops.aten.empty_like.default
+        reads_none = (torch.ops.aten.empty_like.default, torch.ops.aten.is_pinned.default)
+        has_access = not is_view and func not in reads_none
         is_on_host = all(t.is_cpu for t in tensors) and any(t.is_pinned() for t in tensors)
         if has_access and is_on_host:
             written = [values[a.name] for a, alias in given if alias and alias.is_write]
@@ -356,6 +359,21 @@ def _reused_memory() -> None:
     engine.close()
 
 
+def _offloaded_states() -> None:
+    """The memory of states that another stream allocated is reused there while they are copied."""
+    torch.manual_seed(0)
+    other = torch.Stream(device="late:0")
+    with other:
+        engine = zero_core.build(Net().to("late:0"), ON_RANKS["stage 3"])
+        torch.accelerator.synchronize()
+    engine.offload_states(non_blocking=True)
+    with other:
+        for nbytes in range(512, 131072, 512):
+            torch.empty(nbytes, dtype=torch.uint8, device="late:0").fill_(1)
+    engine.reload_states()
+    engine.close()
+
+
 def _train_on_ranks(config: dict[str, Any], num_nodes: int = 1) -> None:
     world_size = 2
     simulate(
@@ -407,15 +425,23 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "device tier": _device_tier,
     "inputs on the host": _inputs_on_the_host,
     "reused memory": _reused_memory,
+    "offloaded states": _offloaded_states,
     "edited parameters": _edited_parameters,
 }
+
+
+NUM_TRIES = 3
+"""Runs in which a dropped wait has to show once: whether memory is reused before a copy of it is
+done depends on how fast the threads are."""
 
 
 def _check(names: list[str]) -> None:
     late_device.load()
     geometry.PUBLISHED_NUMEL = 1024  # several chunks per unit
     is_reported: dict[str, bool] = {}  # by line: whether a race shows where it does not wait
-    for name in names:
+    for name in chain.from_iterable(repeat(names, NUM_TRIES)):
+        if name == names[0] and is_reported and all(is_reported.values()):
+            break
         kernels = _HostKernels()
         with kernels.noted():
             late_device.start_trace()
@@ -431,6 +457,8 @@ def _check(names: list[str]) -> None:
             site = wait_of(record, _ROOTS)
             if record.kind == "event_query" and site.endswith(_HINTS):
                 hints.append(position)
+            elif record.kind == "device_synchronize" and site.endswith(_BETWEEN_STEPS):
+                continue
             elif site and "/testing/" not in site:
                 sites[f"{record.kind} {site}"].append(position)
         races = find_races(trace, workers=workers, without=hints)
