@@ -91,7 +91,9 @@ def stand_in() -> None:
         "numpy": {"BUFSIZE": 8192},
     }
     for name, values in absent.items():
-        vars(importlib.import_module(name)).update(values)
+        module = vars(importlib.import_module(name))
+        for key, value in values.items():
+            module.setdefault(key, value)
 
 
 def run_rank(number: int, results: Path) -> None:
