@@ -134,7 +134,7 @@ def _ends_first(rank: int, world_size: int, how: str) -> None:
     if how == "drops":
         dist.barrier()
     else:
-        while Path(f"/proc/{pids[1].item()}").exists() and _is_alive(int(pids[1])):
+        while _is_alive(int(pids[1])):
             time.sleep(0.01)
     work.wait()
     assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(NUMEL))
@@ -143,7 +143,10 @@ def _ends_first(rank: int, world_size: int, how: str) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):  # it has been waited for meanwhile
+        return False
     return state.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
