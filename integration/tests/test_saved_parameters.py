@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_core.testing import LR, spawn
 
+VOCAB = 12_000  # a head of more elements than the smallest tail
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
@@ -48,9 +49,9 @@ class _Model(nn.Module):
 
     def __init__(self, *, is_tied: bool) -> None:
         super().__init__()
-        self.embed = nn.Embedding(13, 6)
+        self.embed = nn.Embedding(VOCAB, 6)
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.head = nn.Linear(6, 13)
+        self.head = nn.Linear(6, VOCAB)
         if is_tied:
             self.head.weight = self.embed.weight
 
@@ -87,7 +88,7 @@ def _trains(rank: int, world_size: int) -> None:
             engine.step()
             assert torch.equal(loss, wanted)
         weight = model.head.weight
-        assert _Head.found == [([], weight.ds_id, (13, 6), 13)] * 2
+        assert _Head.found == [([], weight.ds_id, (VOCAB, 6), VOCAB)] * 2
         _Head.found.clear()
         for name, value in engine.core.full_state_dict().items():
             assert torch.equal(value, expected.module.state_dict()[name]), name

@@ -56,18 +56,25 @@ class EarlyReads:
         """``reader``, held weakly, makes ``params`` readable: those of a unit or of an expert."""
         self._reader = weakref.ref(reader)  # a class is freed late, and must not keep an engine
         self._place = (unit, expert)
-        awaited = {own: self._awaited(own) for own in dict.fromkeys(map(type, params))}
-        self._classes = [(param, type(param), awaited[type(param)]) for param in params]
+        self._params = tuple(params)
+        self._watched: list[tuple[nn.Parameter, type[nn.Parameter]]] = []  # with their own classes
+        self._awaited: dict[type[nn.Parameter], type[nn.Parameter]] = {}
 
     def watch(self) -> None:
-        for param, _, awaited in self._classes:
-            param.__class__ = awaited
+        self.end()
+        # Now and not before: an engine's user may give parameters a class of its own.
+        self._watched = [(param, type(param)) for param in self._params]
+        for param, own in self._watched:
+            if own not in self._awaited:
+                self._awaited[own] = self._make_awaited(own)
+            param.__class__ = self._awaited[own]
 
     def end(self) -> None:
-        for param, own, _ in self._classes:
+        for param, own in self._watched:
             param.__class__ = own
+        self._watched = []
 
-    def _awaited(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
+    def _make_awaited(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
         reader, place = self._reader, self._place
 
         class Awaited(_AwaitedParam, own):  # type: ignore[misc,valid-type]
