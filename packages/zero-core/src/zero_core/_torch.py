@@ -30,7 +30,6 @@ __all__ = [
     "DisableTorchFunction",
     "current_dispatch_mode",
     "disable_current_modes",
-    "is_traceable_wrapper_subclass",
     "profiled_range",
     "pytree",
 ]

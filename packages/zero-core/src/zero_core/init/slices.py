@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -12,9 +11,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_core.comm.control import ControlGroup
+from zero_core.init.tape import zeroed
 from zero_core.layout.stored import dim_order, is_same_memory, to_bytes
-
-_MAPPED_BYTES = 1 << 16
 
 
 class _Slice(NamedTuple):
@@ -57,20 +55,13 @@ def slice_range(tensor: Tensor, control: ControlGroup) -> tuple[int, int]:
 def keep_slice(tensor: Tensor, values: Tensor, control: ControlGroup) -> None:
     """Keep ``values``, the bytes of this rank's `slice_range` of ``tensor``, as its slice."""
     numel = -(-tensor.numel() // control.world_size)
-    own = _zeros(numel * tensor.dtype.itemsize)
+    own = torch.empty(0, dtype=torch.uint8).set_(zeroed(numel * tensor.dtype.itemsize))
     own[: values.numel()] = values
     hole = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         hole.fill_(float("nan"))  # by which a read is noticed
     tensor.data = hole.expand(tensor.shape)
     _slices[tensor] = _Slice(control, own)
-
-
-def _zeros(nbytes: int) -> Tensor:
-    """Return bytes that go back to the system when they are freed, and not to the heap."""
-    if nbytes < _MAPPED_BYTES:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def is_in_slices(tensor: Tensor) -> bool:
