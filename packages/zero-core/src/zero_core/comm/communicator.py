@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -194,26 +194,24 @@ class NamedReduction(NamedWork):
         work = self._work
         if not self._owner.kind_of(work).shows_parts:
             return ()
-        assert isinstance(work, Reduction)
-        return tuple(work.contributions)
+        return tuple(cast(Reduction, work).contributions)
 
     def statistics(self) -> StatisticsReduction | None:
         """Return the reduction if it has the statistics of its sum."""
         work = self._work
         if not self._owner.kind_of(work).has_statistics:
             return None
-        assert isinstance(work, StatisticsReduction)
-        return work
+        return cast(StatisticsReduction, work)
 
     def acknowledge(self) -> NamedWork | None:
         """Report that the other ranks' parts were read. None if nobody waits for that."""
         work = self._work
         if not self._owner.kind_of(work).is_in_place:
             return None
-        assert isinstance(work, InPlaceReduction)
         verb = f"acknowledgement of the {self._verb}"
         try:
-            return NamedWork(self._owner, work.acknowledge(), verb, self._segment)
+            acknowledgement = cast(InPlaceReduction, work).acknowledge()
+            return NamedWork(self._owner, acknowledgement, verb, self._segment)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -101,7 +101,10 @@ class StepGradient:
         self.params_with_grad: set[int] = set()
         self.decision: StepDecision | None = None
         self._state = state
-        self._tier = state.tier
+        self._tier = tier = state.tier
+        # Once, not for each segment: the check of a protocol reads all of its names.
+        self._accumulating_tier = tier if isinstance(tier, AccumulatingTier) else None
+        self._ahead_tier = tier if isinstance(tier, AheadTier) else None
         self._device = state.device
         self._communicator = communicator
         self._train = train
@@ -123,7 +126,7 @@ class StepGradient:
         self._tier_sums: dict[int, Callable[[], Tensor]] = {}
         self._clip_factor = 1.0  # of the calls of `clip` in this step
         # A tier of whole parameters steps together on all ranks, when all gradients are there.
-        is_whole = isinstance(state.tier, WholeStateTier)
+        is_whole = isinstance(tier, WholeStateTier)
         self._is_updated_in_backward = updates_in_backward(config) and not is_whole
         self._updated: set[int] = set()  # pieces updated in backward in this step
         self._settings = ""  # that they were updated with
@@ -167,8 +170,8 @@ class StepGradient:
 
     def _add_to_tier(self, grads: FlatGrads, shard: Tensor) -> bool:
         """Have the tier add one micro-step's gradient. Its norm is asked for with the last one."""
-        tier, index = self._tier, grads.segment.index
-        assert isinstance(tier, AccumulatingTier), "so it was planned"
+        tier, index = self._accumulating_tier, grads.segment.index
+        assert tier is not None, "so it was planned"
         start = self._starts[index]
         grads.release(tier.add_grad(start, shard, is_last=self.is_boundary))
         if not self.is_boundary:
@@ -304,9 +307,9 @@ class StepGradient:
         """
         if self._ahead:
             return  # by a call of ``step`` that was broken off
-        tier = self._tier
+        tier = self._ahead_tier
         is_early = self._statistics.is_known or self._is_updated_in_backward
-        if is_early or not isinstance(tier, AheadTier) or not tier.can_step_ahead:
+        if is_early or tier is None or not tier.can_step_ahead:
             return
         pieces = enumerate(self._state.pieces)
         self._ahead = [i for i, piece in pieces if piece.param in self.params_with_grad]
@@ -340,8 +343,8 @@ class StepGradient:
     def _settle(self, *, is_void: bool) -> None:
         """Pass the decision to a tier that was updated ahead of it."""
         if self._ahead:
-            assert isinstance(self._tier, AheadTier)
-            self._tier.settle(is_void=is_void)
+            assert self._ahead_tier is not None
+            self._ahead_tier.settle(is_void=is_void)
         if is_void:
             self._ahead = []
 
