@@ -164,6 +164,8 @@ def _joined(path: str, attribute: str) -> str:
 
 def is_same_memory(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are one view of one memory."""
+    if first is second:
+        return True
     return _view_of(first) == _view_of(second) and storage_of(first) == storage_of(second)
 
 

@@ -470,7 +470,7 @@ class FlatGrads:
             pool = self._buffers.full_pools[dtype]
             full = pool.acquire(self._padded_numel, dtype, self.segment.index)
         self._full = full
-        self._slots, self._gaps, _ = self._views.of(full)
+        self._slots, self._gaps = self._views.of(full)
 
     def _close(self) -> None:
         self._is_wide = False

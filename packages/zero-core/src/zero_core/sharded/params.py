@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero_core._torch import storage_of
 from zero_core.comm.communicator import Communicator
 from zero_core.layout.arithmetic import Segment
 from zero_core.layout.stored import dim_order, from_bytes, to_bytes
@@ -124,12 +125,10 @@ class BufferViews(NamedTuple):
     Attributes:
         slots: one per parameter, in its shape.
         gaps: of what belongs to no parameter.
-        addresses: of the slots.
     """
 
     slots: list[Tensor]
     gaps: list[Tensor]
-    addresses: list[int]
 
 
 class SegmentViews:
@@ -153,7 +152,7 @@ class SegmentViews:
         dtypes = [dtype for dtype, _ in self._forms] or [segment.dtype] * len(params)
         hole_of = {dtype: _hole(dtype, device) for dtype in dict.fromkeys(dtypes)}
         holes = [hole_of[d].expand(p.shape) for d, p in zip(dtypes, params, strict=True)]
-        self.placeholders = BufferViews(holes, [], list(map(Tensor.data_ptr, holes)))
+        self.placeholders = BufferViews(holes, [])
 
     def forget(self) -> None:
         """Forget the views of all buffers, which are gone or have moved."""
@@ -161,16 +160,14 @@ class SegmentViews:
 
     def of(self, full: Tensor) -> BufferViews:
         """Return the views of ``full``, [padded_numel] of a buffer that lives as long as this."""
-        key = (full.data_ptr(), full.dtype)
+        # A storage that is refilled has other addresses; its views stay what they are.
+        key = (storage_of(full) if self._is_opaque else full.data_ptr(), full.dtype)
         found = self._found.get(key)
         if found is None:
-            if self._is_opaque:  # the same storage at another address
-                self._found.clear()
             with torch.inference_mode(False):  # they serve training too
                 slots = self._slots_of(full)
                 gaps = [full[start:stop] for start, stop in self._gaps]
-            addresses = list(map(Tensor.data_ptr, slots))
-            found = self._found[key] = BufferViews(slots, gaps, addresses)
+            found = self._found[key] = BufferViews(slots, gaps)
         return found
 
     def _slots_of(self, full: Tensor) -> list[Tensor]:
@@ -367,11 +364,11 @@ class FlatParams:
 
     def _expected_addresses(self) -> list[int]:
         if self._are_views_set:
-            return self._current_views().addresses
-        if not self._copies:
-            return self._placeholders.addresses
-        kept = [self._copies.get(i, hole) for i, hole in enumerate(self._placeholders.slots)]
-        return list(map(Tensor.data_ptr, kept))
+            expected = self._current_views().slots
+        else:
+            holes = enumerate(self._placeholders.slots)
+            expected = [self._copies.get(position, hole) for position, hole in holes]
+        return list(map(Tensor.data_ptr, expected))
 
     def refresh(self) -> None:
         """Bring kept values up to date where no gather is needed: wait for the tier's update."""
