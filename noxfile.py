@@ -25,9 +25,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import nox
@@ -47,6 +49,7 @@ PARTS = ("lint", *PACKAGES, "together")
 NATIVE = ("cpu-adam", "zero-comm")
 EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
 WHEELS = Path(".nox", "wheels")
+TORCH = Path(".nox", "torch")
 SOURCES = (
     *(f"packages/{name}/src" for name in PACKAGES),
     *("integration/src", "integration/benchmarks"),
@@ -297,11 +300,14 @@ def hugging_face(session: nox.Session, releases: dict[str, str]) -> None:
 
 def test_alone(session: nox.Session, package: str) -> None:
     """Install one package with nothing but what it declares, and run its tests."""
+    if package != "cpu-adam":
+        link_torch(session)
     install(session, f"packages/{package}[test]", RUNNER)
     refuse_siblings(session, package)
     if package == "cpu-adam":  # torch is optional: first without, then with it
         refuse(session, ["torch"])
         run_package_tests(session, package)
+        link_torch(session)
         install(session, f"packages/{package}[torch,test]")
         files = sorted(Path("packages", package, "tests").glob("test_*.py"))
         with_torch = [f"tests/{f.name}" for f in files if "torch" in f.read_text(encoding="utf-8")]
@@ -321,6 +327,7 @@ def test_together(session: nox.Session) -> None:
 
 def install_everything(session: nox.Session, *further: str, extras: str = "") -> None:
     """Install the five packages of this repository, and ``further`` requirements."""
+    link_torch(session)
     install(session, *EVERYTHING, f"./integration{extras}", *further)
 
 
@@ -338,6 +345,50 @@ def install(session: nox.Session, *requirements: str) -> None:
     if wheels:  # by force: pip takes a wheel of the same version for the one that is there
         session.install(*PIP_FLAGS, "--no-deps", "--force-reinstall", *wheels)
     session.install(*PIP_FLAGS, *CONSTRAINTS, *others)
+
+
+def link_torch(session: nox.Session) -> None:
+    """Put torch and what it requires into an environment whose packages declare torch.
+
+    pip unpacks torch once for all sessions, and Python compiles it once: environments have hard
+    links to those files. They have nothing else in common.
+    """
+    there = Path(session.virtualenv.location).resolve()
+    if sys.platform == "win32" or Path(libraries(there), "torch").exists():
+        return  # pip's programs for Windows are binary files with the environment's path
+    constraints = Path(CONSTRAINTS[1]).read_text(encoding="utf-8")
+    kept = (
+        TORCH.resolve() / hashlib.sha256(f"{sys.version} {constraints}".encode()).hexdigest()[:16]
+    )
+    if not kept.exists():
+        made = kept.with_suffix(f".{os.getpid()}")
+        session.run_install("python", "-m", "venv", "--without-pip", str(made))
+        python = str(made / "bin" / "python")
+        pip = ("python", "-m", "pip", "--python", python)
+        session.run_install(*pip, "install", *PIP_FLAGS, *CONSTRAINTS, "torch")
+        # Environments may have another release of it from the beginning.
+        session.run_install(*pip, "uninstall", "--quiet", "--yes", "setuptools")
+        session.run_install(python, "-W", "ignore", "-c", IMPORTS, external=True, log=False)
+        try:
+            made.rename(kept)
+        except OSError:  # nothing was made, or a run beside this one was first
+            shutil.rmtree(made, ignore_errors=True)
+    if kept.exists():
+        shutil.copytree(
+            libraries(kept), libraries(there), copy_function=os.link, dirs_exist_ok=True
+        )
+        made_there = re.compile(re.escape(str(kept)) + r"\.\d+")
+        for name in ("torchrun", "torchfrtrace"):
+            script = there / "bin" / name
+            text = (kept / "bin" / name).read_text(encoding="utf-8")
+            script.write_text(made_there.sub(str(there), text), encoding="utf-8")
+            script.chmod(0o755)
+
+
+def libraries(environment: Path) -> str:
+    """Return the folder of an environment that packages are installed into."""
+    base = str(environment)
+    return sysconfig.get_path("platlib", "venv", {"base": base, "platbase": base})
 
 
 def find_wheel(session: nox.Session, package: str) -> list[str]:
@@ -412,6 +463,12 @@ NO_COMPILER = """
 import shutil
 found = [name for name in ("cc", "gcc", "c++", "g++", "clang", "cl") if shutil.which(name)]
 assert not found, f"a compiler is within reach: {found}"
+"""
+
+# What tests import of torch, for its bytecode.
+IMPORTS = """
+import torch.distributed.fsdp, torch.distributed.run, torch.distributed.tensor
+import torch._dynamo.testing, torch._inductor.compile_fx, torch.optim, torch.utils.checkpoint
 """
 
 COMPILE = """

@@ -1,4 +1,4 @@
-"""With the optimizer offloaded, six steps follow DDP with torch.optim.AdamW at every stage.
+"""With the optimizer offloaded, four steps follow DDP with torch.optim.AdamW at every stage.
 
 The rest of the grid (without offload) is in zero-core's own tests; model, oracle and comparison are
 in zero_core.testing.
@@ -13,7 +13,7 @@ import pytest
 
 from zero_core.testing import Case, Gap, compare_with_ddp, read_gaps, spawn
 
-STEPS = 6
+STEPS = 4
 
 
 def _offload(ratio: float) -> dict[str, object]:
