@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import gc
 import importlib.util
 import itertools
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -417,6 +419,8 @@ def test_backward_of_several_values_is_refused() -> None:
     engine = _engine()
     with pytest.raises(ValueError, match="takes a scalar"):
         engine.backward(engine(_inputs(0)))
+    with pytest.raises(AssertionError, match="scalar tensor"):  # as DeepSpeed's
+        engine.scale(engine(_inputs(0)))
     engine.destroy()
 
 
@@ -526,6 +530,7 @@ def _evaluate(rank: int, world_size: int) -> None:
     reference = _linear()
     config = _config(3, scheduler={"type": "WarmupLR", "params": {}})
     del config["optimizer"]
+    _evaluate_after_dropped_engines(config)
     model = _linear()
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=config)
     assert optimizer is None
@@ -543,6 +548,24 @@ def _evaluate(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="without an optimizer"), engine.no_sync():
         pass
     _train_with_further_engines(model, reference)
+
+
+def _evaluate_after_dropped_engines(config: dict[str, Any]) -> None:
+    """A model keeps its values when the script drops the engine without ``destroy``.
+
+    Lightning's DeepSpeedStrategy does between ``Trainer.test`` and ``Trainer.predict``.
+    """
+    model = _linear()
+    for _ in range(2):
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        with torch.no_grad():
+            torch.testing.assert_close(engine(_inputs(0)), _linear()(_inputs(0)))
+        alive = weakref.ref(engine.core)
+        del engine
+        gc.collect()
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def _train_with_further_engines(model: nn.Module, reference: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import subprocess
@@ -268,6 +269,8 @@ def _fits_twice(rank: int, world_size: int, folder: str) -> None:
     runs[1][1][2].strategy.engine.unwrap()
     module.earlier = None
     _fit("zero_stage_3", world_size, folder, module)  # though the script has ended its engine
+    gc.collect()  # its Trainer and strategy are gone: the engine stays with the module
+    _trainer("zero_stage_3", world_size, folder).test(module, _loader(), verbose=False)
 
 
 def _another(strategy: Any) -> Any:

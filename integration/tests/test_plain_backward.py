@@ -164,7 +164,7 @@ def test_parameter_unfrozen_later_is_averaged_too() -> None:
 
 def test_backward_without_the_loss_scale_is_still_refused() -> None:
     engine = _make(0, fp16={"enabled": True, "initial_scale_power": 4})
-    with pytest.raises(RuntimeError, match="fp16 needs the loss scale"):
+    with pytest.raises(RuntimeError, match="Loss scaling is required in fp16"):
         engine(torch.ones(2, 3, dtype=torch.float16))["loss"].backward()
     engine.destroy()
 

@@ -500,7 +500,7 @@ def test_weight_decay_is_zero_unless_given_as_in_deepspeed():
 def test_unscaled_micro_steps_of_fp16_are_refused_at_once():
     config = {**Case(accumulation=2).config(), "fp16": {"enabled": True}}
     engine = zero_core.build(make_model(), config)
-    with pytest.raises(RuntimeError, match="fp16 needs the loss scale"):
+    with pytest.raises(RuntimeError, match="Loss scaling is required in fp16"):
         engine(**batch(0, 0, 0))["loss"].backward()
 
 

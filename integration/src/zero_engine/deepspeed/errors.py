@@ -28,6 +28,10 @@ class NoSyncError(ZeroError, RuntimeError, AssertionError):
     """``step`` was called within ``no_sync``. An AssertionError too, as DeepSpeed raises."""
 
 
+class NotScalarError(ZeroError, ValueError, AssertionError):
+    """``scale`` got a loss of several values. An AssertionError too, as DeepSpeed raises."""
+
+
 class Unserved:
     """Stand-in for a class, function or constant that is not served. Any use raises.
 

@@ -134,6 +134,7 @@ class ZeroStrategy(DDPStrategy):
             self._engine = zero_core.build(
                 self.lightning_module, self._resolved(), is_training=False
             )
+        self.engine.stay_with_model()  # another Trainer may go on, when this one is gone
         self._precision.attach(self.engine)
         _HOLDERS.setdefault(self.engine, WeakSet()).add(self)
 

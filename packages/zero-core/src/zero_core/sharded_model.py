@@ -117,7 +117,8 @@ class ShardedModel:
         if parts.config.zero_optimization.stage == 3:
             self.remove_at_end([Generation(state.module, self)])
         handles = (buffers.handles, self._ownership.hooks)
-        self.remove_at_end([ModelCopies(state, handles)])
+        self._copies = ModelCopies(state, handles)
+        self.remove_at_end([self._copies])
 
     if not TYPE_CHECKING:
 
@@ -475,6 +476,13 @@ class ShardedModel:
     def remove_at_end(self, hooks: Iterable[Removable]) -> None:
         """Remove ``hooks`` that others put on the model when the engine ends."""
         self._ownership.hooks += hooks
+
+    def stay_with_model(self) -> None:
+        """Live as long as the model or until the end, also where nobody else keeps the engine.
+
+        Otherwise values that are sharded go with an engine that is dropped.
+        """
+        self._copies.engine = self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse `copy.deepcopy`, `copy.copy` and pickle."""

@@ -22,7 +22,7 @@ from zero_engine.deepspeed.engine.checkpoints import Checkpoints
 from zero_engine.deepspeed.engine.facts import UNSERVED
 from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
-from zero_engine.deepspeed.errors import NoSyncError, NotServedError
+from zero_engine.deepspeed.errors import NoSyncError, NotScalarError, NotServedError
 from zero_engine.deepspeed.zero.offload_config import (
     PARTS,
     OffloadDeviceEnum,
@@ -141,7 +141,16 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return loss / steps if steps > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the loss scale, for a plain ``backward()``, which averages."""
+        """Return ``loss`` times the loss scale, for a plain ``backward()``, which averages.
+
+        Raises:
+            NotScalarError: ``loss`` has several values.
+        """
+        if loss.numel() != 1:
+            raise NotScalarError(
+                f"scale() takes a scalar tensor, found a loss of shape {tuple(loss.shape)}: run "
+                "backward of several values by tensor.backward(gradient)"
+            )
         return self._live_core("scale").scale(loss, over=1)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:

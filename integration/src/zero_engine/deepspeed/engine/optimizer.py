@@ -174,6 +174,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def dynamic_loss_scale(self) -> bool:
         return self._core.loss_scaler.is_dynamic
 
+    def needs_scaler(self) -> bool:
+        """Return whether a plain ``loss.backward()`` needs `DeepSpeedEngine.scale`."""
+        return self.dynamic_loss_scale
+
     @property
     def is_gradient_accumulation_boundary(self) -> bool:
         return self._core.is_gradient_accumulation_boundary()

@@ -22,7 +22,14 @@ _KEY = "__deepcopy__"  # looked up on the object by `copy.deepcopy`
 
 
 class ModelCopies:
-    """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing."""
+    """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing.
+
+    Attributes:
+        engine: what is to live as long as the model: the modules refer to this object, and their
+            copies do not.
+    """
+
+    engine: object = None
 
     def __init__(self, state: ShardedState, handles: Sequence[Sequence[Any]]) -> None:
         """Replace the copying of the model and of every module in it, until `remove`.

@@ -147,7 +147,8 @@ class StepGradient:
         self.check_not_updated("a further backward of the same step")
         if self._config.loss_scaling.enabled and not self._train.scaler.is_applied:
             raise RuntimeError(
-                "fp16 needs the loss scale: engine.backward(), or engine.scale(loss)"
+                "Loss scaling is required in fp16: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
             )
 
     def reopen(self) -> None:
