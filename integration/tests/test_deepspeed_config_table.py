@@ -142,6 +142,7 @@ EXAMPLES: dict[str, Any] = {
     "seed": 3,
     "broadcast_buffers": True,
     "check_grad_overflow": False,
+    "world_size_invariant": True,
 }
 ON_HOST = {
     "bf16": {"enabled": True},

@@ -84,7 +84,14 @@ class Blueprint:
         experts = [expert.params for expert in found.experts]
         if config.tiled_compute is not None:
             check_names(model, config.tiled_compute)
-        layout = Layout.build(specs, units, world_size, has_tail=found.has_tail, experts=experts)
+        layout = Layout.build(
+            specs,
+            units,
+            world_size,
+            is_in_chunks=config.world_size_invariant,
+            has_tail=found.has_tail,
+            experts=experts,
+        )
         if is_training:
             check_patterns(config.zero_optimization.offload_optimizer.parameters or (), layout)
         return cls(found, layout, optimizer, group_of, given)

@@ -21,6 +21,7 @@ from zero_core.comm.meter import Meter
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
 from zero_core.config import load_config
 from zero_core.engine import Engine
+from zero_core.errors import ConfigError
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.values import InitialValues
 from zero_core.layout.experts import expert_lists_of
@@ -45,6 +46,7 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded_model import EngineParts, ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
+from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.states import StateAccess
 
 
@@ -152,7 +154,8 @@ def build(
     resolved = resolved.on_nodes(per_node, ranks.size)
     meter = Meter(ranks.size, per_node)
     shared = share_memory(control, ranks, per_node)
-    transport = make_transport(ranks, per_node, shared, meter)
+    is_invariant = resolved.world_size_invariant
+    transport = make_transport(ranks, per_node, shared, meter, is_sequential=is_invariant)
     with _ended_on_failure(transport):
         used = make_collectives(collectives, transport, resolved, layout, per_node)
         timeout_s = ranks.silent_timeout_s
@@ -160,6 +163,12 @@ def build(
         communicator = Communicator(
             used, control, layout.describe_segments(), watch, ranks.failure_notes()
         )
+
+        if is_invariant and not communicator.can_add:
+            raise ConfigError(
+                f"world_size_invariant needs collectives with reduce_add, as of "
+                f"zero_core.protocols.AddingCollectives: {type(used).__name__} has none"
+            )
 
         memory = Memory(
             found,
@@ -213,6 +222,9 @@ def build(
                 optimizer, resolved.scheduler.type, resolved.scheduler.params
             )
         train = TrainState(resolved, optimizer.param_groups, lr_scheduler, rank=ranks.rank)
+        seeds = None
+        if is_invariant and is_training:
+            seeds = MicroBatchSeeds(model, train, resolved.seed or 0, ranks)
         gradient = StepGradient(state, communicator, train, resolved, meter)
         runtime = Runtime(
             units,
@@ -244,6 +256,8 @@ def build(
         else:
             engine = ShardedModel(parts)
         engine.remove_at_end(installed)
+        if seeds is not None:
+            engine.remove_at_end([seeds])
         if pretrained is not None:
             try:
                 load_pretrained(engine, pretrained)

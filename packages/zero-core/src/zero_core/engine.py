@@ -172,7 +172,12 @@ class Engine(ShardedModel):
         """Set whether backwards from now on reduce gradients, or keep them as in `no_sync`.
 
         As FSDP2's method of the name. Every rank must call it.
+
+        Raises:
+            RuntimeError: ``world_size_invariant`` reduces every backward.
         """
+        if not requires_gradient_sync:
+            self._check_local_sums()
         self._runtime.set_should_sync(requires_gradient_sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -198,8 +203,20 @@ class Engine(ShardedModel):
 
         It saves a reduction per micro-step and takes the memory of the whole gradient. The last
         backward of a step usually runs outside; if not, ``step`` reduces.
+
+        Raises:
+            RuntimeError: ``world_size_invariant`` reduces every backward.
         """
+        self._check_local_sums()
         return self._runtime.no_sync()
+
+    def _check_local_sums(self) -> None:
+        if self.config.world_size_invariant:
+            raise RuntimeError(
+                "world_size_invariant: gradients that are added up on their rank first would be "
+                "added in another order at another world size. Leave no_sync() and "
+                "set_requires_gradient_sync(False) out: each backward is reduced"
+            )
 
     # ---------------------------------------------------------------- keeping
 

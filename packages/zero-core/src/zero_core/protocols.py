@@ -138,6 +138,19 @@ class Collectives(Protocol):
 
 
 @runtime_checkable
+class AddingCollectives(Collectives, Protocol):
+    """Collectives that add to a sum. The configuration key ``world_size_invariant`` needs them."""
+
+    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """Start to add this rank's slice of every rank's ``full`` to ``out``, one after another.
+
+        As `reduce_scatter`, but ``out`` is not overwritten, and its terms are added in rank order
+        whatever the nodes are: ``((out + slice 0) + slice 1) + ...``, each rounded to the dtype of
+        ``out``. The statistics of a `StatisticsReduction` are those of ``out``.
+        """
+
+
+@runtime_checkable
 class StatefulCollectives(Collectives, Protocol):
     """Collectives that keep values or errors from one call to the next."""
 

@@ -18,7 +18,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -30,6 +31,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.comm.groups import FailureNotes
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import (
+    AddingCollectives,
     Collectives,
     InPlaceCollectives,
     InPlaceReduction,
@@ -249,6 +251,7 @@ class Communicator:
         self.world_size = control.world_size
         self._all_gather = transport.all_gather
         self._reduce_scatter = transport.reduce_scatter
+        self._adding = transport if isinstance(transport, AddingCollectives) else None
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
         self._names = dict(names)
         self._notes = notes
@@ -284,14 +287,34 @@ class Communicator:
 
         See `zero_core.protocols.Collectives.reduce_scatter`. `CollectiveError` if it cannot start.
         """
+        with self._starting("reduce_scatter", segment):
+            work = self._reduce_scatter(out, full, unit=segment)
+        return NamedReduction(self, work, "reduce_scatter", segment)
+
+    @property
+    def can_add(self) -> bool:
+        """Whether the collectives have `reduce_add`."""
+        return self._adding is not None
+
+    def reduce_add(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
+        """Start to add this rank's slice of every rank's ``full`` to ``out``.
+
+        See `zero_core.protocols.AddingCollectives`. `CollectiveError` if it cannot start.
+        """
+        assert self._adding is not None, "checked when the engine was built"
+        with self._starting("reduce_scatter", segment):
+            work = self._adding.reduce_add(out, full, unit=segment)
+        return NamedReduction(self, work, "reduce_scatter", segment)
+
+    @contextmanager
+    def _starting(self, verb: str, segment: int) -> Iterator[None]:
         try:
-            with profiled_range(self.describe("reduce_scatter", segment)):
-                work = self._reduce_scatter(out, full, unit=segment)
+            with profiled_range(self.describe(verb, segment)):
+                yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self.error("reduce_scatter", segment, error) from error
-        return NamedReduction(self, work, "reduce_scatter", segment)
+            raise self.error(verb, segment, error) from error
 
     def describe(self, verb: str, segment: int) -> str:
         """Return the name of a collective, such as "rank 1: all_gather of unit 3 (blocks.2)"."""

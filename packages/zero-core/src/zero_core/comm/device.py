@@ -26,7 +26,13 @@ from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.device_library import DeviceLibrary, Lane
-from zero_core.comm.fused_sum import sum_dtype, sum_slices
+from zero_core.comm.fused_sum import (
+    add_in_rank_order,
+    find_nonfinite,
+    norm_of,
+    sum_dtype,
+    sum_slices,
+)
 from zero_core.comm.host import HostCollectives, Transport
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.queues import CommQueues, queues_of
@@ -56,9 +62,17 @@ def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMe
 
 
 def make_transport(
-    ranks: Ranks, per_node: int, shared: SharedMemory | None, meter: Meter
+    ranks: Ranks,
+    per_node: int,
+    shared: SharedMemory | None,
+    meter: Meter,
+    *,
+    is_sequential: bool = False,
 ) -> HostCollectives | DeviceCollectives:
-    """The engine's own collectives. Every rank must call it."""
+    """The engine's own collectives. Every rank must call it.
+
+    ``is_sequential``: gradients are added in rank order whatever the nodes are.
+    """
     queues = queues_of(ranks.device)
     if ranks.size == 1 or ranks.device.type == "cpu":
         return HostCollectives(
@@ -76,7 +90,7 @@ def make_transport(
             "reductions and copies wait for the computation that was enqueued before them; unset "
             "it (CUDA's default is 8)"
         )
-    links = Links(ranks.size, per_node, is_ring=True)
+    links = Links(ranks.size, per_node, is_ring=True, is_sequential=is_sequential)
     return DeviceCollectives(ranks.library(), links=links, queues=queues, meter=meter)
 
 
@@ -158,6 +172,24 @@ class DeviceCollectives(Transport):
                 sum_slices(received.view(self.world_size, -1), out, norm, nonfinite)
             else:
                 self._reduce_in_two_levels(*self._nodes, out, full, norm, nonfinite)
+
+        return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
+
+    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """See `zero_core.protocols.AddingCollectives`. It never takes two levels."""
+        sent = self._links.direct(full.nbytes // self.world_size)
+        self._meter.add("reduce_scatter", GRADIENTS, sent)
+        norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
+        nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
+
+        def job() -> None:
+            nonfinite.zero_()
+            received = self._take_scratch(full.numel(), full.dtype, full.device)
+            self._reductions.all_to_all(received, full).wait()
+            slices = received.view(self.world_size, -1)
+            add_in_rank_order(out, slices.unbind())
+            find_nonfinite(slices, nonfinite)
+            norm.copy_(norm_of(out))
 
         return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
 

@@ -41,6 +41,12 @@ def sum_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
         out.copy_(total)
 
 
+def add_in_rank_order(out: Tensor, slices: Sequence[Tensor]) -> None:
+    """``out = ((out + slices[0]) + slices[1]) + ...``, each sum rounded to the dtype of ``out``."""
+    for part in slices:
+        out.add_(part)
+
+
 def norm_of(values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
     """Return the ``p``-norm of ``values``, 0-dimensional.
 
@@ -79,9 +85,14 @@ def sum_by_torch(
     if norm is not None:
         norm.copy_(norm_of(out))
     if nonfinite is not None:
-        # The largest magnitude keeps NaN and Inf, and needs no copy of the slices.
-        largest = torch.linalg.vector_norm(slices, torch.inf, dim=1)
-        nonfinite.logical_or_(largest.isfinite().logical_not_())
+        find_nonfinite(slices, nonfinite)
+
+
+def find_nonfinite(slices: Tensor, nonfinite: Tensor) -> None:
+    """Set ``nonfinite`` to True where a row of ``slices`` has NaN or Inf: see `sum_slices`."""
+    # The largest magnitude keeps NaN and Inf, and needs no copy of the slices.
+    largest = torch.linalg.vector_norm(slices, torch.inf, dim=1)
+    nonfinite.logical_or_(largest.isfinite().logical_not_())
 
 
 @cache

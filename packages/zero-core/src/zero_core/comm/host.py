@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_core.comm.fused_sum import sum_in_rank_order
+from zero_core.comm.fused_sum import add_in_rank_order, sum_in_rank_order
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.p2p import Kind, Messages, Parcel, PeerToPeer, wait_all
 from zero_core.comm.queues import CommQueues, HostQueues
@@ -183,6 +183,13 @@ class HostCollectives(Transport):
         return self._queues.launch(pass_on, is_reduction=False)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        return self._reduce(out, full, unit, _HostReduction)
+
+    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """See `zero_core.protocols.AddingCollectives`."""
+        return self._reduce(out, full, unit, _HostAddition)
+
+    def _reduce(self, out: Tensor, full: Tensor, unit: int, kind: type[_HostReduction]) -> Work:
         wire = self._wire
         slices = full.view(self.world_size, -1)
         self._count("reduce_scatter", EXACT_GRADIENTS, self._links.direct(slices[0].nbytes))
@@ -190,7 +197,7 @@ class HostCollectives(Transport):
         received = None if is_near and not wire.has_far else self._borrow(full)
         parts = slices if received is None else received.view(self.world_size, -1)
         parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit)
-        return _HostReduction(self, out, list(slices), parcels, received, unit, is_near=is_near)
+        return kind(self, out, list(slices), parcels, received, unit, is_near=is_near)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
@@ -277,8 +284,19 @@ class _HostReduction:
             sources, self.sources = self.sources, []
             for peer, parcel in self.parcels.items():
                 sources[peer] = parcel.receive()
-            sum_in_rank_order(self.out, sources)
+            self._sum(sources)
+
+    def _sum(self, sources: Sequence[Tensor]) -> None:
+        sum_in_rank_order(self.out, sources)
 
     def acknowledge(self) -> Work:
         self.contributions = ()
         return self.owner.acknowledge(self.received, self.unit, is_near=self.is_near)
+
+
+@dataclass(eq=False)
+class _HostAddition(_HostReduction):
+    """A reduction that adds to what is in ``out``."""
+
+    def _sum(self, sources: Sequence[Tensor]) -> None:
+        add_in_rank_order(self.out, sources)

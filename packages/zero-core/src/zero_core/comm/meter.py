@@ -62,11 +62,13 @@ class Links:
         ranks_per_node: ranks of a node, which have consecutive numbers.
         is_ring: ranks are accelerators, whose library gathers round a ring, as NCCL does; otherwise
             a shard is sent to each other node once and handed on there, as the engine does on gloo.
+        is_sequential: whether gradients are added one after another, whatever the nodes are.
     """
 
     world_size: int
     ranks_per_node: int
     is_ring: bool
+    is_sequential: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -101,7 +103,8 @@ class Links:
     @property
     def sums_in_two_levels(self) -> bool:
         """Whether gradients are summed within each node first: [Note: two levels] of `device`."""
-        return self.is_ring and 1 < self.ranks_per_node < self.world_size
+        is_apart = 1 < self.ranks_per_node < self.world_size
+        return self.is_ring and is_apart and not self.is_sequential
 
     def reduction(self, slice_bytes: int, sum_bytes: int) -> tuple[int, int]:
         """A reduction's bytes. A slice of the gradient has ``slice_bytes``, a sum of such slices
@@ -119,7 +122,8 @@ class Links:
         runs = [nodes[i : i + size] for i in range(0, len(nodes), size)]
         is_even = all(len(run) == size and len(set(run)) == 1 for run in runs)
         is_apart = len({run[0] for run in runs}) == len(runs)
-        return Links(len(ranks), size if is_even and is_apart else 1, self.is_ring)
+        per_node = size if is_even and is_apart else 1
+        return Links(len(ranks), per_node, self.is_ring, self.is_sequential)
 
 
 class Meter:

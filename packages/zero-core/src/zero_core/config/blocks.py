@@ -408,6 +408,9 @@ class Config(_Block):
     """Broadcast rank 0's buffers before a forward, as DDP does."""
     seed: NonNegativeInt | None = None
     """Seed of torch on every rank before the first step."""
+    world_size_invariant: bool = False
+    """Give the same bits at any number of ranks, for one ``train_batch_size`` and micro-batch size.
+    Not in DeepSpeed's configuration."""
     steps_per_print: PositiveInt | None = None
     """Steps between log lines of step, loss scale and learning rate. None disables them."""
 

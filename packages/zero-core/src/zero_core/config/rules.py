@@ -67,6 +67,7 @@ def check_rules(config: Config, world_size: int) -> None:
         *_of_param_offload(config.zero_optimization),
         *_of_quantized(config.zero_optimization, world_size),
         *_of_masters(config),
+        *_of_invariance(config),
         *_unserved(config),
     )
     for is_broken, message in rules:
@@ -190,6 +191,25 @@ def _of_masters(config: Config) -> Iterator[_Rule]:
     yield (
         bf16.bf16_master_weights_and_grads and zero.stage == 0,
         "bf16.bf16_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3, found 0",
+    )
+
+
+def _of_invariance(config: Config) -> Iterator[_Rule]:
+    zero, is_asked = config.zero_optimization, config.world_size_invariant
+    yield (
+        is_asked and zero.quantized_key is not None,
+        f"world_size_invariant: the blocks of {zero.quantized_key} follow the slices of the ranks, "
+        "of which there are as many as ranks: leave one of the two out",
+    )
+    yield (
+        is_asked and config.gradient_allreduce_op == "sum",
+        "world_size_invariant with gradient_allreduce_op 'sum': a sum over the ranks of means over "
+        "micro-steps grows with the number of ranks: leave one of the two out",
+    )
+    yield (
+        is_asked and zero.offload_optimizer.ratio == "auto",
+        "world_size_invariant with zero_optimization.offload_optimizer.ratio 'auto': the ratio is "
+        "measured, so another run may choose another one: give a number",
     )
 
 

@@ -38,6 +38,9 @@ ALIGNMENT = 32
 """Elements to which slots and shards are aligned: 64 bytes at 16 bits, a cache line and a vector
 register. An unaligned weight would slow down the matrix kernels."""
 
+CHUNK_NUMEL = 1024
+"""Elements of a chunk of a segment, over which ``world_size_invariant`` takes norms."""
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -192,13 +195,15 @@ class Layout:
         world_size: int,
         *,
         alignment: int = ALIGNMENT,
+        is_in_chunks: bool = False,
         has_tail: bool = False,
         experts: Sequence[Sequence[int]] = (),
     ) -> Layout:
         """Compute the layout of ``units``, each a name and the numbers of its parameters.
 
         ``has_tail``: the last of them is the tail. ``experts`` are the parameters of those that
-        have segments of their own.
+        have segments of their own. ``is_in_chunks``: trainable shards are whole chunks of
+        `CHUNK_NUMEL` elements, so that no chunk is on two ranks, however many there are.
 
         Raises:
             ValueError: a parameter is in no unit or in two, or world_size or alignment < 1.
@@ -221,7 +226,8 @@ class Layout:
             for ((dtype, is_trainable, is_opaque), expert), same in alike.items():
                 aligned = _round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
                 slots, end = _place(params, same, aligned)
-                shard = _round_up(-(-max(end, 1) // world_size), aligned)
+                multiple = CHUNK_NUMEL if is_in_chunks and is_trainable else 1
+                shard = _round_up(-(-max(end, 1) // world_size), math.lcm(aligned, multiple))
                 segments.append(
                     Segment(
                         count,

@@ -31,8 +31,10 @@ class Accumulation:
             decides.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, num_parts: int = 1) -> None:
+        """``num_parts``: the ranks among which `divide` divides a loss besides."""
         self.steps = steps
+        self._num_parts = num_parts
         self.micro_steps = 0
         self.count = 0
         self.override: bool | None = None
@@ -95,6 +97,7 @@ class Accumulation:
         steps = self.steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
+        steps *= self._num_parts
         return loss / steps if steps > 1 else loss
 
 
@@ -193,7 +196,11 @@ class TrainState:
         """Start at step 0. ``param_groups`` are the optimizer's own and are changed in place."""
         self.global_steps = 0
         self.skipped_steps = 0
-        self.accumulation = Accumulation(config.gradient_accumulation_steps)
+        micro_steps, num_parts = config.gradient_accumulation_steps, 1
+        if config.world_size_invariant:
+            step_size = config.train_micro_batch_size_per_gpu * micro_steps
+            num_parts = config.train_batch_size // step_size
+        self.accumulation = Accumulation(micro_steps, num_parts)
         self.scaler = LossScaler(config.loss_scaling)
         self.lr_scheduler = lr_scheduler
         self.grad_norm: float | None = None

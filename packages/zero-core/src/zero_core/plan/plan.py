@@ -199,7 +199,12 @@ class _Planner:
         allowed = [c for c in choices if c.is_fitting and c.stage >= self._stage]
         smallest_change = min(allowed, key=lambda c: (c.ratio, c.stage), default=None)
         best = configured if configured.is_fitting else smallest_change
-        links = Links(machine.world_size, machine.ranks_per_node, machine.is_accelerated)
+        links = Links(
+            machine.world_size,
+            machine.ranks_per_node,
+            machine.is_accelerated,
+            config.world_size_invariant,
+        )
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
         by_key = {(c.stage, c.ratio): c for c in choices}
         return Plan(

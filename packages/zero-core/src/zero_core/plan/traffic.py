@@ -42,7 +42,10 @@ def step_traffic(
         if footprint is not None or config.zero_optimization.quantized_key is None:
             found += _collectives(layout, config, links, footprint)
         # Both halves of an all-reduce: 2 / world_size of the whole.
-        facts = 2 * statistics_nbytes(len(layout.params), len(layout.units)) // layout.world_size
+        nbytes = statistics_nbytes(
+            len(layout.params), len(layout.units), is_invariant=config.world_size_invariant
+        )
+        facts = 2 * nbytes // layout.world_size
         found += _sum("all_reduce", "facts of the step", [links.ring(facts)])
     down, up = host_link
     if down or up:

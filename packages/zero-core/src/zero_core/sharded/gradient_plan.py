@@ -49,6 +49,8 @@ class GradientPlan:
         rounded: dtype to which each micro-step's reduced gradient is rounded before that.
         offered: dtype in which the state tier gets them, each or their sum.
         normed: dtype in which the squares of the sum are added up; None for the usual one.
+        is_sequential: whether every rank's gradient is a term by itself, as of one rank that
+            computes all micro-batches: [Note: the same bits at any world size].
     """
 
     case: GradientCase
@@ -60,6 +62,7 @@ class GradientPlan:
     rounded: torch.dtype
     offered: torch.dtype
     normed: torch.dtype | None
+    is_sequential: bool = False
 
     @property
     def is_passed_on_each(self) -> bool:
@@ -83,6 +86,7 @@ def plan_gradient(
     communicated: torch.dtype,
     accumulated: torch.dtype,
     is_accumulated_given: bool,
+    is_sequential: bool = False,
 ) -> GradientPlan:
     """Plan the memory of a gradient.
 
@@ -97,6 +101,7 @@ def plan_gradient(
         accumulated: see `GradientPlan`.
         is_accumulated_given: whether ``accumulated`` is the user's choice. Otherwise a micro-step's
             gradient may be rounded to ``communicated`` before it is added.
+        is_sequential: see `GradientPlan`.
 
     [Note: one sum for every stage and ratio]
     The sum that a tier takes is in fp32 (float64). Where the user asked for a narrower dtype, the
@@ -104,9 +109,19 @@ def plan_gradient(
     once per micro-step would cost more than it saves, so the engine adds up there, and rounds each
     term as it would for the tier. Norms of such sums are taken in double precision: then it does
     not matter which memory they are in.
+
+    [Note: the same bits at any world size]
+    Micro-step k of rank r on W ranks is micro-batch k W + r of the step. The owner of a shard has
+    every rank's part and adds them to the sum of the micro-steps before, one after another: that is
+    the order of micro-batches for every W. Each is divided by the number of micro-batches before
+    backward, and rounded to the dtype that is sent. A missing one is -0, which changes no bit of a
+    sum. A tier would add the ranks' sum of a micro-step as one term: it adds nothing, and the sum
+    is in ``grad_shard``, also where a step has one micro-step, as fewer ranks have several.
     """
     has_peers = world_size > 1
     is_tiers = owns_grads and adds_grads and is_accumulated and accumulated.itemsize >= 4
+    is_tiers = is_tiers and not is_sequential
+    is_accumulated = is_accumulated or is_sequential
     if is_tiers and not (has_peers and stage == 0):
         case = GradientCase.PASS_ON_EACH
     elif owns_grads and not is_accumulated and not (has_peers and stage == 0):
@@ -126,12 +141,13 @@ def plan_gradient(
         case=case,
         is_full_kept=has_peers and stage < 2,
         is_sum_in_full=case is GradientCase.WHOLE_SUM and communicated == accumulated,
-        predivide=1.0 if is_summed else 1.0 / world_size,
+        predivide=1.0 if is_summed or is_sequential else 1.0 / world_size,
         communicated=communicated,
         accumulated=accumulated,
         rounded=rounded,
         offered=offered,
         normed=torch.float64 if is_tiers else None,
+        is_sequential=is_sequential,
     )
 
 
@@ -148,6 +164,7 @@ def plan_segment_gradient(
         communicated=communicated_dtype(segment, config),
         accumulated=accumulated_dtype(segment, config),
         is_accumulated_given=config.data_types.grad_accum_dtype is not None,
+        is_sequential=config.world_size_invariant,
     )
 
 

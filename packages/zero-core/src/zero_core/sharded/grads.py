@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
-from zero_core.comm.fused_sum import norm_of
+from zero_core.comm.fused_sum import norm_of, sum_dtype
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
+from zero_core.sharded.exact_sums import chunk_norms
 from zero_core.sharded.gradient_plan import GradientCase, GradientPlan
 from zero_core.sharded.params import SegmentViews
 from zero_core.sharded.pool import BufferPool, Wait
@@ -54,7 +55,7 @@ class ReducedGrad:
         shard: what the tier is offered: 1-D, in the offered dtype.
         norm: 2-norm of this rank's shard of the gradient, in fp32 or wider. None if ``shard`` is
             one micro-step's part of the gradient, which the tier adds up. Both may be read after
-            `FlatGrads.wait`.
+            `FlatGrads.wait`. If the plan is sequential, the norm of each chunk, 1-D.
     """
 
     shard: Tensor
@@ -101,6 +102,9 @@ class FlatGrads:
         # The sum is gathered, or the tier copies it.
         self._is_used_at_once = buffers.total is not None or tier.owns_grads
         self._predivide = buffers.plan.predivide
+        self._is_sequential = buffers.plan.is_sequential
+        # One rank sends nothing, and rounds its gradients as those of several are rounded.
+        self._is_rounded_here = self._is_sequential and segment.world_size == 1
         self._shard = buffers.shard
         self._padded_numel = segment.padded_numel
         self._has_one_rank = segment.world_size == 1
@@ -158,6 +162,8 @@ class FlatGrads:
             self._check_not_updated()
             self._open()
         view = self._slots[position]
+        if self._is_rounded_here:
+            grad = grad.to(self.plan.communicated)
         if self._has_grad[position]:
             view.add_(grad, alpha=self._predivide)
         else:
@@ -203,7 +209,7 @@ class FlatGrads:
         if False in self._has_grad:
             for view, has_grad in zip(self._slots, self._has_grad, strict=True):
                 if not has_grad:
-                    view.zero_()
+                    view.fill_(-0.0 if self._is_sequential else 0.0)
         for gap in self._gaps:
             gap.zero_()
         if self._has_one_rank:  # full_grad is grad_shard: later gradients add to it
@@ -211,7 +217,16 @@ class FlatGrads:
             return
         self._has_grad = self._no_grad.copy()
         self._target = self._find_target()
-        self._work = self._communicator.reduce_scatter(self._target, full, self.segment.index)
+        self._work = self._start_reduction(self._target, full)
+
+    def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
+        communicator, index = self._communicator, self.segment.index
+        is_wide = target.dtype is sum_dtype(full.dtype)
+        if not self._is_sequential or (self._is_empty and is_wide):
+            return communicator.reduce_scatter(target, full, index)
+        if self._is_empty:
+            target.fill_(-0.0)
+        return communicator.reduce_add(target, full, index)
 
     def finish(self) -> None:
         """Add the reduction to the step's gradient.
@@ -251,7 +266,7 @@ class FlatGrads:
             target = pool.acquire(numel, self.plan.accumulated, index)
             self._lent = pool, target
             return target
-        if not self._is_empty:
+        if not (self._is_empty or self._is_sequential):
             return torch.empty_like(shard)
         self._wait_until_copied()
         return shard
@@ -286,7 +301,9 @@ class FlatGrads:
         elif dtype is torch.float16:
             rounded = shard.to(dtype)
         if dtype is torch.float16 and rounded is not shard:
-            self._norm = norm_of(rounded)  # fp16 may overflow in this cast: take the norm after it
+            self._norm = self._measure(
+                rounded
+            )  # fp16 may overflow in this cast: take the norm after it
         norm = self.norm()
         if total is not None:
             self._wait_until_read()  # total may be the memory of full_grad
@@ -373,10 +390,13 @@ class FlatGrads:
         shard[start : start + values.numel()].copy_(values)
 
     def norm(self, p: float = 2.0) -> Tensor:
-        """Return the ``p``-norm of the shard, in fp32 or wider."""
+        """Return the ``p``-norm of the shard, in fp32 or wider: see `ReducedGrad`."""
         if p == 2.0 and self._norm is not None:
             return self._norm
-        return norm_of(self.values(), p, self.plan.normed)
+        return self._measure(self.values(), p, self.plan.normed)
+
+    def _measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
+        return chunk_norms(values, p) if self._is_sequential else norm_of(values, p, dtype)
 
     def nonfinite_ranks(self) -> list[int] | None:
         """Return the ranks that this rank found to have gradients that are not finite in this step.
@@ -422,14 +442,14 @@ class FlatGrads:
             self._until_reduced = self._until_read = work
             if self._is_used_at_once or not self._is_empty:  # or it is added to what is there
                 self.wait()
-            self._norm = statistics.norm
+            self._norm = None if self._is_sequential else statistics.norm
             self._note_nonfinite(statistics.nonfinite)
             return
         work.wait()
-        self._norm = norm = norm_of(reduced)
+        self._norm = norm = self._measure(reduced)
         # The norm is free to read on a host: finite means no search. On a device reading would
         # synchronize, so look at the contributions instead.
-        if not (norm.is_cpu and math.isfinite(norm.item())):
+        if not (norm.is_cpu and math.isfinite(norm.sum().item())):
             parts = work.contributions()
             if parts:
                 self._note_nonfinite(torch.stack([~torch.isfinite(p).all() for p in parts]))

@@ -39,6 +39,7 @@ from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier, AheadTier, WholeStateTier
+from zero_core.sharded.exact_sums import bin_powers, sum_bins
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.statistics import GradientStatistics
@@ -111,7 +112,12 @@ class StepGradient:
         self._config = config
         num_params = len(state.layout.params)
         self._statistics = GradientStatistics(
-            communicator, state.device, num_params, len(state.layout.units), meter
+            communicator,
+            state.device,
+            num_params,
+            len(state.layout.units),
+            meter,
+            is_invariant=config.world_size_invariant,
         )
         self._is_agreed = False  # the statistics are those of the gradient as it is
         spans = {flat.segment.index: flat.local_span for flat in state.params}
@@ -130,6 +136,7 @@ class StepGradient:
         self._is_updated_in_backward = updates_in_backward(config) and not is_whole
         self._updated: set[int] = set()  # pieces updated in backward in this step
         self._settings = ""  # that they were updated with
+        self._backward_of = -1  # the micro-step of the last backward
         self._ahead: list[int] = []  # pieces whose update was enqueued before the decision
 
     # ------------------------------------------------------------------- sink
@@ -150,6 +157,24 @@ class StepGradient:
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
+        if self._config.world_size_invariant:
+            self._check_one_backward()
+
+    def _check_one_backward(self) -> None:
+        """Refuse backwards whose terms would be added in another order at another world size."""
+        place = self._train.accumulation.micro_steps
+        if not self._train.scaler.is_applied:
+            raise RuntimeError(
+                "world_size_invariant divides each loss by all ranks' micro-batches before "
+                "backward: call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        if self._backward_of == place:
+            raise RuntimeError(
+                "world_size_invariant: a second backward in one micro-step, whose gradients would "
+                "be added in another order at another world size: add up the losses and call "
+                "engine.backward() once, then engine.step()"
+            )
+        self._backward_of = place
 
     def reopen(self) -> None:
         self._is_agreed = False
@@ -192,10 +217,14 @@ class StepGradient:
             # In the order of the layout: that of the reductions may change from step to step.
             norms = [norm for _, norm in sorted(self._norms.items())]
             sums = [self._on_device(call()).view(1) for _, call in sorted(self._tier_sums.items())]
-            if norms:
+            if norms and not self._config.world_size_invariant:
                 sums.append(torch.stack(norms).to(torch.float64).square())
+            if self._config.world_size_invariant:
+                square_sums = bin_powers(torch.cat(norms))
+            else:
+                square_sums = torch.cat(sums)
             self._statistics.agree(
-                torch.cat(sums),
+                square_sums,
                 self.params_with_grad,
                 has_unreduced=has_unreduced,
                 is_tail_late=is_tail_late,
@@ -236,6 +265,7 @@ class StepGradient:
         self._norms.clear()
         self._tier_sums.clear()
         self._updated.clear()
+        self._backward_of = -1
         self._settings = ""
         self._clip_factor = 1.0
 
@@ -270,6 +300,12 @@ class StepGradient:
         state = self._state
         grads = [grads for _, grads in sorted(self._grads.items())]
         norms = [g.norm(p).to(self._device, torch.float64) for g in grads]
+        if self._config.world_size_invariant:
+            if math.isinf(p):
+                norms = [norm.max() for norm in norms]
+            else:
+                bins = state.control.sum(bin_powers(torch.cat(norms), p))
+                return math.pow(float(sum_bins(bins)), 1.0 / p)
         local = torch.linalg.vector_norm(torch.stack(norms), p)
         return float(torch.linalg.vector_norm(state.control.gather(local.view(1)), p))
 

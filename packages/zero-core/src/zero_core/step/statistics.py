@@ -16,17 +16,22 @@ from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
+from zero_core.sharded.exact_sums import NUM_BINS, sum_bins
 
 _SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _WITH_GRAD, _FIRST_PARAM = 0, 1, 2, 3, 4
 
 
-def statistics_nbytes(num_params: int, num_units: int) -> int:
+def statistics_nbytes(num_params: int, num_units: int, *, is_invariant: bool = False) -> int:
     """Return the bytes that are summed over the ranks in a step of such a model."""
-    return (_FIRST_PARAM + num_params + 2 * num_units) * torch.float64.itemsize
+    num_bins = NUM_BINS if is_invariant else 0
+    return (_FIRST_PARAM + num_params + 2 * num_units + num_bins) * torch.float64.itemsize
 
 
 class GradientStatistics:
-    """One float64 vector per step: square sum of the gradient, flags, and counts of ranks."""
+    """One float64 vector per step: square sum of the gradient, flags, and counts of ranks.
+
+    If it ``is_invariant``, the square sum is that of bins, at the end of the vector.
+    """
 
     def __init__(
         self,
@@ -35,13 +40,18 @@ class GradientStatistics:
         num_params: int,
         num_units: int,
         meter: Meter,
+        *,
+        is_invariant: bool = False,
     ) -> None:
         self._communicator = communicator
         self._device = device
         self._meter = meter
         self._has_stream = device.type != "cpu"
         self._first_unit = _FIRST_PARAM + num_params
-        numel = self._first_unit + 2 * num_units
+        numel = self._first_bin = self._first_unit + 2 * num_units
+        self._is_invariant = is_invariant
+        if is_invariant:
+            numel += NUM_BINS
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
         self._total = torch.zeros(numel, dtype=torch.float64, device=device)
         self._read = self._total
@@ -67,7 +77,8 @@ class GradientStatistics:
         """Start to sum the statistics over all ranks. Every rank must call it.
 
         Args:
-            square_sums: of this rank's shards: 1-D, float64, on the device.
+            square_sums: of this rank's shards: 1-D, float64, on the device. If the statistics are
+                invariant, their bins: see `zero_core.sharded.exact_sums`.
             params: numbers of the parameters with a gradient on this rank.
             has_unreduced: whether this rank has gradients that no reduction has carried.
             is_tail_late: whether this rank had a block's gradients before the tail's.
@@ -83,15 +94,24 @@ class GradientStatistics:
         if params:
             sent[_FIRST_PARAM + torch.tensor(sorted(params))] = 1.0
         if left_out:  # ~unit counts from the end
-            sent[self._first_unit :][torch.tensor(sorted(left_out))] = 1.0
+            sent[self._units][torch.tensor(sorted(left_out))] = 1.0
         total.copy_(sent, non_blocking=True)
-        total[_SQUARE_SUM] = square_sums.sum()
+        if self._is_invariant:
+            total[self._first_bin :] = square_sums
+        else:
+            total[_SQUARE_SUM] = square_sums.sum()
         self._meter.add_all_reduce(FACTS, total.nbytes)
         self._communicator.sum_statistics(total)
+        if self._is_invariant:
+            total[_SQUARE_SUM] = sum_bins(total[self._first_bin :])
         if self._has_stream:
             self._read.copy_(total, non_blocking=True)
             self._event = torch.accelerator.current_stream(self._device).record_event()
         self._is_known = False
+
+    @property
+    def _units(self) -> slice:
+        return slice(self._first_unit, self._first_bin)
 
     def _wait(self) -> None:
         if self._event is not None:
@@ -118,7 +138,7 @@ class GradientStatistics:
     @property
     def is_left_out_agreed(self) -> bool:
         """Whether all ranks have the same ``left_out``. All ranks get the same answer."""
-        counts = self._known()[self._first_unit :]
+        counts = self._known()[self._units]
         return bool(((counts == 0) | (counts == self._communicator.world_size)).all())
 
     @property

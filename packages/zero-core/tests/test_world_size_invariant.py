@@ -1,0 +1,218 @@
+"""``world_size_invariant``: the bits of one rank, at any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
+from zero_core.sharded.exact_sums import NUM_BINS, bin_powers, chunk_norms, sum_bins
+from zero_core.testing import make_model, simulate
+from zero_core.testing.simulated import SimulatedRanks
+
+MICRO_BATCHES, STEPS, WIDTH = 4, 4, 33
+Bits = tuple[list[tuple[int, Tensor]], list[float | None], dict[str, Tensor]]
+"""Losses by micro-batch, norms by step, final values."""
+
+
+def batch(step: int, number: int) -> dict[str, Any]:
+    """Return a micro-batch by its number in the step. Not all use all parameters."""
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return {
+        "ids": torch.randint(0, 37, (2, 9), generator=generator),
+        "use_sometimes": number == 1,
+        "use_side": (step + number) % 3 == 0,
+    }
+
+
+def config(world_size: int, **changed: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 2 * MICRO_BATCHES,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "world_size_invariant": True,
+        **changed,
+    }
+
+
+def train(ranks: SimulatedRanks, changed: dict[str, Any]) -> Bits:
+    engine = zero_core.build(make_model(WIDTH), config(ranks.size, **changed), process_group=ranks)
+    losses, norms = [], []
+    for step in range(STEPS):
+        for micro in range(engine.gradient_accumulation_steps):
+            number = micro * ranks.size + ranks.rank
+            loss = engine(**batch(step, number))["loss"]
+            engine.backward(loss)
+            engine.step()
+            losses.append((step * MICRO_BATCHES + number, loss.detach()))
+        norms.append(engine.get_global_grad_norm())
+    values = engine.full_state_dict(dtype=torch.float32)
+    engine.close()
+    return losses, norms, values
+
+
+def run(world_size: int, changed: dict[str, Any]) -> Bits:
+    found = simulate(train, world_size, changed)
+    losses = sorted(itertools.chain(*(own for own, _, _ in found)), key=lambda pair: pair[0])
+    for _, norms, values in found[1:]:
+        assert norms == found[0][1]
+        assert all(torch.equal(values[name], found[0][2][name]) for name in values)
+    return losses, *found[0][1:]
+
+
+def assert_same_bits(one: Bits, other: Bits) -> None:
+    for (number, loss), (same, expected) in zip(one[0], other[0], strict=True):
+        assert number == same
+        assert torch.equal(loss, expected), f"loss of micro-batch {number}"
+    assert one[1] == other[1], "norms"
+    for name, value in one[2].items():
+        assert torch.equal(value.view(torch.int32), other[2][name].view(torch.int32)), name
+
+
+def plain_torch() -> dict[str, Tensor]:
+    """One process without an engine: the oracle."""
+    model = make_model(WIDTH)
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-2, weight_decay=0.1, fused=True)
+    for step in range(STEPS):
+        for number in range(MICRO_BATCHES):
+            (model(**batch(step, number))["loss"] / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in params.items()}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "clipped": {"gradient_clipping": 0.5},
+    "bf16": {"bf16": {"enabled": True}, "gradient_clipping": 0.5},
+    "fp16": {"fp16": {"enabled": True, "hysteresis": 1}},
+    "narrow": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+    "sent in bf16": {"communication_data_type": "bf16"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_norms_and_weights_have_the_bits_of_one_rank(kind: str) -> None:
+    alone = run(1, KINDS[kind])
+    for world_size, stage in [(2, 0), (2, 2), (4, 1), (4, 3)]:
+        changed = {**KINDS[kind], "zero_optimization": {"stage": stage}}
+        assert_same_bits(run(world_size, changed), alone)
+    if kind == "fp32":
+        expected = plain_torch()
+        assert all(torch.equal(alone[2][name], expected[name]) for name in expected)
+
+
+def _split(numel: int, world_size: int) -> list[slice]:
+    """Return shards of whole chunks, as a layout has them."""
+    shard = -(-numel // CHUNK_NUMEL // world_size) * CHUNK_NUMEL
+    return [slice(r * shard, min((r + 1) * shard, numel)) for r in range(world_size)]
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+def test_sums_of_powers_are_exact_in_any_order(p: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numel = 40 * CHUNK_NUMEL
+    values = torch.randn(numel, generator=generator)
+    values *= torch.logspace(-12, 3, numel)  # chunks of very different size
+    whole = bin_powers(chunk_norms(values, p), p)
+    for world_size in (2, 3, 4, 8, 40):
+        parts = [
+            bin_powers(chunk_norms(values[own].clone(), p), p) for own in _split(numel, world_size)
+        ]
+        assert torch.equal(sum(reversed(parts), torch.zeros(NUM_BINS)), whole)
+    expected = float(values.double().abs().pow(p).sum())
+    assert float(sum_bins(whole)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0.0, 0.0), (1e-30, 0.0), (1e25, torch.inf), (torch.nan, torch.nan)]
+)
+def test_sums_of_powers_show_what_is_not_finite(value: float, expected: float) -> None:
+    values = torch.zeros(2 * CHUNK_NUMEL)
+    values[5] = value
+    found = float(sum_bins(bin_powers(chunk_norms(values))))
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
+def test_chunks_are_on_one_rank_whatever_the_world_size() -> None:
+    params = [
+        ParamSpec("a", (700, 3), torch.float32, True),
+        ParamSpec("b", (5,), torch.bfloat16, True),
+    ]
+    for world_size in (1, 2, 3, 8):
+        layout = Layout.build(params, [("", [0, 1])], world_size, is_in_chunks=True)
+        assert all(s.shard_numel % CHUNK_NUMEL == 0 for s in layout.segments)
+        assert [s.slots for s in layout.segments] == [
+            s.slots for s in Layout.build(params, [("", [0, 1])], 1).segments
+        ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_w"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 1,
+                    "offload_optimizer": {"device": "cpu", "ratio": "auto"},
+                }
+            },
+            "ratio 'auto'",
+        ),
+    ],
+)
+def test_what_follows_the_world_size_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(zero_core.ConfigError, match=message):
+        zero_core.build(nn.Linear(2, 2), config(1, **changed))
+
+
+def test_backwards_that_would_be_added_in_another_order_are_refused() -> None:
+    model = nn.Linear(3, 3)
+    engine = zero_core.build(model, config(1))
+
+    def loss() -> Tensor:
+        total: Tensor = engine(torch.ones(1, 3)).sum()
+        return total
+
+    with pytest.raises(RuntimeError, match=r"call engine.backward\(loss\)"):
+        loss().backward()  # type: ignore[no-untyped-call]
+    engine.backward(loss())
+    with pytest.raises(RuntimeError, match="a second backward in one micro-step"):
+        engine.backward(loss())
+    with pytest.raises(RuntimeError, match="each backward is reduced"), engine.no_sync():
+        pass
+    with pytest.raises(RuntimeError, match="each backward is reduced"):
+        engine.set_requires_gradient_sync(False)
+    engine.close()
+
+
+def test_random_numbers_follow_the_micro_batch_and_not_what_was_drawn_before() -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
+    engine = zero_core.build(model, config(1, seed=3))
+
+    def masks() -> list[Tensor]:
+        found = []
+        for _ in range(MICRO_BATCHES):
+            torch.rand(7)
+            out = engine(torch.ones(1, 4))
+            engine.backward(out.sum())
+            engine.step()
+            found.append(out.detach() == 0)
+        return found
+
+    first, second = masks(), masks()
+    assert len({tuple(mask.flatten().tolist()) for mask in first + second}) == 2 * MICRO_BATCHES
+    engine.close()
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
+    engine = zero_core.build(model, config(1, seed=3))
+    torch.rand(1)
+    assert all(torch.equal(a, b) for a, b in zip(masks(), first, strict=True))
+    engine.close()
