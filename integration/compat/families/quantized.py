@@ -8,6 +8,10 @@ from families import trl_scripts
 from families.trainers import AUTO_BATCH, RUN
 
 WHY = "its stages are not meant for weights whose bytes have another shape than the matrix"
+BF16_ADAPTERS = (
+    "TRL makes the adapters bf16: DDP clips and updates them in bf16, the engine in fp32, "
+    "which is what the losses differ by"
+)
 
 
 def qlora(name: str, zero: Config, *further: str) -> Case:
@@ -46,7 +50,7 @@ def sft(name: str, config: Config) -> Case:
         ("--deepspeed={config}", *arguments),
         config,
         ddp=("--use_cpu=True", *arguments),
-        why_ddp=WHY,
+        why_ddp=f"{WHY}. {BF16_ADAPTERS}",
         needs=("bitsandbytes", *trl_scripts.NEEDS),
     )
 
