@@ -30,6 +30,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 import nox
@@ -327,6 +328,8 @@ def test_together(session: nox.Session) -> None:
 
 def install_everything(session: nox.Session, *further: str, extras: str = "") -> None:
     """Install the five packages of this repository, and ``further`` requirements."""
+    for package in NATIVE:  # compiled while a session beside this one makes torch's files
+        find_wheel(session, package)
     link_torch(session)
     install(session, *EVERYTHING, f"./integration{extras}", *further)
 
@@ -354,12 +357,10 @@ def link_torch(session: nox.Session) -> None:
     links to those files. They have nothing else in common.
     """
     there = Path(session.virtualenv.location).resolve()
-    if sys.platform == "win32" or Path(libraries(there), "torch").exists():
+    if sys.platform == "win32" or (there / "bin" / "torchrun").exists():
         return  # pip's programs for Windows are binary files with the environment's path
-    constraints = Path(CONSTRAINTS[1]).read_text(encoding="utf-8")
-    kept = (
-        TORCH.resolve() / hashlib.sha256(f"{sys.version} {constraints}".encode()).hexdigest()[:16]
-    )
+    digest = hashlib.sha256(sys.version.encode() + Path(CONSTRAINTS[1]).read_bytes()).hexdigest()
+    kept = TORCH.resolve() / digest[:16]
     if not kept.exists():
         made = kept.with_suffix(f".{os.getpid()}")
         session.run_install("python", "-m", "venv", "--without-pip", str(made))
@@ -374,21 +375,25 @@ def link_torch(session: nox.Session) -> None:
         except OSError:  # nothing was made, or a run beside this one was first
             shutil.rmtree(made, ignore_errors=True)
     if kept.exists():
-        shutil.copytree(
-            libraries(kept), libraries(there), copy_function=os.link, dirs_exist_ok=True
-        )
-        made_there = re.compile(re.escape(str(kept)) + r"\.\d+")
-        for name in ("torchrun", "torchfrtrace"):
-            script = there / "bin" / name
-            text = (kept / "bin" / name).read_text(encoding="utf-8")
-            script.write_text(made_there.sub(str(there), text), encoding="utf-8")
-            script.chmod(0o755)
+        shutil.copytree(libraries(kept), libraries(there), copy_function=link, dirs_exist_ok=True)
+        program = (kept / "bin" / "torchrun").read_text(encoding="utf-8")
+        made_in = re.escape(str(kept)) + r"\.\d+"
+        # The last file: without it the environment is incomplete.
+        own = there / "bin" / "torchrun"
+        own.write_text(re.sub(made_in, str(there), program), encoding="utf-8")
+        own.chmod(0o755)
 
 
 def libraries(environment: Path) -> str:
     """Return the folder of an environment that packages are installed into."""
     base = str(environment)
     return sysconfig.get_path("platlib", "venv", {"base": base, "platbase": base})
+
+
+def link(source: str, target: str) -> None:
+    """Make a hard link, unless an interrupted run has made it."""
+    with suppress(FileExistsError):
+        os.link(source, target)
 
 
 def find_wheel(session: nox.Session, package: str) -> list[str]:
