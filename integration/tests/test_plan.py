@@ -179,7 +179,7 @@ def test_program_ends_with_1_where_nothing_fits() -> None:
     [
         (["--ranks=0"], "must be at least 1"),
         (["--device-memory=much"], "--device-memory much: expected a size such as 24GB"),
-        (["--model=nowhere.json"], "--model nowhere.json: cannot be read"),
+        (["--model=nowhere.json"], "cannot read --model 'nowhere.json'"),
     ],
 )
 def test_program_refuses_wrong_options(arguments: list[str], message: str) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from conftest import refusal_of, run_program
+from faults.malformed_configurations import malformed_configurations
 
+from zero_core import check_config
 from zero_core.errors import ConfigError
 from zero_engine.train.data import prepare_corpus, read_text
 from zero_engine.train.settings import RunSettings, engine_config, fill_auto, fresh_run
@@ -105,3 +107,15 @@ def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
     assert "too short for one window of 128" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     fresh_run({"output": str(output)}, should_overwrite=False)  # nothing there to be kept
+
+
+def test_malformed_configurations_are_refused_with_one_line_that_names_the_key() -> None:
+    """Every eleventh; `nox -s faults` tries all, read from files too, and DeepSpeed's reader."""
+    tried = [c for c in malformed_configurations() if isinstance(c.content, dict)][::11]
+    for case in tried:
+        with pytest.raises(ConfigError) as refused:
+            check_config(case.content, world_size=2)
+        said = str(refused.value)
+        assert case.key in said, case.name
+        assert len(said.splitlines()) == 1, said
+    assert len(tried) > 100

@@ -155,16 +155,10 @@ def plan(
     from zero_engine.launch.ranks import fail
     from zero_engine.planning import make_plan, read_model, show_plan, write_plan
 
-    sizes = {
-        "n_layer": layers,
-        "n_embd": width,
-        "n_head": heads,
-        "vocab_size": vocab,
-        "n_positions": max(1024, tokens or 0),
-    }
+    sizes = {"layers": layers, "width": width, "heads": heads, "vocab": vocab}
     try:
         planned = make_plan(
-            read_model(model, sizes),
+            read_model(model, tokens, sizes),
             config,
             ranks=ranks,
             ranks_per_node=ranks_per_node,

@@ -28,7 +28,8 @@ def parse_bytes(text: str) -> int | None:
         return None
     number, unit, binary = match.groups()
     scale: int = (1024 if binary else 1000) ** "_kmgt".index(unit or "_")
-    return round(float(number) * scale)
+    found = float(number) * scale
+    return round(found) if math.isfinite(found) else None
 
 
 def available_cores(root: Path = CGROUP) -> int:

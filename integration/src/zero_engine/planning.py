@@ -13,11 +13,15 @@ from rich.table import Table
 from transformers import GPT2Config
 
 import zero_core
+from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import ConfigError
 from zero_engine import machine
 from zero_engine.train.settings import AUTO, RunSettings, engine_config
 
 GB = 10**9
+MAX_RANKS = 2**20
+_LARGEST = {"layers": 10_000, "width": 2**20, "heads": 2**20, "vocab": 2**31, "tokens": 2**24}
+"""Options of the GPT-2, all at least 1, and the largest number that each may be."""
 
 
 def parse_bytes(text: str, option: str) -> int:
@@ -32,24 +36,36 @@ def parse_bytes(text: str, option: str) -> int:
     return found
 
 
-def read_model(path: str | None, sizes: dict[str, Any]) -> Any:
+def read_model(path: str | None, tokens: int | None, sizes: dict[str, int]) -> Any:
     """Return the Hugging Face configuration of ``--model``, or a GPT-2's of the given sizes.
 
     Args:
         path: a ``config.json``, or the folder that holds it.
-        sizes: fields of `transformers.GPT2Config`, where there is no path.
+        tokens: ``--tokens``, per sample.
+        sizes: ``--layers``, ``--width``, ``--heads`` and ``--vocab``, where there is no path.
 
     Raises:
-        ConfigError: the file cannot be read or holds no configuration.
+        ConfigError: a size is out of range, or the file cannot be read or holds no configuration.
     """
+    given = sizes if path is None else {}
+    for name, value in (given if tokens is None else {**given, "tokens": tokens}).items():
+        if not 1 <= value <= _LARGEST[name]:
+            raise ConfigError(f"--{name} {value}: must be from 1 to {_LARGEST[name]}")
     if path is None:
-        return GPT2Config(**sizes)
+        if sizes["width"] % sizes["heads"]:
+            raise ConfigError(
+                f"--width {sizes['width']} must be a multiple of --heads {sizes['heads']}"
+            )
+        return GPT2Config(
+            n_layer=sizes["layers"],
+            n_embd=sizes["width"],
+            n_head=sizes["heads"],
+            vocab_size=sizes["vocab"],
+            n_positions=max(1024, tokens or 0),
+        )
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {path}: cannot be read: {error}") from None
-    if not isinstance(content, dict) or "model_type" not in content:
+    content = parse_json(read_config_text(file, "--model"), f"--model {path}")
+    if not isinstance(content.get("model_type"), str):
         raise ConfigError(f"--model {path}: expected a Hugging Face config.json with 'model_type'")
     return content
 
@@ -80,6 +96,8 @@ def make_plan(
     Raises:
         ConfigError: an option or a file is wrong.
     """
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ConfigError(f"--ranks {ranks}: must be from 1 to {MAX_RANKS}")
     settings = _without_auto(engine_config(RunSettings(config=config)))
     limits = {"device-memory": device_memory, "host-memory": host_memory}
     device, host = (None if v is None else parse_bytes(v, k) for k, v in limits.items())
@@ -130,7 +148,7 @@ def write_plan(plan: zero_core.Plan, json_path: str | None, png_path: str | None
             Path(json_path).write_text(plan.to_json() + "\n", encoding="utf-8")
         if png_path is not None:
             draw_plan(plan, Path(png_path))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a picture of an unknown format
         raise ConfigError(f"the plan cannot be written: {error}") from None
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
+import torch
 
-from zero_core import ConfigError, load_config
+from zero_core import ConfigError, build, check_config, load_config
 from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config, LocoConfig
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
@@ -382,3 +384,39 @@ def test_autocast_to_another_dtype_than_the_weights_is_refused():
         SMALL | autocast | {"fp16": {"enabled": True, "loss_scale": 8}}, world_size=1
     )
     assert config.loss_scaling.loss_scale == 8
+
+
+@pytest.mark.parametrize("momentum", [math.nan, math.inf])
+def test_an_optimizer_whose_settings_are_not_finite_is_refused(momentum):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]\['momentum'\] of SGD"):
+        build(model, SMALL, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("block", "match"),
+    [
+        ({"optimizer": {"type": "Adamm"}}, "optimizer.type = 'Adamm' is not served"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "rho": 1}}},
+            "optimizer.params.rho: unknown",
+        ),
+        (
+            {"optimizer": {"type": "SGD"}, "scheduler": {"type": "WarmupDecayLR", "params": {}}},
+            "scheduler.params: .*total_num_steps",
+        ),
+    ],
+)
+def test_what_only_the_ranks_would_find_is_refused_before(block, match):
+    load_config({**SMALL, **block}, world_size=2)  # another one may be passed to build()
+    with pytest.raises(ConfigError, match=match):
+        check_config({**SMALL, **block}, world_size=2)
+
+
+def test_folder_and_packages_are_looked_for_before_ranks_start(tmp_path):
+    def nvme(path):
+        return offload(device="nvme", nvme_path=str(path))
+
+    with pytest.raises(ConfigError, match=r"nvme_path = .* no such folder|zero-offload"):
+        check_config({**SMALL, **nvme(tmp_path / "none")}, world_size=2)

@@ -21,7 +21,7 @@ from zero_core.comm.control import LibraryControlGroup
 from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.p2p import ProcessMessages
-from zero_core.comm.shared_memory import SharedMemory
+from zero_core.comm.shared_memory import SharedMemory, read_card
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 from zero_core.testing import batch, make_model, spawn
@@ -163,7 +163,7 @@ from pathlib import Path
 import torch, torch._dynamo, torch.distributed as dist
 atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 import zero_core
-from zero_core.comm.shared_memory import SharedMemory
+from zero_core.comm.shared_memory import SharedMemory, read_card
 from zero_core.testing import Case, make_model
 
 read = SharedMemory.at
@@ -227,6 +227,40 @@ def _keeps_descriptors(rank: int, world_size: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
 def test_buffers_need_no_descriptor_of_their_own_when_windows_are_mapped() -> None:
     spawn(_keeps_descriptors, 2)
+
+
+def _is_sealed(rank: int, world_size: int) -> None:
+    _, shared = _connect(rank, world_size, set())
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    windows = [path for path in paths if "memfd:zero_core" in os.path.realpath(path)]
+    assert len(windows) == world_size
+    for path in windows:
+        with pytest.raises(PermissionError):
+            os.truncate(path, 0)
+    (peer,) = shared.peers
+    size = mmap.PAGESIZE
+    for offset in (-4, 2, 2**62):
+        with pytest.raises(CollectiveError, match=f"rank {peer} sent rank {rank} the offset"):
+            shared.at(peer, offset, size, torch.float32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
+def test_no_rank_can_cut_memory_that_others_have_mapped_or_send_them_beyond_it() -> None:
+    spawn(_is_sealed, 2)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *(b"", b"3", b"{}", b"[]", b"[" * 100_000, b"\xff", b"null"),
+        *(b'[1, 3, 4096, "00", "x"]', b'[0, 3, 4096, "%s", "x"]' % (b"0" * 32)),
+        *(b'[1, -3, 1, "%s", ""]' % (b"0" * 32), b'[1, 3, -1, "%s", ""]' % (b"0" * 32)),
+        *(b'[1, 3, 1, "%s", ""]' % (b"g" * 32), b'[true, 3, 1, "%s", ""]' % (b"0" * 32)),
+    ],
+)
+def test_wrong_description_of_a_window_is_refused_with_the_rank(row: bytes) -> None:
+    with pytest.raises(CollectiveError, match="rank 5 sent"):
+        read_card(row, 5)
 
 
 def _asks_too_much(rank: int, world_size: int) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 import zero_core
+from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zero_core.errors import ConfigError
 from zero_core.optim.schedules.factory import SCHEDULERS, OneCycle, make_scheduler
 
+OPTIMIZERS = (
+    *("Adam", "AdamW", "Adagrad", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
+    *("ASGD", "Rprop", "Adafactor"),
+)
 TORCH_BY_NAME = {
     "StepLR": {"step_size": 2, "gamma": 0.5},
     "CosineAnnealingWarmRestarts": {"T_0": 3},
@@ -246,3 +253,34 @@ def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path
         engine.step()
     for mine, theirs in zip(resumed.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "key"),
+    [
+        ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr"),
+        ("WarmupLR", {"warmup_min_lr": [math.inf]}, "warmup_min_lr"),
+        ("WarmupDecayLR", {"total_num_steps": math.nan}, "total_num_steps"),
+        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": math.nan}, "cos_min_ratio"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": math.inf}, "cycle_max_lr"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "decay_mom_rate": math.nan},
+            "decay_mom_rate",
+        ),
+        ("LRRangeTest", {"lr_range_test_step_rate": math.nan}, "lr_range_test_step_rate"),
+    ],
+)
+def test_schedule_of_numbers_that_are_not_finite_is_refused_by_name(name, params, key):
+    with pytest.raises(ValueError, match=f"{key} must be a finite number"):
+        SCHEDULERS[name](optimizer_of(0.9), **params)
+
+
+def test_every_parameter_of_a_named_optimizer_or_schedule_has_its_type_and_range():
+    schedules = [*SCHEDULERS.values(), *(getattr(lr_scheduler, name) for name in TORCH_BY_NAME)]
+    for kind, known, others in (
+        (OPTIMIZER_PARAMS, [getattr(torch.optim, n) for n in OPTIMIZERS], {"params"}),
+        (SCHEDULER_PARAMS, schedules, {"optimizer", "scale_fn"}),  # no JSON
+    ):
+        for made in known:
+            assert set(inspect.signature(made).parameters) - others <= set(kind.model_fields), made

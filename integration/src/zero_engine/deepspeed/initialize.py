@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pydantic
 import torch
 from torch import nn
 
@@ -15,6 +16,8 @@ import zero_core
 from zero_core import engine_of
 from zero_core.comm.topology import find_ranks
 from zero_core.config import OptimizerConfig, load_config
+from zero_core.config.schema import explain
+from zero_core.errors import ConfigError
 from zero_core.optim.factory import check_served, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_engine.deepspeed.config.announce import announce, apply
@@ -226,7 +229,11 @@ def _make_optimizer(
     wanted = [p for p in groups if isinstance(p, nn.Parameter) and p.requires_grad]
     if {id(p) for p in wanted} == {id(p) for p in trainable}:
         return None
-    named = OptimizerConfig.model_validate(settings.core["optimizer"])
+    block = settings.core["optimizer"]
+    try:
+        named = OptimizerConfig.model_validate(block)
+    except pydantic.ValidationError as error:
+        raise ConfigError(explain(error, OptimizerConfig, block, "optimizer")) from None
     if named.type.lower() == "muon":
         tag_matrices(model.named_parameters())
     return make_optimizer(named, groups)

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from zero_core import ConfigError
 from zero_core.config import SchedulerConfig
+from zero_core.config.schema import explain, shown
 
 _AUTO = "auto"
 _LEFT_TO_ENGINE = (
@@ -57,6 +58,9 @@ def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str,
             ``scheduler`` is not one.
     """
     filled = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
+    for key in ("zero_optimization", "optimizer", "bf16", "fp16"):
+        if not isinstance(filled.get(key, {}), Mapping):
+            raise ConfigError(f"{key}: expected a block of keys, found {shown(filled[key])}")
     _check_scheduler(filled.pop("scheduler", None))
     zero = filled.setdefault("zero_optimization", {})
     for key in _LEFT_TO_ENGINE:
@@ -100,7 +104,7 @@ def _check_scheduler(block: Any) -> None:
     try:
         SchedulerConfig.model_validate(block)
     except pydantic.ValidationError as error:
-        raise ConfigError(f"scheduler = {block!r}: {error.errors()[0]['msg']}") from None
+        raise ConfigError(explain(error, SchedulerConfig, block, "scheduler")) from None
 
 
 def _decided(args: TrainingArguments) -> dict[str, Any]:

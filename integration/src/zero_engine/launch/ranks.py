@@ -100,8 +100,9 @@ def fail(error: Exception) -> NoReturn:
     print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: threads of a process group that is still there may abort an ordered end.
-    os._exit(2)
+    if dist.is_initialized():  # threads of its process group may abort an ordered end
+        os._exit(2)
+    sys.exit(2)
 
 
 class StopRequest:

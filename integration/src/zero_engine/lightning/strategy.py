@@ -11,6 +11,7 @@ the loss, and asks for a step at the end, also of an epoch that ends midway.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partialmethod
@@ -265,7 +266,8 @@ class ZeroStrategy(DDPStrategy):
             )
         kept = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
         assert isinstance(self.engine, Engine), "Lightning saves in fit(), whose engine trains"
-        folder = Path(self.broadcast(str(filepath)))
+        control = self.engine.sharded_state.control  # not broadcast(), which pickles
+        folder = Path(os.fsdecode(control.gather_bytes(os.fsencode(filepath))[0]))
         encode(kept, "checkpoint", _ADVICE)  # for the advice: the engine does it again
         self.engine.save_checkpoint(folder, _TAG, client_state={"lightning": kept})
 

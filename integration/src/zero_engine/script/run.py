@@ -11,7 +11,11 @@ from pathlib import Path
 
 import torch
 from torch.distributed.elastic.utils.api import macros
-from torch.distributed.run import get_args_parser
+from torch.distributed.run import (
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
 from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import is_under_launcher
@@ -75,6 +79,7 @@ def run_program(arguments: Sequence[str]) -> int:
     has_default = {name: getattr(parsed, name) == parser.get_default(name) for name in own}
     for line in carry_out(parsed, parser, arguments):
         _say(parsed, line)
+    _check_startable(parsed)
     _give_local_rank(parsed, macros.local_rank)  # torchrun replaces it by each rank's own
     if parsed.nnodes in ("1", "1:1") and has_default["rdzv_endpoint"]:
         # On this machine alone: with a port that is free, not with torchrun's fixed one.
@@ -108,6 +113,22 @@ def _parser() -> ArgumentParser:
         )
     add_options(parser)
     return parser
+
+
+def _check_startable(parsed: Namespace) -> None:
+    """Refuse numbers of ranks that cannot be started, and a script that is not there."""
+    try:
+        num_ranks = determine_local_world_size(parsed.nproc_per_node)
+        least, most = parse_min_max_nnodes(parsed.nnodes)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"--nproc-per-node or --nnodes: {error}") from None
+    if num_ranks < 1:
+        raise ConfigError(f"--nproc-per-node {parsed.nproc_per_node}: must be at least 1")
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nnodes {parsed.nnodes}: expected N or MIN:MAX, from 1 on")
+    is_file = not (parsed.module or parsed.no_python)
+    if is_file and not Path(parsed.training_script).exists():
+        raise ConfigError(f"there is no script {parsed.training_script!r}")
 
 
 def _give_local_rank(parsed: Namespace, local_rank: str) -> None:

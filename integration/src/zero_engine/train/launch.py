@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.run import parse_args
 
-from zero_core.config import load_config
+from zero_core import check_config
 from zero_core.errors import ConfigError
 from zero_engine.launch.torchrun import local_address_only, run_ranks
 from zero_engine.machine import available_cores
@@ -27,6 +27,7 @@ from zero_engine.train.settings import (
 
 CPU_RANKS = 2
 """Ranks on a machine without a GPU."""
+MAX_CPU_RANKS = 256
 
 
 def default_ranks() -> int:
@@ -53,6 +54,8 @@ def check_request(options: Mapping[str, Any], flags: Sequence[str], num_ranks: i
     num_gpus = torch.cuda.device_count()
     if num_ranks is not None and 0 < num_gpus < num_ranks:
         raise ConfigError(f"--ranks {num_ranks}: this machine has {num_gpus} GPUs, one per rank")
+    if num_ranks is not None and num_ranks > max(num_gpus, MAX_CPU_RANKS):
+        raise ConfigError(f"--ranks {num_ranks}: at most {MAX_CPU_RANKS} processes are started")
     if "--resume" in flags:
         settings = resumed_run(options)
         saved = read_resolved(RunFolder(Path(settings.output)))
@@ -70,7 +73,11 @@ def check_request(options: Mapping[str, Any], flags: Sequence[str], num_ranks: i
         config = engine_config(settings)
         if settings.data is not None:
             read_text(settings.data)
-    load_config(fill_auto(config, settings.steps), world_size=num_ranks)
+    checked = check_config(fill_auto(config, settings.steps), world_size=num_ranks)
+    if checked.optimizer is None:
+        raise ConfigError(
+            "--config names no optimizer: add 'optimizer': {'type': 'AdamW', 'params': {'lr': ...}}"
+        )
     return num_ranks
 
 

@@ -14,11 +14,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from zero_core.config.schema import parse_json
+from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import ConfigError
 
 DEFAULT_CONFIG = "default_config.json"
 AUTO = "auto"
+MAX_SEED = 2**44
+"""Largest seed whose multiples by epoch torch takes: see `zero_engine.train.data.Corpus.batch`."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class RunSettings:
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        if self.seed > MAX_SEED:
+            raise ConfigError(f"--seed {self.seed}: must be at most {MAX_SEED}")
         if self.width % self.heads:
             raise ConfigError(f"--width {self.width} must be a multiple of --heads {self.heads}")
         return self
@@ -111,8 +115,7 @@ def fresh_run(options: Mapping[str, Any], *, should_overwrite: bool) -> RunSetti
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     settings = RunSettings(**given).check()
     folder = RunFolder(Path(settings.output))
-    if folder.root.exists() and not folder.root.is_dir():
-        raise ConfigError(f"--output {folder.root}: there is a file of that name")
+    _check_can_be_made(folder.root)
     is_free = not folder.root.is_dir() or not any(folder.root.iterdir())
     is_ours = folder.resolved_config.is_file()
     if is_free or (is_ours and (should_overwrite or not folder.has_checkpoint)):
@@ -125,6 +128,18 @@ def fresh_run(options: Mapping[str, Any], *, should_overwrite: bool) -> RunSetti
         f"--output {folder.root} holds a run already: continue it with --resume, replace it "
         "with --overwrite, or choose another folder"
     )
+
+
+def _check_can_be_made(folder: Path) -> None:
+    """Refuse a folder that this user cannot make, or write to."""
+    try:
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    except (OSError, ValueError) as error:  # a name too long, or a zero character in it
+        raise ConfigError(f"--output {str(folder)!r}: {error}") from None
+    if not there.is_dir():
+        raise ConfigError(f"--output {folder}: there is a file of the name {there}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output {folder}: {there} is not writable for this user")
 
 
 def resumed_run(options: Mapping[str, Any]) -> RunSettings:
@@ -161,10 +176,7 @@ def engine_config(settings: RunSettings) -> dict[str, Any]:
     if settings.config is None:
         text = default_config_text()
     else:
-        try:
-            text = Path(settings.config).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {settings.config}: cannot be read: {error}") from None
+        text = read_config_text(Path(settings.config), "--config")
     return parse_json(text, f"--config {settings.config}")
 
 
@@ -211,7 +223,7 @@ def read_resolved(folder: RunFolder) -> dict[str, Any]:
         known = {field.name for field in fields(RunSettings)}
         if set(content["run"]) == known:
             return dict(content)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # one message for every way of not being ours
     raise ConfigError(f"{folder.resolved_config} is missing or was not written by this version")
 

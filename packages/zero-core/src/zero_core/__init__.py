@@ -22,6 +22,7 @@ from zero_core.layout.arithmetic import Layout
 from zero_core.optim.lion import Lion
 from zero_core.plan.plan import plan
 from zero_core.plan.result import Plan
+from zero_core.plugins import check_config
 from zero_core.quantization import quantize_blocks
 from zero_core.runtime.device_states import StatePart
 from zero_core.sharded_model import ShardedModel, engine_of
@@ -45,6 +46,7 @@ __all__ = [
     "UnusedParameterError",
     "ZeroError",
     "build",
+    "check_config",
     "deferred_init",
     "engine_of",
     "give_back",

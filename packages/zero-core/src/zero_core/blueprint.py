@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -75,6 +76,7 @@ class Blueprint:
             optimizer = torch.optim.SGD([{"params": []}], lr=0.0)
         elif optimizer is None:
             optimizer = _optimizer_of(config, found)
+        _check_finite(optimizer)
         group_of = _groups_of(found, optimizer)
         if is_training:
             _check_all_grouped(found, group_of)
@@ -185,6 +187,19 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
     if config.optimizer.type.lower() == "muon":
         tag_matrices(params)
     return make_optimizer(config.optimizer, trainable)
+
+
+def _check_finite(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse settings of the optimizer's groups that are not finite, which torch partly takes."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            values = value if isinstance(value, tuple | list) else (value,)
+            numbers = [v for v in values if isinstance(v, float)]
+            if not all(map(math.isfinite, numbers)):
+                raise ConfigError(
+                    f"param_groups[{number}]['{key}'] of {type(optimizer).__name__} is {value!r}: "
+                    "give finite numbers"
+                )
 
 
 def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:

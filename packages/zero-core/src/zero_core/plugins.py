@@ -1,5 +1,7 @@
 """Plug-ins: collectives, state tier and parameter tier, as the caller or the configuration chooses.
 
+`check_config` checks a configuration, and that what it asks for is there, before ranks start.
+
 What is given to ``build`` wins over an entry point that the configuration asks for, which wins over
 the engine's own. Only entry points that are asked for are loaded.
 """
@@ -7,19 +9,30 @@ the engine's own. Only entry points that are asked for are loaded.
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import Meter
-from zero_core.config import Config
+from zero_core.config import Config, load_config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.optim.factory import check_unmixed, check_whole_update, has_kernel_rule
+from zero_core.optim.factory import (
+    check_unmixed,
+    check_whole_update,
+    has_kernel_rule,
+    make_optimizer,
+)
+from zero_core.optim.muon import tag_matrices
+from zero_core.optim.schedules.factory import make_scheduler
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import (
     Collectives,
@@ -42,6 +55,65 @@ KERNELS = "zero_core.adam_kernels"
 FOOTPRINTS = "zero_core.footprints"
 
 
+def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> Config:
+    """Check a configuration as far as that is possible without a model and without ranks.
+
+    Beyond `load_config`, it makes the optimizer and the schedule over two elements, and looks for
+    the packages and the folders on this machine that the configuration asks for.
+
+    Args:
+        source: the configuration as a mapping, or the path of its JSON file.
+        world_size: number of data-parallel ranks.
+
+    Raises:
+        ConfigError: with the path of the key, what was found, and what to do.
+        MissingPartError: a package is not installed.
+    """
+    config = load_config(source, world_size=world_size)
+    zero = config.zero_optimization
+    # Small ones, as Adagrad makes its state here. Muon makes a group of matrices and one of others.
+    tried = [nn.Parameter(torch.empty(1, 1)), nn.Parameter(torch.empty(1))]
+    tag_matrices([("weight", tried[0]), ("bias", tried[1])])
+    if config.optimizer is not None:
+        optimizer = make_optimizer(config.optimizer, tried)
+        if config.scheduler is not None:
+            make_scheduler(optimizer, config.scheduler.type, config.scheduler.params)
+    if zero.quantized_key is not None:
+        _check_installed(COLLECTIVES, "quantized", zero.quantized_key, "zero-comm")
+    for block, group in (("offload_optimizer", TIERS), ("offload_param", PARAM_TIERS)):
+        offload = getattr(zero, block)
+        where = f"zero_optimization.{block}"
+        if offload.device == "none":
+            continue
+        asked = f"{where}.device = {offload.device!r}"
+        _check_installed(group, "host", asked, "zero-offload")
+        if offload.device == "nvme":
+            _check_folder(f"{where}.nvme_path", offload.nvme_path)
+        if group is TIERS and has_kernel_rule(config, None):
+            _check_installed(KERNELS, "cpu", asked, "cpu-adam")
+    return config
+
+
+def _check_installed(group: str, name: str, asked_by: str, distribution: str) -> None:
+    if not has_part(group, name):
+        raise _missing(asked_by, distribution)
+
+
+def _missing(asked_by: str, distribution: str) -> MissingPartError:
+    return MissingPartError(
+        f"{asked_by} needs the package {distribution}, which is not installed: "
+        f"pip install {distribution}"
+    )
+
+
+def _check_folder(key: str, folder: str) -> None:
+    """Refuse what is no folder on this machine in which this user can make files."""
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{key} = {folder!r}: there is no such folder; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key} = {folder!r} is not writable for this user: change its mode")
+
+
 def has_part(group: str, name: str) -> bool:
     return bool(entry_points(group=group, name=name))
 
@@ -56,10 +128,7 @@ def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any
     """
     found = list(entry_points(group=group, name=name))
     if not found:
-        raise MissingPartError(
-            f"{asked_by} needs the package {distribution}, which is not installed: "
-            f"pip install {distribution}"
-        )
+        raise _missing(asked_by, distribution)
     try:
         return found[0].load()
     except ImportError as error:

@@ -11,6 +11,7 @@ import json
 import re
 from typing import Any, NoReturn
 
+from zero_core.config.schema import MAX_DEPTH
 from zero_core.errors import ConfigError
 
 _SPACE = re.compile(r"(?:[ \t\r\n]+|#[^\r\n]*|//[^\r\n]*|/\*.*?\*/)*", re.DOTALL)
@@ -27,6 +28,7 @@ _LINE = re.compile(r"[^\r\n]*")
 _LONG_QUOTE = "'''"
 _LARGEST_WHOLE = 1e10
 """Numbers with a fraction or an exponent are whole below it, if their value is: 5e8."""
+_MAX_DIGITS = 400
 _WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -48,6 +50,7 @@ class _Reader:
         self._text = text
         self._name = name
         self._at = 0
+        self._depth = 0
 
     def read(self) -> dict[str, Any]:
         first = self._next()
@@ -60,10 +63,13 @@ class _Reader:
 
     def _value(self) -> Any:
         first = self._next()
-        if first == "{":
-            return self._object()
-        if first == "[":
-            return self._array()
+        if first and first in "{[":
+            self._depth += 1
+            if self._depth > MAX_DEPTH:
+                self._fail(f"nested more than {MAX_DEPTH} deep")
+            value = self._object() if first == "{" else self._array()
+            self._depth -= 1
+            return value
         if self._text.startswith(_LONG_QUOTE, self._at):
             return self._long_string()
         if first in ('"', "'") and first:
@@ -155,6 +161,8 @@ class _Reader:
             return float(found["constant"].lower().replace("infinity", "inf"))
         if found["number"] is None:
             return _WORDS[found[0]]
+        if len(found[0]) > _MAX_DIGITS:
+            self._fail(f"a number of {len(found[0])} characters")
         if not found["fraction"]:
             return int(found[0])
         number = float(found[0])

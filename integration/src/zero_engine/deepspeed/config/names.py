@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from zero_core.config.schema import shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import REFUSED, UNNEEDED, check_refused
 
@@ -107,7 +108,7 @@ def _offload(zero: dict[str, Any], old: str, name: str, pins: bool | None, tell:
     is_on = zero.pop(old)
     tell(f"{_ZERO}.{old}", is_on, f"an old key: {_ZERO}.{name}.device")
     if not isinstance(is_on, bool):
-        raise ConfigError(f"{_ZERO}.{old}: expected true or false, found {is_on!r}")
+        raise ConfigError(f"{_ZERO}.{old}: expected true or false, found {shown(is_on)}")
     if not is_on:
         return
     if name in zero:
@@ -141,6 +142,9 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         core[_ZERO] = _without_idle_offload(core[_ZERO], tell)
     core["data_types"] = _data_types(core)
     if "fp16" in core:  # the engine casts inputs itself, or doesn't
+        if not isinstance(core["fp16"].get("auto_cast", False), bool):
+            found = core["fp16"]["auto_cast"]
+            raise ConfigError(f"fp16.auto_cast: expected true or false, found {shown(found)}")
         core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
     for block in ("optimizer", "scheduler"):
         if block in core and "type" not in core[block]:
@@ -159,8 +163,8 @@ def _scheduler(block: Mapping[str, Any], tell: Tell) -> Mapping[str, Any]:
     if not isinstance(params, Mapping):
         return block
     found = params.get("warmup_type", "log")
-    if found in ("log", "linear"):
-        return block
+    if found in ("log", "linear") or not isinstance(found, str):
+        return block  # zero-core refuses what is no string
     text = "neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
     tell("scheduler.params.warmup_type", found, text, is_warning=True)
     return {**block, "params": {**params, "warmup_type": "log"}}
@@ -249,6 +253,9 @@ def _data_types(core: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer(block: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    if not isinstance(block.get("params", {}), Mapping):
+        found = shown(block["params"])
+        raise ConfigError(f"optimizer.params: expected a block of keys, found {found}")
     params = dict(block.get("params", {}))
     for key in list(params):
         path = f"optimizer.params.{key}"

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import pydantic
 
 from zero_core.config import Config
+from zero_core.config.blocks import block_of
+from zero_core.config.schema import explain, shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config.names import (
@@ -129,7 +131,8 @@ class _Sorter:
             elif key in _BLOCKS:
                 self._sort_block(key, _mapping(key, value))
             elif key in Config.model_fields:
-                self.core[key] = value
+                is_block = block_of(Config.model_fields[key]) is not None
+                self.core[key] = _mapping(key, value) if is_block else value
             else:
                 self._unknown(key, value)
 
@@ -178,9 +181,11 @@ _FLAGS = frozenset(
 def _checked(path: str, value: Any) -> Any:
     """Return the value of an honoured key if it is of the right kind."""
     if path in _FLAGS and not isinstance(value, bool):
-        raise ConfigError(f"{path}: expected true or false, found {value!r}")
+        raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
     if path in _CHOICES and str(value).upper() not in _CHOICES[path]:
-        raise ConfigError(f"{path}: expected one of {', '.join(_CHOICES[path])}, found {value!r}")
+        raise ConfigError(
+            f"{path}: expected one of {', '.join(_CHOICES[path])}, found {shown(value)}"
+        )
     return value
 
 
@@ -199,21 +204,14 @@ def _tell_operations(comms: CommsLoggerSettings, tell: Tell) -> None:
 
 def _mapping(path: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: expected a block of keys, found {value!r}")
+        raise ConfigError(f"{path}: expected a block of keys, found {shown(value)}")
     return value
 
 
 def _parse(kind: type[_Parsed], own: Mapping[str, Any], path: str) -> _Parsed:
     """Parse the block at ``path``. Unknown keys are refused, as in DeepSpeed."""
+    block = _mapping(path, own.get(path, {}))
     try:
-        return kind.model_validate(_mapping(path, own.get(path, {})))
+        return kind.model_validate(block)
     except pydantic.ValidationError as error:
-        lines = [_explain(path, kind, e) for e in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
-
-
-def _explain(path: str, kind: type[pydantic.BaseModel], error: Any) -> str:
-    name = ".".join([path, *map(str, error["loc"])])
-    if error["type"] == "extra_forbidden":
-        return f"{name}: unknown key; known keys: {', '.join(sorted(kind.model_fields))}"
-    return f"{name}: {error['msg']}, found {error['input']!r}"
+        raise ConfigError(explain(error, kind, block, path)) from None

@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from zero_core.config.schema import check_plain, read_config_text, shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.hjson import parse_hjson
 
@@ -20,13 +21,13 @@ def load(source: Source) -> dict[str, Any]:
     """Return the configuration as a dict: ``source`` itself if it is one.
 
     Raises:
-        ConfigError: it cannot be read, or is not an object in JSON or Hjson.
+        ConfigError: it cannot be read, is not an object in JSON or Hjson, is nested too deeply, or
+            has a number that is not finite.
     """
-    if isinstance(source, dict):
-        return source
-    if isinstance(source, Mapping):
-        return dict(source)
-    return parse_hjson(*_text_of(source))
+    found = dict(source) if isinstance(source, Mapping) else parse_hjson(*_text_of(source))
+    # accelerate writes Infinity there, for never
+    check_plain({k: v for k, v in found.items() if k != "steps_per_print"})
+    return source if isinstance(source, dict) else found
 
 
 def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
@@ -35,16 +36,13 @@ def _text_of(source: str | PathLike[str]) -> tuple[str, str]:
         return source, "the configuration"
     path = Path(source)
     if os.path.isfile(path):  # False where base64 makes too long a name
-        try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error}") from None
+        return read_config_text(path), str(path)
     if isinstance(source, str):
         try:
             return base64.urlsafe_b64decode(source).decode("utf-8"), "the base64 configuration"
         except (binascii.Error, UnicodeError, ValueError):
             pass  # then it was meant as a path
     raise ConfigError(
-        f"the configuration {str(source)!r} is neither a file that exists, nor JSON, nor base64 of "
-        "JSON: pass a dict or the path of a JSON file"
+        f"the configuration {shown(str(source))} is neither a file that exists, nor JSON, nor "
+        "base64 of JSON: pass a dict or the path of a JSON file"
     )

@@ -12,6 +12,9 @@ through ``/proc/PID/fd``; ranks that cannot (another host, user or namespace of 
 memory. Buffers are then carved from the window in order, and an offset in it means the same to
 every rank.
 
+The window is **sealed** at its size: no process can shrink it, which would kill all that have it
+mapped at their next read (SIGBUS). One without that seal is not mapped.
+
 What is mapped stays readable until the reader drops it. So nobody waits for anybody at the end: a
 rank may end, drop its engine or be killed while a slower peer still reads its last gather.
 """
@@ -27,12 +30,16 @@ import secrets
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError
+
+if sys.platform == "linux":
+    import fcntl
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +97,19 @@ class SharedMemory:
         return offset if 0 <= offset < self._nbytes else None
 
     def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return ``numel`` elements of rank ``peer``'s window, in place. Not to be written."""
-        return self._mapped[peer][offset : offset + numel * dtype.itemsize].view(dtype)
+        """Return ``numel`` elements of rank ``peer``'s window, in place. Not to be written.
+
+        Raises:
+            CollectiveError: they are not within the window.
+        """
+        window = self._mapped[peer]
+        is_within = 0 <= offset <= window.numel() - numel * dtype.itemsize
+        if not is_within or offset % dtype.itemsize:
+            raise CollectiveError(
+                f"rank {peer} sent rank {self._rank} the offset {offset} for {numel} elements of "
+                f"{dtype}, which are not in its window of {window.numel()} bytes"
+            )
+        return window[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def _meet(self, control: ControlGroup, per_node: int) -> None:
         """Map the windows of the node's other ranks. Share with those where it works both ways."""
@@ -100,16 +118,17 @@ class SharedMemory:
         try:
             place, node = _namespace(), self._rank // per_node
             card = json.dumps([os.getpid(), descriptor, self._nbytes, secret.hex(), place])
-            cards = [json.loads(row) for row in control.gather_bytes(card.encode())]
+            rows = control.gather_bytes(card.encode())
+            cards = [read_card(row, rank) for rank, row in enumerate(rows)]
             for rank, (pid, theirs, nbytes, hidden, where) in enumerate(cards):
                 is_near = rank // per_node == node and where == place and pid != os.getpid()
                 if is_near and theirs is not None and descriptor is not None:
-                    window = _map(pid, theirs, nbytes, bytes.fromhex(hidden))
+                    window = _map(pid, theirs, nbytes, hidden)
                     if window is not None:
                         self._mapped[rank] = window
             known = json.dumps(sorted(self._mapped)).encode()
             # Once all ranks are here, they have mapped what they can.
-            table = [json.loads(row) for row in control.gather_bytes(known)]
+            table = [set(_parse(row, rank)) for rank, row in enumerate(control.gather_bytes(known))]
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -125,8 +144,10 @@ class SharedMemory:
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         nbytes = min(host_bytes, _MAX_BYTES_PER_NODE // per_node)
         try:
-            descriptor = os.memfd_create(_NAME)
+            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, nbytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
             window = mmap.mmap(descriptor, nbytes)
         except OSError as error:
             _log.warning("cannot make shared memory: %s; %s", error, _advice(error))
@@ -135,6 +156,43 @@ class SharedMemory:
         self._window, self._nbytes = window, nbytes
         self._base = torch.frombuffer(window, dtype=torch.uint8, count=1).data_ptr()
         return descriptor
+
+
+_Card = tuple[int, int | None, int, bytes, str]
+
+
+def read_card(row: bytes, rank: int) -> _Card:
+    """Parse what ``rank`` sent of its window: process, descriptor, bytes, secret, namespace.
+
+    Raises:
+        CollectiveError: it is no such message.
+    """
+    card = _parse(row, rank)
+    kinds = (int, int | None, int, str, str)
+    is_card = len(card) == len(kinds) and all(map(isinstance, card, kinds))
+    if is_card and not any(isinstance(value, bool) for value in card):
+        pid, descriptor, nbytes, secret, place = card
+        is_secret = len(secret) == 2 * _SECRET_BYTES and not set(secret) - set("0123456789abcdef")
+        if pid > 0 and (descriptor or 0) >= 0 and nbytes >= 0 and is_secret:
+            return pid, descriptor, nbytes, bytes.fromhex(secret), place
+    raise CollectiveError(
+        f"rank {rank} sent a wrong description of its shared memory: {row[:80]!r}"
+    )
+
+
+def _parse(row: bytes, rank: int) -> list[Any]:
+    """Parse a JSON list that ``rank`` sent.
+
+    Raises:
+        CollectiveError: it is none.
+    """
+    try:
+        found = json.loads(row)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list):
+        raise CollectiveError(f"rank {rank} sent no list about its shared memory: {row[:80]!r}")
+    return found
 
 
 def _advice(error: OSError) -> str:
@@ -148,7 +206,8 @@ def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None
     try:
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
         try:
-            if os.fstat(opened).st_size != nbytes:
+            is_sealed = fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if os.fstat(opened).st_size != nbytes or not is_sealed:
                 return None
             window = mmap.mmap(opened, nbytes, prot=mmap.PROT_READ)
         finally:

@@ -15,20 +15,19 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from zero_core.config.params import (
+    LARGEST,
+    OPTIMIZER_PARAMS,
+    SCHEDULER_PARAMS,
+    NonNegativeInt,
+    PositiveInt,
+    as_whole,
+    check_params,
+)
+
 BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
 """Format of quantized blocks: integers of 8 or 4 bits, or 8-bit floating point."""
 WeightFormat = Literal["int8", "int4", "e4m3", "e5m2", "int4_difference"]
-
-
-def as_whole(value: Any) -> Any:
-    """Return ``value``, converted to int if it is a whole float."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-# JSON's 5e8 is a float in Python.
-_WholeFloat = BeforeValidator(as_whole)
-NonNegativeInt = Annotated[pydantic.NonNegativeInt, _WholeFloat]
-PositiveInt = Annotated[pydantic.PositiveInt, _WholeFloat]
 
 
 def unneeded(default: Any, why: str) -> Any:
@@ -37,7 +36,9 @@ def unneeded(default: Any, why: str) -> Any:
 
 
 class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
+    )
 
 
 class OffloadOptimizerConfig(_Block):
@@ -164,7 +165,7 @@ class LeafModuleConfig(ModulesConfig):
 class ZeroConfig(_Block):
     """``zero_optimization``."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], _WholeFloat] = 0
+    stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(as_whole)] = 0
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()
     zero_quantized_weights: bool = False
@@ -194,7 +195,7 @@ class ZeroConfig(_Block):
     """Checksum every quantized message. Not in DeepSpeed's configuration."""
     zeropp_loco_param: LocoConfig | None = None
     """Error feedback of quantized gradients. None disables it."""
-    mics_shard_size: Annotated[int, _WholeFloat] = -1
+    mics_shard_size: Annotated[int, Field(le=LARGEST), BeforeValidator(as_whole)] = -1
     mics_hierarchical_params_gather: bool = False
     zenflow: dict[str, Any] | None = None
     leaf_module: LeafModuleConfig | None = None
@@ -263,7 +264,7 @@ class Fp16Config(_Block):
     enabled: bool = False
     loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
     """Static loss scale. 0 selects a dynamic one."""
-    initial_scale_power: NonNegativeInt = 16
+    initial_scale_power: Annotated[NonNegativeInt, Field(le=127)] = 16  # fp32 ends there
     loss_scale_window: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     consecutive_hysteresis: bool = False
@@ -361,12 +362,24 @@ class OptimizerConfig(_Block):
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
 
+    @pydantic.field_validator("params")
+    @classmethod
+    def _check_params(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_params(OPTIMIZER_PARAMS, value)
+        return value
+
 
 class SchedulerConfig(_Block):
     """``scheduler``: a schedule by name, as `zero_core.optim.schedules.factory` makes it."""
 
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
+
+    @pydantic.field_validator("params")
+    @classmethod
+    def _check_params(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_params(SCHEDULER_PARAMS, value)
+        return value
 
 
 WIDE_DTYPES = (torch.float32, torch.float64)
@@ -406,7 +419,7 @@ class Config(_Block):
     )
     broadcast_buffers: bool = True
     """Broadcast rank 0's buffers before a forward, as DDP does."""
-    seed: NonNegativeInt | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64), BeforeValidator(as_whole)] | None = None
     """Seed of torch on every rank before the first step."""
     world_size_invariant: bool = False
     """Give the same bits at any number of ranks, for one ``train_batch_size`` and micro-batch size.

@@ -39,7 +39,8 @@ def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
     for key, same in _REFUSED_UNLESS.items():
         value = raw.get(key, same)
         is_off = value.get("enabled") is False if isinstance(value, Mapping) else False
-        if value != same and not is_off and value != {}:
+        is_same = type(value) is type(same) and value == same  # 0 is no false
+        if not (is_same or is_off or (value == {} and isinstance(same, Mapping))):
             raise ConfigError(
                 f"{key} = {value!r} is not served; leave the key out (same as {same!r})"
             )

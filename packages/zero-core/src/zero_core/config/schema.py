@@ -11,14 +11,17 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Mapping
+import math
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pydantic
 from pydantic import BaseModel
 
-from zero_core.config.blocks import Config, as_whole, block_of
+from zero_core.config.blocks import Config, block_of
+from zero_core.config.params import LARGEST, as_whole
 from zero_core.config.rules import check_rules, drop_further_keys, find_unneeded
 from zero_core.errors import ConfigError
 
@@ -33,6 +36,11 @@ _BATCH = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
+MAX_DEPTH = 32
+"""Blocks and lists within each other."""
+_MAX_TEXT_BYTES = 4 << 20
+_MAX_SHOWN = 80
+"""Characters of a value or a key that a message quotes."""
 
 
 def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> Config:
@@ -45,7 +53,10 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     Raises:
         ConfigError: with the path of the key, what was found, and what to do.
     """
-    raw = dict(source) if isinstance(source, Mapping) else _read_json(Path(source))
+    if world_size < 1:
+        raise ConfigError(f"world_size = {world_size}: must be at least 1")
+    raw = source if isinstance(source, Mapping) else _read_json(Path(source))
+    check_plain(raw)
     given = raw = _without_nulls(raw)
     # bf16.check_grad_overflow is DeepSpeed's place for it; here it holds at every precision.
     bf16 = raw.get("bf16")
@@ -62,7 +73,7 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     try:
         config = Config.model_validate(raw)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError(explain(error, Config, raw)) from None
     check_rules(config, world_size)
     for path, value, reason in find_unneeded(given, config):
         _log.info("%s = %r has no effect: %s", path, value, reason)
@@ -80,12 +91,34 @@ def _with_bf16_moments(raw: dict[str, Any]) -> dict[str, Any]:
     return {**raw, "zero_optimization": {**zero, "offload_optimizer": _BF16_MOMENTS | offload}}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_config_text(path: Path, name: str = "the configuration") -> str:
+    """Return the UTF-8 text of a regular file of at most 4 MiB. Messages call it ``name``.
+
+    Raises:
+        ConfigError: it is missing, not readable, not such a file, or longer.
+    """
+    problem = f"cannot read {name} {shown(str(path))}"
     try:
-        text = path.read_text(encoding="utf-8")
+        # Before it is opened: opening a pipe without a writer would never end.
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+        content = b""
+        if is_regular:
+            with path.open("rb") as file:
+                content = file.read(_MAX_TEXT_BYTES + 1)
+        text = content.decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration: {error}") from error
-    return parse_json(text, str(path))
+        raise ConfigError(f"{problem}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or a zero character in the path
+        raise ConfigError(f"{problem}: {error}") from None
+    if not is_regular:
+        raise ConfigError(f"{problem}: not a regular file")
+    if len(content) > _MAX_TEXT_BYTES:
+        raise ConfigError(f"{problem}: larger than {_MAX_TEXT_BYTES} bytes")
+    return text
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return parse_json(read_config_text(path), str(path))
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
@@ -94,21 +127,88 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: it is not one.
     """
+    doubled: list[tuple[dict[str, Any], str]] = []
 
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise ConfigError(f"{name}: duplicate key {twice[0]!r}: keep one of them")
-        return dict(pairs)
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                doubled.append((found, key))
+            found[key] = value
+        return found
 
     try:
-        value = json.loads(text, object_pairs_hook=no_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{name} is not JSON: {error}") from error
+        value = json.loads(text, object_pairs_hook=as_dict)
+    except RecursionError:
+        raise ConfigError(f"{name} is nested more than {MAX_DEPTH} deep") from None
+    except ValueError as error:  # no JSON, or a number of thousands of digits
+        raise ConfigError(f"{name} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object, found {type(value).__name__}")
+    if doubled:
+        paths = [p for p, inner in _walk(value) for b, key in doubled if inner is b]
+        key = doubled[0][1]
+        where = _name_path((*paths[0], key)) if paths else key
+        raise ConfigError(f"{name}: {where}: duplicate key {shown(key)}: keep one of them")
     return value
+
+
+def check_plain(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration that cannot be one, whatever its keys mean.
+
+    Raises:
+        ConfigError: blocks are nested too deeply, a key is not a string, or a number is not finite
+            or has more than 64 bits.
+    """
+    for path, value in _walk(config):
+        name = _name_path(path)
+        if isinstance(value, Mapping):
+            wrong = next((key for key in value if not isinstance(key, str)), None)
+            if wrong is not None:
+                where = f"{name}: " if name else ""
+                raise ConfigError(f"{where}keys must be strings, found {shown(wrong)}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name}: expected a finite number, found {value!r}")
+        elif isinstance(value, int) and abs(value) >= 2 * LARGEST:
+            raise ConfigError(f"{name}: expected a number of at most 64 bits, found {shown(value)}")
+
+
+_Path = tuple[Any, ...]
+
+
+def _walk(config: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
+    """Yield the path and the value of every block, list and value.
+
+    Raises:
+        ConfigError: they are nested too deeply.
+    """
+    left: list[tuple[_Path, Any]] = [((), config)]
+    while left:
+        path, value = left.pop()
+        yield path, value
+        if isinstance(value, Mapping):
+            inner = list(value.items())
+        else:
+            inner = list(enumerate(value)) if isinstance(value, list | tuple) else []
+        if inner and len(path) >= MAX_DEPTH:
+            raise ConfigError(f"{_name_path(path[:3])}: nested more than {MAX_DEPTH} deep")
+        left += [((*path, key), value) for key, value in inner]
+
+
+def _name_path(path: Sequence[Any]) -> str:
+    """Return the name of a key in messages: one line, whatever the keys are."""
+    names = (str(key) for key in path)
+    plain = (n if n.isprintable() and len(n) <= _MAX_SHOWN else shown(n) for n in names)
+    return ".".join(plain)
+
+
+def shown(value: Any) -> str:
+    """Quote ``value`` in a message: one line, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +222,7 @@ def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_auto(block: Mapping[str, Any], path: str) -> None:
     for key, value in block.items():
-        if value == "auto" and f"{path}{key}" != _OWN_AUTO:
+        if isinstance(value, str) and value == "auto" and f"{path}{key}" != _OWN_AUTO:
             raise ConfigError(
                 f'{path}{key}: "auto" is filled in by the Hugging Face integration; '
                 "give a value here or leave the key out"
@@ -137,7 +237,9 @@ def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
     for key in _BATCH:
         value = as_whole(raw.get(key, 1))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{key}: expected a whole number >= 1, found {value!r}")
+            raise ConfigError(f"{key}: expected a whole number >= 1, found {shown(value)}")
+        if value > LARGEST:
+            raise ConfigError(f"{key}: expected at most 2**63, found {shown(value)}")
         if key in raw:
             given[key] = value
     total, micro, steps = (given.get(key) for key in _BATCH)
@@ -153,6 +255,9 @@ def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
     elif steps is None:
         steps = 1 if total is None else total // (micro * world_size)
     product = micro * steps * world_size
+    if total is None and product > LARGEST:
+        found = " * ".join(key for key in _BATCH[1:] if key in given)
+        raise ConfigError(f"{found} * {world_size} ranks: expected at most 2**63")
     if total not in (None, product):
         found = ", ".join(f"{key} = {value}" for key, value in given.items())
         raise ConfigError(
@@ -163,23 +268,45 @@ def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
     return dict(zip(_BATCH, (product, micro, steps), strict=True))
 
 
-def _block_at(path: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """Return the block in which the last element of ``path`` would be a key."""
-    block: type[BaseModel] | None = Config
-    for key in path[:-1]:
+def explain(
+    error: pydantic.ValidationError, kind: type[BaseModel], raw: Any, place: str = ""
+) -> str:
+    """Return one line for each key that is wrong in ``raw``, a ``kind`` at ``place``."""
+    causes: dict[str, list[str]] = {}
+    for found in error.errors(include_url=False, include_context=False):
+        path, block = _key_of(found["loc"], kind, raw)
+        where = _name_path((place, *path) if place else path)
+        cause = _cause(found, block, path)
+        if cause not in causes.setdefault(where, []):
+            causes[where].append(cause)
+    return "\n".join(f"{where}: {'; or '.join(found)}" for where, found in causes.items())
+
+
+def _key_of(loc: _Path, kind: type[BaseModel], raw: Any) -> tuple[_Path, type[BaseModel] | None]:
+    """Return the path in ``raw`` of an error's ``loc``, and the block in which it ends.
+
+    What else is in a ``loc`` names members of unions. The last key may be a missing one.
+    """
+    block: type[BaseModel] | None = None
+    inner: type[BaseModel] | None = kind
+    for depth, key in enumerate(loc):
+        block = inner
+        if isinstance(raw, Mapping) and key not in raw and block is not None:
+            return loc[: depth + 1], block
+        try:
+            raw = raw[key]
+        except (KeyError, IndexError, TypeError):
+            return loc[:depth], block
         field = None if block is None else block.model_fields.get(str(key))
-        block = None if field is None else block_of(field)
-    return block
+        inner = None if field is None else block_of(field)
+    return loc, block
 
 
-def _explain(error: Any) -> str:
-    """Return one line for one of pydantic's errors."""
-    path: tuple[int | str, ...] = error["loc"]
-    name = ".".join(str(p) for p in path)
+def _cause(error: Any, block: type[BaseModel] | None, path: _Path) -> str:
     if error["type"] == "extra_forbidden":
-        block = _block_at(path)
         known = sorted(block.model_fields) if block is not None else []
-        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6)
+        close = difflib.get_close_matches(str(path[-1])[:_MAX_SHOWN], known, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-        return f"{name}: unknown key; {hint}"
-    return f"{name}: {error['msg']}, found {error['input']!r}"
+        return f"unknown key; {hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{message}, found {shown(error['input'])}"

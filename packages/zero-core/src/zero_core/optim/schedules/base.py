@@ -8,6 +8,7 @@ step of a training runs at the rates of -1, and the second at those of 0.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -195,8 +196,9 @@ def per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[A
     """Return ``value`` for each group: the same for all, or the items of a list.
 
     Raises:
-        ValueError: a list of another length.
+        ValueError: a list of another length, or a number that is not finite.
     """
+    check_finite(name, *(value if isinstance(value, list | tuple) else [value]))
     num_groups = len(optimizer.param_groups)
     if not isinstance(value, list | tuple):
         return [value] * num_groups
@@ -205,13 +207,26 @@ def per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[A
     return list(value)
 
 
+def check_finite(name: str, *values: Any) -> None:
+    """Refuse values that are no finite numbers.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for value in values:
+        is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, found {value!r}")
+
+
 def whole(name: str, value: Any, *, least: int) -> int:
     """Return ``value`` as a whole number, which JSON may write as 1e3.
 
     Raises:
         ValueError: it is none, or less than ``least``.
     """
-    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    is_whole = is_int or (isinstance(value, float) and value.is_integer())
     if not is_whole or value < least:
         raise ValueError(f"{name} must be a whole number >= {least}, found {value!r}")
     return int(value)

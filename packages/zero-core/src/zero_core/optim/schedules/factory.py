@@ -66,7 +66,9 @@ def make_scheduler(
     try:
         return factory(optimizer, **params)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"scheduler.params: {error}") from error
+        # The project's own schedules begin with the name.
+        is_named = str(error).partition(" ")[0].rstrip(":") in known
+        raise ConfigError(f"scheduler.params{'.' if is_named else ': '}{error}") from error
 
 
 def _find(name: str) -> Callable[..., Schedule]:

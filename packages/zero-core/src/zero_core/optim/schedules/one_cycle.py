@@ -10,7 +10,13 @@ import logging
 import math
 from typing import Any
 
-from zero_core.optim.schedules.base import IterationSchedule, per_group, set_rates, whole
+from zero_core.optim.schedules.base import (
+    IterationSchedule,
+    check_finite,
+    per_group,
+    set_rates,
+    whole,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +46,7 @@ class LRRangeTest(IterationSchedule):
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = per_group(self.optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
         self.step_size = whole("lr_range_test_step_size", lr_range_test_step_size, least=1)
+        check_finite("lr_range_test_step_rate", lr_range_test_step_rate)
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         if last_batch_iteration == -1:
@@ -98,6 +105,14 @@ class OneCycle(IterationSchedule):
         super().__init__(optimizer, last_batch_iteration)
         self.min_lrs = per_group(self.optimizer, "cycle_min_lr", cycle_min_lr)
         self.max_lrs = per_group(self.optimizer, "cycle_max_lr", cycle_max_lr)
+        for name, value in (
+            ("decay_lr_rate", decay_lr_rate),
+            ("decay_mom_rate", decay_mom_rate),
+            ("decay_step_size", decay_step_size),
+            ("cycle_first_step_size", cycle_first_step_size),
+            ("cycle_second_step_size", cycle_second_step_size or 0),
+        ):
+            check_finite(name, value)
         self.decay_lr_rate = decay_lr_rate
         self.decay_mom_rate = decay_mom_rate
         self.decay_step_size = decay_step_size

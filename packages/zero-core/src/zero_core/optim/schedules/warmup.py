@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zero_core.optim.schedules.base import IterationSchedule, per_group, whole
+from zero_core.optim.schedules.base import IterationSchedule, check_finite, per_group, whole
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
+        check_finite("total_num_steps", total_num_steps)
         self.total_num_steps = total_num_steps
         super().__init__(
             optimizer,
@@ -146,6 +147,9 @@ class WarmupCosineLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        check_finite("total_num_steps", total_num_steps)
+        check_finite("warmup_min_ratio", warmup_min_ratio)
+        check_finite("cos_min_ratio", cos_min_ratio)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
