@@ -177,7 +177,7 @@ def test_program_ends_with_1_where_nothing_fits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks=0"], "must be at least 1"),
+        (["--ranks=0"], "--ranks 0: must be from 1 to"),
         (["--device-memory=much"], "--device-memory much: expected a size such as 24GB"),
         (["--model=nowhere.json"], "cannot read --model 'nowhere.json'"),
     ],

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import refusal_of, run_program
-from faults.malformed_configurations import malformed_configurations
 
+from faults.malformed_configurations import malformed_configurations
 from zero_core import check_config
 from zero_core.errors import ConfigError
 from zero_engine.train.data import prepare_corpus, read_text
