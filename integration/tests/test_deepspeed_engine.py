@@ -415,6 +415,45 @@ def test_step_is_told_as_skipped_when_a_gradient_is_not_finite() -> None:
     engine.destroy()
 
 
+def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
+    engine, other = _engine(_config(fp16=fp16)), _linear().half()
+    masters = [nn.Parameter(param.detach().float()) for param in _linear().parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1)
+    for value, scale in ((0.5, 16), (math.inf, 8), (math.nan, 4), (-0.25, 4)):
+        for param, like in zip(engine.parameters(), other.parameters(), strict=True):
+            param.grad = torch.full_like(like, value)
+        if math.isfinite(value):
+            for master in masters:
+                master.grad = torch.full_like(master, value / engine.core.loss_scale)
+            optimizer.step()
+        engine.step()
+        assert engine.core.loss_scale == scale
+    for (name, _), master in zip(engine.module.named_parameters(), masters, strict=True):
+        found = engine.core.states.get_full(name)
+        torch.testing.assert_close(found, master.detach(), rtol=1e-6, atol=1e-7)
+    engine.destroy()
+
+
+def test_at_stage_0_torch_clips_and_the_optimizer_drops_gradients() -> None:
+    engine, other = _engine(), _linear()
+    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(STEPS):
+        engine.backward(engine(_inputs(step)).square().mean())
+        other(_inputs(step)).square().mean().backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (engine, other)]
+        assert torch.equal(*norms)
+        if step == 1:
+            engine.optimizer.zero_grad()
+            optimizer.zero_grad()
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, _), param in zip(engine.module.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(engine.core.states.get_full(name), param.detach())
+    engine.destroy()
+
+
 def test_backward_of_several_values_is_refused() -> None:
     engine = _engine()
     with pytest.raises(ValueError, match="takes a scalar"):

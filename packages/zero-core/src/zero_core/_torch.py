@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch._C._profiler import _RecordFunctionFast as profiled_range
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
@@ -45,8 +45,17 @@ METADATA_READS = frozenset(
     }
 )
 """Functions of a tensor that read none of its values."""
+get_grad = Tensor.grad.__get__  # type: ignore[union-attr]
+"""Torch's own ``grad`` of a tensor, whatever its class overrides."""
+set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
+"""Set torch's own ``grad`` of a tensor."""
 _CALL = nn.Module.__call__.__name__
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def allow_foreach(cls: type[nn.Parameter]) -> None:
+    """Have torch's optimizers update parameters of class ``cls`` many at once, as its own."""
+    _foreach_supported_types.append(cls)
 
 
 def inner_tensors(tensor: Tensor) -> tuple[dict[str, Tensor], Any] | None:

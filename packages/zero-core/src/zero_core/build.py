@@ -252,6 +252,8 @@ def build(
         )
         if is_training:
             driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
+            if resolved.zero_optimization.stage == 0:
+                installed.append(gradient.param_grads.serve())
             engine: ShardedModel = Engine(parts, optimizer=driven, gradient=gradient)
         else:
             engine = ShardedModel(parts)

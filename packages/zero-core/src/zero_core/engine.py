@@ -185,7 +185,8 @@ class Engine(ShardedModel):
 
         As `torch.nn.utils.clip_grad_norm_` over the whole model, between the last backward of a
         step and ``step``. ``gradient_clipping`` acts after it. Every rank must call it. Torch's own
-        function finds no ``.grad`` on the parameters and clips nothing, without a sign of it.
+        function serves at stage 0. From stage 1 on it finds no ``.grad`` and clips nothing, without
+        a sign of it. ``param.grad`` stays as it was: the step applies the factor.
 
         Raises:
             RuntimeError: not at an accumulation boundary, or within ``no_sync``.

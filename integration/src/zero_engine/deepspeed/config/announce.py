@@ -18,10 +18,6 @@ from zero_engine.deepspeed.config.settings import PATHS, Settings
 from zero_engine.deepspeed.utils.logging import speak
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_STAGE_0 = (
-    "  stage 0: the parameters' .grad stays None after backward, as the engine keeps gradients: "
-    "clip by gradient_clipping or engine.core.clip_grad_norm_(), read by safe_get_full_grad()"
-)
 _NO_KEYS = ("raw", "core", "notes", "steps_per_print")
 """Fields of `Settings` that are no keys, or told with the engine's own configuration."""
 _DEFAULTS = Settings(raw={}, core={})
@@ -62,8 +58,6 @@ def describe(settings: Settings, config: Config, world_size: int) -> str:
         *(f"  {path} = {json.dumps(value)}" for path, value in _differences(settings, config)),
         *_without_effect(settings, config),
     ]
-    if config.zero_optimization.stage == 0:
-        lines.append(_STAGE_0)
     if settings.dump_state:
         lines += ["  all of it:", config.model_dump_json(indent=2)]
     return "\n".join(lines)

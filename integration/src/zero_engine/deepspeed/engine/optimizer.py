@@ -229,7 +229,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         engine.optimizer_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the parameters' ``grad``. The engine's own gradients stay."""
+        """Drop the parameters' ``grad``: at stage 0 the step's gradient. Others stay."""
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None

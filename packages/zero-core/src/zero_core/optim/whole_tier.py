@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core._torch import inner_tensors, pytree
+from zero_core._torch import get_grad, inner_tensors, pytree, set_grad
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import WHOLES, Meter
 from zero_core.config import master_dtype
@@ -46,7 +46,6 @@ from zero_core.protocols import ParamStore
 
 # Of torch itself, whatever the class of a parameter overrides.
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
-_set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 class WholeTier(FlatTier):
@@ -485,20 +484,20 @@ def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
     """Give the parameters in ``lent`` these values and gradients, and the others no gradient."""
-    before = [(param, param.data, param.grad) for param in params]
+    before = [(param, param.data, get_grad(param)) for param in params]
     try:
         for param in params:
-            _set_grad(param, None)
+            set_grad(param, None)
             if param in lent:
                 values, grad = lent[param]
                 _set_data(param, values)
-                _set_grad(param, grad)
+                set_grad(param, grad)
         yield
     finally:
         for param, values, old_grad in before:
-            _set_grad(param, None)
+            set_grad(param, None)
             _set_data(param, values)
-            _set_grad(param, old_grad)
+            set_grad(param, old_grad)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

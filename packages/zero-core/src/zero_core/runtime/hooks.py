@@ -17,10 +17,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core._torch import (
+    get_grad,
     is_in_backward,
     is_own_graph,
     outside_graphs,
     requires_grad,
+    set_grad,
     unless_compiling,
 )
 from zero_core.config import Config
@@ -100,10 +102,10 @@ def _hook_gradient(
     runtime: Runtime, unit: Unit, grads: FlatGrads, position: int, param: nn.Parameter
 ) -> Any:
     def take(param: nn.Parameter) -> None:
-        grad = param.grad
+        grad = get_grad(param)
         if grad is None:  # an autograd.Function returned none for it
             return
-        param.grad = None
+        set_grad(param, None)
         runtime.gradient_ready(unit, grads, position, grad)
 
     is_required = param.requires_grad

@@ -389,6 +389,39 @@ class FlatGrads:
             shard = self._shard
         shard[start : start + values.numel()].copy_(values)
 
+    def of_param(self, position: int) -> Tensor:
+        """Return the reduced gradient of parameter ``position``, in its shape.
+
+        A view of what the state tier was offered, or a copy if it owns gradients. Only where its
+        state covers the whole segment: at stage 0.
+        """
+        slot, shape = self.segment.slots[position], self.params[position].shape
+        with torch.inference_mode(False), torch.no_grad():
+            return self.covered()[slot.start : slot.stop].view(shape)
+
+    def replace_param(self, position: int, grad: Tensor) -> None:
+        """Replace what this rank's shard has of the gradient of parameter ``position``."""
+        slot = self.segment.slots[position]
+        low, high = self.segment.shard_range(self._communicator.rank)
+        start, stop = max(slot.start, low), min(slot.stop, high)
+        if start < stop:
+            part = grad.reshape(-1)[start - slot.start : stop - slot.start]
+            self.replace(start - low, part)
+
+    def take_sum(self) -> Tensor:
+        """Make the shard what it is in ``grad_sum``, and return `retake_norm`."""
+        total = self._buffers.total
+        if total is not None and self.plan.is_sum_in_full:
+            assert self._shard is not None, "its tier does not own gradients"
+            low, high = self.segment.shard_range(self._communicator.rank)
+            self._shard.copy_(total[low:high])
+        self._norm = None
+        return self.retake_norm()
+
+    def retake_norm(self) -> Tensor:
+        """Return the 2-norm of the shard as it is now, as `norm` does."""
+        return self._measure(self.values(), 2.0, self.plan.normed)
+
     def norm(self, p: float = 2.0) -> Tensor:
         """Return the ``p``-norm of the shard, in fp32 or wider: see `ReducedGrad`."""
         if p == 2.0 and self._norm is not None:

@@ -42,6 +42,7 @@ from zero_core.protocols import AccumulatingTier, AheadTier, WholeStateTier
 from zero_core.sharded.exact_sums import bin_powers, sum_bins
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.param_grads import ParamGrads
 from zero_core.step.statistics import GradientStatistics
 
 CLIP_EPSILON = 1e-6
@@ -89,6 +90,7 @@ class StepGradient:
     Attributes:
         params_with_grad: parameters that got a gradient on this rank since the last step.
         decision: on the last step, or None before the first.
+        param_grads: gives the gradient out as ``param.grad``, if it serves.
     """
 
     def __init__(
@@ -134,6 +136,12 @@ class StepGradient:
         # A tier of whole parameters steps together on all ranks, when all gradients are there.
         is_whole = isinstance(tier, WholeStateTier)
         self._is_updated_in_backward = updates_in_backward(config) and not is_whole
+        self.param_grads = ParamGrads(
+            state.params,
+            self.params_with_grad,
+            owns_grads=state.tier.owns_grads,
+            is_updated_in_backward=self._is_updated_in_backward,
+        )
         self._updated: set[int] = set()  # pieces updated in backward in this step
         self._settings = ""  # that they were updated with
         self._backward_of = -1  # the micro-step of the last backward
@@ -150,6 +158,8 @@ class StepGradient:
         return len(self._norms) + len(self._tier_sums) == self._num_segments
 
     def begin_backward(self) -> None:
+        self._take_changes()
+        self.param_grads.close()
         self.reopen()
         self.check_not_updated("a further backward of the same step")
         if self._config.loss_scaling.enabled and not self._train.scaler.is_applied:
@@ -186,6 +196,8 @@ class StepGradient:
         self._grads[index] = grads
         self._tier_sums.pop(index, None)
         self._norms.pop(index, None)
+        if self.is_boundary:
+            self.param_grads.open(grads)
         if reduced.norm is None:
             return self._add_to_tier(grads, reduced.shard)
         self._norms[index] = reduced.norm
@@ -210,6 +222,8 @@ class StepGradient:
         self.check_not_updated("dropping gradients")
 
     def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
+        self.param_grads.take_assigned()
+        self._take_changes()
         if not self._is_agreed:
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self._grads.values():
@@ -231,6 +245,15 @@ class StepGradient:
                 left_out=left_out,
             )
             self._is_agreed = True
+
+    def _take_changes(self) -> None:
+        """Have the step use what was done to ``param.grad``."""
+        for grads in self.param_grads.take_changes():
+            if self._tier.owns_grads:
+                self.add(grads)
+            else:  # it reads the memory that was changed
+                self._norms[grads.segment.index] = grads.norm()
+                self.reopen()
 
     def _on_device(self, value: Tensor) -> Tensor:
         """Move a number to the device, without waiting for it."""
@@ -260,6 +283,7 @@ class StepGradient:
             self._settle(is_void=is_void)
             self._ahead = []
         self.reopen()
+        self.param_grads.clear()
         self.params_with_grad.clear()
         self._tier.discard_grads()
         self._norms.clear()
@@ -344,6 +368,7 @@ class StepGradient:
         """
         if self._ahead:
             return  # by a call of ``step`` that was broken off
+        self.param_grads.close()
         tier = self._ahead_tier
         is_early = self._statistics.is_known or self._is_updated_in_backward
         if is_early or tier is None or not tier.can_step_ahead:
@@ -391,6 +416,7 @@ class StepGradient:
 
     def decide(self) -> StepDecision:
         """Decide on the step from what `agree` found."""
+        self.param_grads.close()
         used, scale = self._statistics.num_ranks_with_grad, self._train.scaler.scale
         norm = self._norm()
         clipped = norm * self._clip_factor

@@ -1,0 +1,311 @@
+"""``param.grad`` at stage 0 between the last backward of a step and ``step``: DDP is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    batch,
+    make_model,
+    simulate,
+)
+
+STEPS = 3
+Edit = Callable[[nn.Module], object]
+
+
+def _nothing(model: nn.Module) -> None:
+    pass
+
+
+def _clip_norm(model: nn.Module) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def _clip_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def _clamp_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def _freeze(model: nn.Module) -> None:
+    list(model.parameters())[1].grad = None
+    del list(model.parameters())[-2].grad
+
+
+def _zero_and_assign(model: nn.Module) -> None:
+    first, second, *_ = (p for p in model.parameters() if p.grad is not None)
+    first.grad.zero_()
+    second.grad = second.grad * 3.0
+    second.grad *= 0.5
+
+
+def _drop_all(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+EDITS = (_nothing, _clip_norm, _clip_value, _clamp_data, _freeze, _zero_and_assign, _drop_all)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def _read(model: nn.Module) -> dict[str, Tensor | None]:
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {name: None if g is None else g.clone() for name, g in grads.items()}
+
+
+def _norm(model: nn.Module) -> float:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm(grads).item() if grads else 0.0
+
+
+def _ddp(ranks: SimulatedRanks, edit: Edit) -> list:
+    model = make_model()
+    ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model)
+    found: list = []
+    for step in range(STEPS):
+        ddp(**batch(step, 0, ranks.rank))["loss"].backward()
+        ddp.average_gradients()
+        found.append(_read(model))
+        edit(model)
+        found += [_read(model), _norm(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, {n: p.detach().clone() for n, p in model.named_parameters()}]
+
+
+def _build(ranks: SimulatedRanks | None = None, **case: object) -> zero_core.Engine:
+    model = make_model()
+    config = Case(**case).config()  # type: ignore[arg-type]
+    return zero_core.build(model, config, optimizer=_optimizer(model), process_group=ranks)
+
+
+def _follows_ddp(ranks: SimulatedRanks, edit: Edit) -> None:
+    wanted = _ddp(ranks, edit)
+    engine = _build(ranks)
+    found: list = []
+    for step in range(STEPS):
+        engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
+        found.append(_read(engine.module))
+        edit(engine.module)
+        found += [_read(engine.module), _norm(engine.module)]
+        engine.step()
+        assert math.isclose(engine.get_global_grad_norm(), found[-1], rel_tol=1e-6)
+        assert all(p.grad is None for p in engine.module.parameters())
+    full = engine.full_state_dict()
+    values = {name: full[name] for name, _ in engine.module.named_parameters()}
+    torch.testing.assert_close([*found, values], wanted, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_grad_reads_and_counts_as_with_ddp(world_size, edit):
+    simulate(_follows_ddp, world_size, edit)
+
+
+def _reads(ranks: SimulatedRanks, case: Case, *, is_read: bool) -> dict[str, Tensor]:
+    engine = zero_core.build(make_model(), case.config(), process_group=ranks)
+    for step in range(STEPS):
+        for micro in range(case.accumulation):
+            if case.num_backwards == 2:  # two graphs, of which the first is read in between
+                engine.scale(engine(**batch(step, 5, ranks.rank))["loss"]).backward()
+            if is_read and micro < case.accumulation - 1:
+                assert not any(_read(engine.module).values())
+            elif is_read and ranks.rank == 0:
+                _read(engine.module)
+            engine.scale(engine(**batch(step, micro, ranks.rank))["loss"]).backward()
+            if case.num_backwards == 3 and micro == case.accumulation - 1:
+                engine.clip_grad_norm_(0.1)
+            if is_read and ranks.rank == 0:
+                _read(engine.module)
+            engine.step()
+    return engine.full_state_dict(dtype=torch.float32)
+
+
+def _reading_changes_nothing(ranks: SimulatedRanks, case: Case) -> None:
+    wanted, found = (_reads(ranks, case, is_read=is_read) for is_read in (False, True))
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(clipping=0.1),
+        Case(accumulation=2),
+        Case(num_backwards=2, clipping=0.1),
+        Case(num_backwards=3),
+        Case(dtype="bf16", clipping=0.1),
+        Case(dtype="fp16", accumulation=2),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_reading_on_one_rank_changes_no_bit(world_size, case):
+    simulate(_reading_changes_nothing, world_size, case)
+
+
+def _changes_before_a_second_backward(ranks: SimulatedRanks) -> None:
+    model = make_model()
+    ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model)
+    ddp(**batch(0, 0, ranks.rank))["loss"].backward()
+    ddp.average_gradients()
+    _clip_norm(model)
+    first = {p: p.grad for p in model.parameters()}
+    optimizer.zero_grad()
+    ddp(**batch(0, 1, ranks.rank))["loss"].backward()
+    ddp.average_gradients()
+    for param, grad in first.items():
+        if grad is not None:
+            param.grad = grad if param.grad is None else grad + param.grad
+    wanted = _read(model)
+    optimizer.step()
+
+    engine = _build(ranks)
+    engine(**batch(0, 0, ranks.rank))["loss"].backward()
+    _clip_norm(engine.module)
+    engine(**batch(0, 1, ranks.rank))["loss"].backward()  # as scripts do, without the engine
+    torch.testing.assert_close(_read(engine.module), wanted, rtol=1e-6, atol=1e-8)
+    engine.step()
+    full = engine.full_state_dict()
+    values = {n: full[n] for n, _ in model.named_parameters()}
+    torch.testing.assert_close(values, dict(model.named_parameters()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_further_backward_adds_to_what_was_changed(world_size):
+    simulate(_changes_before_a_second_backward, world_size)
+
+
+def _in_16_bits(ranks: SimulatedRanks, dtype: torch.dtype) -> None:
+    """The step uses the gradients of the parameters' dtype once they were changed."""
+    engine = _build(ranks, dtype="bf16" if dtype == torch.bfloat16 else "fp16")
+    for step in range(2):
+        engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
+        params = [p for p in engine.module.parameters() if p.grad is not None]
+        exact = {
+            name: engine.states.get_full(name, "grad") * engine.loss_scale
+            for name, p in engine.module.named_parameters()
+            if p.grad is not None
+        }
+        if all(grad.isfinite().all() for grad in exact.values()):
+            rounded = [grad.to(dtype) for grad in exact.values()]
+            assert all(torch.equal(p.grad, g) for p, g in zip(params, rounded, strict=True))
+            for param in params:
+                param.grad.mul_(0.5)
+            wanted = torch.stack([(g * 0.5).float().norm() for g in rounded]).norm()
+            engine.step()
+            norm = engine.get_global_grad_norm()
+            assert math.isclose(norm, wanted.item() / engine.loss_scale, rel_tol=1e-5)
+        else:
+            engine.step()
+            assert engine.skipped_steps == step + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_grad_of_16_bit_parameters_has_their_dtype(world_size, dtype):
+    simulate(_in_16_bits, world_size, dtype)
+
+
+def _without_backward(ranks: SimulatedRanks) -> None:
+    wanted, engine = make_model(), _build(ranks)
+    optimizer = _optimizer(wanted)
+    for _ in range(2):
+        for model in (wanted, engine.module):
+            for number, param in enumerate(p for p in model.parameters() if p.requires_grad):
+                if number != 2:
+                    param.grad = torch.full_like(param, 0.1 * number)
+        norm = _norm(wanted)
+        optimizer.step()
+        engine.step()
+        assert math.isclose(engine.get_global_grad_norm(), norm, rel_tol=1e-6)
+    full = engine.full_state_dict()
+    values = {n: full[n] for n, _ in wanted.named_parameters()}
+    torch.testing.assert_close(values, dict(wanted.named_parameters()), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_assigned_without_a_backward_is_stepped_with(world_size):
+    simulate(_without_backward, world_size)
+
+
+def test_a_gradient_that_is_made_infinite_skips_the_step():
+    engine = _build()
+    before = {n: v.clone() for n, v in engine.full_state_dict().items()}
+    engine.backward(engine(**batch(0, 0, 0))["loss"])
+    next(p for p in engine.module.parameters() if p.grad is not None).grad[0] = math.inf
+    engine.step()
+    assert engine.skipped_steps == 1
+    torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
+
+
+def test_an_optimizer_of_whole_parameters_gets_what_was_changed():
+    wanted, model = make_model(), make_model()
+    config = Case().config()
+    make = partial(torch.optim.Adafactor, lr=0.01)
+    optimizer = make([p for p in wanted.parameters() if p.requires_grad])
+    given = make([p for p in model.parameters() if p.requires_grad])
+    engine = zero_core.build(model, config, optimizer=given)
+    for step in range(2):
+        wanted(**batch(step, 0, 0))["loss"].backward()
+        engine.backward(engine(**batch(step, 0, 0))["loss"])
+        for one in (wanted, engine.module):
+            _clip_norm(one)
+            _freeze(one)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    full = engine.full_state_dict()
+    values = {n: full[n] for n, _ in wanted.named_parameters()}
+    torch.testing.assert_close(values, dict(wanted.named_parameters()), rtol=1e-6, atol=1e-7)
+
+
+def test_states_by_name_and_clipping_of_the_engine_see_changes():
+    engine = _build()
+    engine.backward(engine(**batch(0, 0, 0))["loss"])
+    _clip_norm(engine.module)
+    name, param = next((n, p) for n, p in engine.module.named_parameters() if p.grad is not None)
+    assert torch.equal(engine.states.get_full(name, "grad"), param.grad)
+    assert math.isclose(engine.clip_grad_norm_(1.0), _norm(engine.module), rel_tol=1e-6)
+    engine.states.set_full(name, torch.ones(param.shape), "grad")
+    assert torch.equal(param.grad, torch.ones(param.shape))
+    with pytest.raises(RuntimeError, match="assign a gradient of size"):
+        param.grad = torch.ones(3, 3, 3)
+    engine.optimizer.zero_grad()
+    assert param.grad is None
+
+
+def test_copies_and_the_model_after_its_engine_have_torchs_own_parameters():
+    engine = _build()
+    param = next(p for p in engine.module.parameters() if p.requires_grad)
+    with engine.gathered():
+        other = next(p for p in copy.deepcopy(engine.module).parameters())
+    assert type(other) is type(copy.deepcopy(param)) is nn.Parameter
+    buffer = io.BytesIO()
+    torch.save(param, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer)) is nn.Parameter
+    model = engine.unwrap()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    model(**batch(0, 0, 0))["loss"].backward()
+    assert param.grad is not None
