@@ -323,6 +323,7 @@ def _model_of(config: Any) -> nn.Module:
         kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
         with torch.device("meta"):
             module: nn.Module = kind.from_config(config)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"model: transformers cannot make it: {error}") from error
+    except Exception as error:  # whatever a model's code makes of values that it does not expect
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"model: transformers cannot make it: {cause}") from error
     return module.train()

@@ -1,0 +1,169 @@
+"""A user's mistake ends a command with a code, one line that names the option, and no traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from zero_engine.cli import app
+
+FILES = {
+    "deep.json": '{"a": ' * 100_000 + "1" + "}" * 100_000,
+    "list.json": "[1]",
+    "empty.json": "",
+    "twice.json": '{"train_batch_size": 8, "train_batch_size": 8}',
+    "unknown.json": '{"train_batch_size": 8, "zero_optimisation": {}}',
+    "nan.json": '{"train_batch_size": 8, "gradient_clipping": NaN}',
+    "none.json": '{"train_batch_size": 8}',
+    "auto.json": '{"train_batch_size": "auto"}',
+    "model.json": '{"model_type": "no-such-model"}',
+    "number.json": '{"model_type": 5}',
+    "sizes.json": '{"model_type": "gpt2", "n_layer": "x"}',
+}
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
+CONFIGS = {
+    "type.json": {"optimizer": {"type": "Adamm"}},
+    "lr.json": {"optimizer": {"type": "AdamW", "params": {"lr": -1}}},
+    "key.json": {"optimizer": {"type": "AdamW", "params": {"rate": 1}}},
+    "schedule.json": {"optimizer": OPTIMIZER, "scheduler": {"type": "Warm"}},
+    "steps.json": {
+        "optimizer": OPTIMIZER,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -3}},
+    },
+    "missing.json": {"optimizer": OPTIMIZER, "scheduler": {"type": "WarmupDecayLR"}},
+    "nvme.json": {
+        "optimizer": OPTIMIZER,
+        "zero_optimization": {
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere/at/all"}
+        },
+    },
+    "stage.json": {"optimizer": OPTIMIZER, "zero_optimization": {"stage": True}},
+}
+# The arguments, and what the one line must hold; None where typer or torchrun's parser answers.
+# "@" stands for the folder of the files above.
+TRAIN = [
+    *((f"--{name} 0", f"--{name} 0: must be at least 1") for name in ("steps", "layers", "width")),
+    *((f"--{name} -1", f"--{name} -1: must be") for name in ("heads", "eval-every", "save-every")),
+    *((f"--{name} -9", f"--{name} -9: must be") for name in ("log-every", "eval-windows", "seed")),
+    ("--context 1", "--context 1: must be at least 2"),
+    ("--vocab 3", "--vocab 3: must be at least 257"),
+    ("--seed 99999999999999999999", "--seed 99999999999999999999: must be at most"),
+    ("--width 100 --heads 3", "must be a multiple of --heads 3"),
+    ("--ranks 100000", "--ranks 100000"),
+    ("--data @/nothing.txt", "found nothing there"),
+    ("--data @", "found a folder"),
+    ("--output @/list.json", "there is a file of the name"),
+    ("--output @/list.json/run", "there is a file of the name"),
+    ("--output @", "holds no run"),
+    ("--resume", "no checkpoint to continue from"),
+    ("--config @/nothing.json", "nothing.json"),
+    ("--config @", "not a regular file"),
+    ("--config /dev/zero", "not a regular file"),
+    ("--config @/deep.json", "nested more than 32 deep"),
+    ("--config @/list.json", "expected a JSON object"),
+    ("--config @/empty.json", "is not JSON"),
+    ("--config @/bytes.json", "utf-8"),
+    ("--config @/twice.json", "duplicate key 'train_batch_size'"),
+    ("--config @/unknown.json", "did you mean 'zero_optimization'"),
+    ("--config @/nan.json", "gradient_clipping: expected a finite number"),
+    ("--config @/none.json", "names no optimizer"),
+    ("--config @/auto.json", "train_batch_size"),
+    ("--config @/type.json", "optimizer.type = 'Adamm'"),
+    ("--config @/lr.json", "optimizer.params.lr"),
+    ("--config @/key.json", "optimizer.params.rate: unknown key"),
+    ("--config @/schedule.json", "scheduler.type = 'Warm'"),
+    ("--config @/steps.json", "scheduler.params.warmup_num_steps"),
+    ("--config @/missing.json", "total_num_steps"),
+    ("--config @/nvme.json", "offload_optimizer.nvme_path"),
+    ("--config @/stage.json", "zero_optimization.stage"),
+    ("--steps many", None),
+    ("--no-such-option", None),
+    ("--ranks 0", None),
+    ("--resume --overwrite", None),
+]
+PLAN = [
+    *((f"--{name} 0", f"--{name} 0: must be from 1") for name in ("layers", "width", "heads")),
+    ("--layers -2", "--layers -2: must be from 1"),
+    ("--layers 1000000000", "--layers 1000000000: must be from 1"),
+    ("--vocab 0", "--vocab 0: must be from 1"),
+    ("--tokens -5", "--tokens -5: must be from 1"),
+    ("--tokens 0", "--tokens 0: must be from 1"),
+    ("--width 100 --heads 7", "must be a multiple of --heads 7"),
+    ("--ranks 0", "--ranks 0: must be from 1"),
+    ("--ranks -1 --tokens 8", "--ranks -1: must be from 1"),
+    ("--ranks 99999999999", "--ranks 99999999999: must be from 1"),
+    ("--layers 1 --ranks 7 --ranks-per-node 3", "must divide world_size = 7"),
+    ("--layers 1 --ranks-per-node 0", "ranks_per_node = 0"),
+    ("--device-memory lots", "--device-memory lots: expected a size"),
+    ("--device-memory -5GB", "--device-memory -5GB: expected a size"),
+    (f"--host-memory {'9' * 400}GB", "expected a size"),
+    ("--layers 1 --cpu --device-memory 5GB", "device_memory"),
+    ("--layers 1 --png @/x.nope", "the plan cannot be written"),
+    ("--layers 1 --png @/none/x.png", "the plan cannot be written"),
+    ("--layers 1 --json-file @", "the plan cannot be written"),
+    ("--model @/nothing", "cannot read --model"),
+    ("--model @", "cannot read --model"),
+    ("--model /dev/zero", "not a regular file"),
+    ("--model @/deep.json", "nested more than"),
+    ("--model @/list.json", "expected a JSON object"),
+    ("--model @/bytes.json", "cannot read --model"),
+    ("--model @/none.json", "expected a Hugging Face config.json"),
+    ("--model @/number.json", "expected a Hugging Face config.json"),
+    ("--model @/model.json", "no-such-model"),
+    ("--model @/sizes.json", "n_layer"),
+    ("--config @/deep.json", "nested more than"),
+    ("--config @/unknown.json", "did you mean 'zero_optimization'"),
+    ("--config @/none.json", "no optimizer"),
+    ("--layers two", None),
+]
+RUN = [
+    ("--nproc-per-node 0 @/script.py", "--nproc-per-node 0: must be at least 1"),
+    ("--nproc-per-node -2 @/script.py", "--nproc-per-node -2: must be at least 1"),
+    ("--nproc-per-node two @/script.py", "--nproc-per-node or --nnodes"),
+    ("--nnodes 0 @/script.py", "--nnodes 0"),
+    ("--nnodes 3:1 @/script.py", "--nnodes 3:1"),
+    ("--nnodes x @/script.py", "--nnodes"),
+    ("@/nothing.py", "there is no script"),
+    ("-m", None),
+    ("", None),
+    ("--no-such-option x.py", None),
+]
+LINES = [
+    *(("train", *row) for row in TRAIN),
+    *(("plan", *row) for row in PLAN),
+    *(("run", *row) for row in RUN),
+    ("trane", "", None),
+    ("doctor", "--yaml", None),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("wrong")
+    for name, text in FILES.items():
+        (made / name).write_text(text)
+    for name, config in CONFIGS.items():
+        (made / name).write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, **config}))
+    (made / "bytes.json").write_bytes(b'{"a": "\xff"}')
+    (made / "script.py").write_text("")
+    return made
+
+
+@pytest.mark.parametrize(("verb", "arguments", "expected"), LINES)
+def test_a_mistake_is_one_line_and_a_code(
+    verb: str, arguments: str, expected: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not dist.is_initialized()
+    monkeypatch.chdir(folder.parent)  # where no run is
+    done = CliRunner().invoke(app, [verb, *arguments.replace("@", str(folder)).split()])
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    if expected is not None:
+        assert expected in done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stdout == ""
