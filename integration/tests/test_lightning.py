@@ -320,12 +320,17 @@ def _resumes(rank: int, world_size: int, folder: str) -> None:
     # An engine that only evaluates reads its shard of the weights, and no more.
     numel = sum(value.numel() for value in values.values())
     counted: list[int] = []
-    original = Reader.read
-    Reader.read = lambda *args: (counted.append(args[4] - args[3]), original(*args))[1]
+    original = Reader.read_parts
+
+    def count(reader, parts):
+        counted.append(sum(part.last - part.first for part in parts))
+        return original(reader, parts)
+
+    Reader.read_parts = count
     _trainer("zero_stage_3", world_size, folder).test(
         _Module(), _loader(), ckpt_path=place, verbose=False
     )
-    Reader.read = original
+    Reader.read_parts = original
     assert 0 < sum(counted) < 0.75 * numel  # half, and padding
     # The best one, for a test.
     (tested,) = trainer.test(again, _loader(), ckpt_path="best", verbose=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from former_checkpoints import rewrite
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, StepLR
 
 import zero_core
@@ -133,10 +134,7 @@ _OLDER = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [
 
 
 def _rewrite_schedule(folder: Path, state: dict[str, Any]) -> None:
-    manifest = folder / "step-3" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["progress"]["lr_scheduler"] = state
-    manifest.write_text(json.dumps(content))
+    rewrite(folder / "step-3", lambda content: content["progress"].update(lr_scheduler=state))
 
 
 def test_schedule_saved_in_torchs_form_goes_on_at_the_same_step(tmp_path: Path) -> None:

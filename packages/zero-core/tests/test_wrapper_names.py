@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from former_checkpoints import make_version_1
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -106,7 +106,7 @@ def _with_prefixes(place: Path) -> None:
         return name if parts[0] != "blocks" else ".".join([*parts[:2], "_orig_mod", *parts[2:]])
 
     path = place / "manifest.json"
-    manifest: dict[str, Any] = json.loads(path.read_text())
+    manifest = make_version_1(place)
     for param in manifest["params"]:
         param["name"] = wrapped(param["name"])
     for segment in manifest["segments"]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zero_core import CheckpointError
-from zero_core.checkpoint.files import MANIFEST
+from zero_core.checkpoint.files import MANIFEST, read_latest
 
 _CPU = torch.device("cpu")
 _FILES = "*mp_rank_*_states.pt"
@@ -71,9 +71,8 @@ def refuse_foreign(directory: str | Path, tag: object = None) -> None:
     Raises:
         CheckpointError: it does.
     """
-    latest = Path(directory, "latest")
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
+    if tag is None:
+        tag = read_latest(Path(directory))
     place = Path(directory) if tag is None else Path(directory, str(tag))
     if place.joinpath(MANIFEST).is_file():
         return  # these are our own

@@ -226,18 +226,35 @@ class Engine(ShardedModel):
         directory: str | Path,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
-        **options: bool,
+        *,
+        has_frozen: bool = True,
+        is_latest: bool = True,
+        drops_partial: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
     ) -> Path:
         """Write the training's state, for any stage, world size, ratio and tier.
 
-        Every rank must call it between two steps, or with ``drops_partial=True``, which leaves out
-        gradients accumulated so far. ``client_state`` must be JSON and small tensors; other
-        ``options``: see `zero_core.checkpoint.save`. The previous checkpoint stays whole until the
+        Every rank must call it between two steps. The previous checkpoint stays whole until the
         new one is.
+
+        Args:
+            directory: the folder of all checkpoints.
+            tag: name of this one; None is ``step-N``.
+            client_state: JSON and small tensors.
+            has_frozen: whether the values of frozen parameters are written.
+            is_latest: whether a load without a tag takes this one.
+            drops_partial: allow the middle of a step, and leave out its gradients.
+            keep_last: remove all but the last so many checkpoints. None keeps all. Only those
+                whose tags end with their step are removed.
+            keep_every: beside these keep the ones of steps that are multiples of it.
+
+        Raises:
+            CheckpointError: something cannot be stored, or a rank failed.
         """
         self._device_states.check("save_checkpoint()")
         self._gradient.check_not_updated("save_checkpoint() between backward and step")
-        self._train.accumulation.check_ended(or_dropped=options.pop("drops_partial", False))
+        self._train.accumulation.check_ended(or_dropped=drops_partial)
         self._communicator.forget_values()
         return save_checkpoint(
             self.sharded_state,
@@ -245,7 +262,10 @@ class Engine(ShardedModel):
             f"step-{self.global_steps}" if tag is None else tag,
             self._train,
             client_state=client_state or {},
-            **options,
+            has_frozen=has_frozen,
+            is_latest=is_latest,
+            keep_last=keep_last,
+            keep_every=keep_every,
         )
 
     def load_checkpoint(

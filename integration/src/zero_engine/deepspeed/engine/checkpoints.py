@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero_core import CheckpointError
-from zero_core.checkpoint.files import find, read_manifest
+from zero_core.checkpoint.files import find, read_latest, read_manifest
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties, write_stand_ins
 from zero_engine.deepspeed.engine.facts import Facts
 from zero_engine.deepspeed.errors import NotServedError
@@ -125,14 +125,14 @@ class Checkpoints(Facts):
         """
         if custom_load_fn is not None:
             raise NotServedError("load_checkpoint(custom_load_fn=...)")
-        if tag is None and not (Path(load_dir) / "latest").is_file():
+        if tag is None and read_latest(Path(load_dir)) is None:
             _log.warning("%s holds no checkpoint: there is no file 'latest' in it", load_dir)
             return None, None
         refuse_foreign(load_dir, tag)
         name = None if tag is None else str(tag)
         left_out = {
             "frozen": not load_module_strict
-            and not read_manifest(find(Path(load_dir), name)).get("has_frozen", True),
+            and not read_manifest(find(Path(load_dir), name)).has_frozen,
             "optimizer": load_module_only or not load_optimizer_states,
             "lr_scheduler": load_module_only or not load_lr_scheduler_states,
             "progress": load_module_only,

@@ -1,149 +1,227 @@
-"""Format of a checkpoint's folder, and readers that need no engine.
+"""Readers of checkpoints that need no engine.
 
-`read_weights` reads the model in a program without ranks.
+`read_weights` reads the model in a program without ranks. What it reads has been checked.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.safetensors_files import StoredTensor, read_header
+from zero_core.checkpoint.checked_files import CheckedFiles
+from zero_core.checkpoint.disk import open_regular
+from zero_core.checkpoint.manifest import (
+    BUFFERS,
+    FORMAT,
+    MANIFEST,
+    VALUE,
+    VERSION,
+    Manifest,
+    Param,
+    file_name,
+    is_plain,
+    read_manifest,
+    slice_key,
+)
+from zero_core.checkpoint.safetensors_files import StoredTensor
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
+from zero_core.layout.stored import from_bytes
 from zero_core.sharded.sharded_state import MASTER
 
-FORMAT = "zero-checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-BUFFERS = "buffers.safetensors"
-VALUE = "value"
-"""Name of frozen parameters' values, which have no master weight."""
-WHOLE = "whole"
-"""Name of the files of optimizer states that are whole."""
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "VALUE",
+    "VERSION",
+    "Reader",
+    "Weight",
+    "find",
+    "read_buffers",
+    "read_manifest",
+    "read_weights",
+]
+
+LATEST = "latest"
+_MAX_LATEST_BYTES = 1024
 
 
-def slice_key(param: str) -> str:
-    """Return the key of a parameter's slice in the file of a state that not all parameters have."""
-    return f"/{param}"
+def check_tag(tag: str) -> None:
+    """Refuse a tag that is not the plain name of a folder.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if not is_plain(tag) or tag == LATEST:
+        raise CheckpointError(f"a tag must be a plain folder name, found {tag!r:.300}")
+
+
+def read_latest(directory: Path) -> str | None:
+    """Return the tag of the newest checkpoint in ``directory``, None if there is none.
+
+    Raises:
+        CheckpointCorruptError: the file ``latest`` names no checkpoint.
+    """
+    path = directory / LATEST
+    try:
+        with open_regular(path, follows_links=False) as file:
+            data = file.read(_MAX_LATEST_BYTES)
+    except CheckpointCorruptError:
+        raise
+    except CheckpointError:
+        return None
+    try:
+        tag = data.decode().removesuffix("\n")
+        check_tag(tag)
+    except (UnicodeDecodeError, CheckpointError) as error:
+        raise CheckpointCorruptError(
+            f"{path} must have the tag of a checkpoint: {error}; load one by its tag"
+        ) from error
+    return tag
 
 
 def find(directory: Path, tag: str | None) -> Path:
     """Return the folder of checkpoint ``tag``, or of the newest one.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or ``tag`` is no plain name.
+        CheckpointCorruptError: the file ``latest`` names no checkpoint.
     """
     if tag is None:
-        try:
-            tag = (directory / "latest").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
+        tag = read_latest(directory)
+        if tag is None:
             raise CheckpointError(
                 f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave "
                 "the resuming out to start from scratch"
-            ) from None
+            )
+    check_tag(tag)
     # A save that was killed between its two renames leaves the checkpoint under the old name.
     for place in (directory / tag, directory / f".{tag}.old"):
-        if (place / MANIFEST).is_file():
+        if place.joinpath(MANIFEST).exists():
             return place
     raise CheckpointError(f"{directory / tag} is not a checkpoint: there is no {MANIFEST} in it")
-
-
-def read_manifest(place: Path) -> dict[str, Any]:
-    """Return the manifest of the checkpoint in folder ``place``.
-
-    Raises:
-        CheckpointError: it is of another format.
-        CheckpointCorruptError: it cannot be read.
-    """
-    try:
-        manifest = json.loads((place / MANIFEST).read_bytes())
-        is_known = manifest["format"] == FORMAT and manifest["version"] == VERSION
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorruptError(f"{place / MANIFEST} is not readable: {error}") from error
-    if not is_known:
-        raise CheckpointError(
-            f"{place} has format {manifest['format']!r} version {manifest['version']!r}; this "
-            f"package reads {FORMAT!r} version {VERSION}"
-        )
-    return _with_plain_names(manifest)
-
-
-def _with_plain_names(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``manifest`` without wrappers' parts in names: versions before wrote them."""
-    params = [
-        {**p, "name": plain_name(p["name"]), "aliases": [plain_name(n) for n in p["aliases"]]}
-        for p in manifest["params"]
-    ]
-    segments = [
-        {**s, "slots": [[plain_name(name), *span] for name, *span in s["slots"]]}
-        for s in manifest["segments"]
-    ]
-    scalars = {plain_name(name): values for name, values in manifest["scalars"].items()}
-    return {**manifest, "params": params, "segments": segments, "scalars": scalars}
-
-
-def fingerprint(path: Path) -> dict[str, int]:
-    """Return size and CRC-32 of a file."""
-    crc, size = 0, 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-            size += len(block)
-    return {"bytes": size, "crc32": crc}
 
 
 @dataclass(frozen=True)
 class _Place:
     segment: int
     start: int
+    stop: int
     shard_numel: int
 
 
-class Reader:
+@dataclass(frozen=True)
+class Part:
+    """Elements ``[first, last)`` of a tensor in a file."""
+
+    file: str
+    tensor: StoredTensor
+    first: int
+    last: int
+
+
+class Reader(CheckedFiles):
     """Reader of ranges of parameters' states from the slices that the writing ranks stored."""
 
-    def __init__(self, place: Path, manifest: Mapping[str, Any]) -> None:
+    def __init__(self, place: Path, manifest: Manifest) -> None:
         """Read from folder ``place`` with the result of `read_manifest`."""
-        self._folder = place
-        self._files: dict[str, Mapping[str, StoredTensor]] = {}
+        super().__init__(place, manifest)
         self._places = {
-            name: _Place(index, start, segment["shard_numel"])
-            for index, segment in enumerate(manifest["segments"])
-            for name, start, _ in segment["slots"]
+            name: _Place(index, start, stop, segment.shard_numel)
+            for index, segment in enumerate(manifest.segments)
+            for name, start, stop in segment.slots
         }
 
     def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU."""
+        """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU.
+
+        Raises:
+            CheckpointCorruptError: the files do not have them, or are not what was written.
+        """
+        return self.read_parts(self.parts(state, param, start, stop))
+
+    def span(self, param: str) -> tuple[int, int]:
+        """Return a parameter's slot in its segment."""
+        place = self._places[param]
+        return place.start, place.stop
+
+    def read_buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers by name."""
+        return {plain_name(n): self.read_tensor(BUFFERS, n) for n in self.tensors(BUFFERS)}
+
+    def read_tensor(self, file: str, name: str) -> Tensor:
+        """Return tensor ``name`` of ``file``. It is checked first.
+
+        Raises:
+            CheckpointCorruptError: there is none, or the file is not what was written.
+        """
+        stored = self.tensors(file).get(name)
+        if stored is None:
+            raise CheckpointCorruptError(f"{self.folder / file} has no tensor {name!r}")
+        numel = math.prod(stored.shape)
+        self.check_range(file, stored, 0, numel)
+        return stored.value()
+
+    def read_parts(self, parts: list[Part]) -> Tensor:
+        """Return the elements of consecutive parts. They are checked first."""
+        for part in parts:
+            self.check_range(part.file, part.tensor, part.first, part.last)
+        found = [part.tensor.read(part.first, part.last) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def parts(self, state: str, param: str, start: int, stop: int) -> list[Part]:
+        """Find elements ``[start, stop)`` of a parameter's ``state``, without reading them.
+
+        Raises:
+            CheckpointCorruptError: the files do not have them.
+        """
         place = self._places[param]
         low, high = place.start + start, place.start + stop
-        parts: list[Tensor] = []
-        while low < high or not parts:  # an empty parameter has the dtype of the file
+        if not place.start <= low <= high <= place.stop:
+            raise CheckpointCorruptError(f"{self.folder}: {param} has no [{start}, {stop})")
+        found: list[Part] = []
+        while low < high or not found:  # an empty parameter has the dtype of the file
             rank, offset = divmod(low, place.shard_numel) if low < high else (0, 0)
             end = max(low, min(high, (rank + 1) * place.shard_numel))
-            file = self.tensors(f"{state}-{rank:05d}.safetensors")
-            stored = file.get(slice_key(param))
-            if stored is None:
-                stored = file[str(place.segment)]
-            else:  # it begins where the parameter does, or with the rank's shard
-                offset -= max(place.start - rank * place.shard_numel, 0)
-            parts.append(stored.read(offset, offset + end - low))
+            found.append(self._part(state, param, rank, offset, end - low))
             low = end
-        return torch.cat(parts)
+        return found
 
-    def tensors(self, name: str) -> Mapping[str, StoredTensor]:
-        """Return the tensors of the safetensors file ``name`` of the folder."""
-        if name not in self._files:
-            self._files[name] = read_header(self._folder / name)
-        return self._files[name]
+    def _part(self, state: str, param: str, rank: int, offset: int, numel: int) -> Part:
+        """Find ``numel`` elements from ``offset`` of ``rank``'s shard on."""
+        name, place = file_name(state, rank), self._places[param]
+        tensors = self.tensors(name)
+        own_start = rank * place.shard_numel
+        low = min(max(place.start - own_start, 0), place.shard_numel)
+        high = max(min(place.stop - own_start, place.shard_numel), low)
+        stored = tensors.get(slice_key(param))
+        expected = high - low
+        if stored is not None:  # it begins where the parameter does, or with the rank's shard
+            offset = max(offset - low, 0)
+        else:
+            stored, expected = tensors.get(str(place.segment)), place.shard_numel
+        if stored is None or stored.shape != (expected,):
+            found = "nothing" if stored is None else f"shape {stored.shape}"
+            raise CheckpointCorruptError(
+                f"{self.folder / name} must have {expected} elements for {param}, found {found}"
+            )
+        self._check_dtype(name, state, self.manifest.by_name[param], stored.dtype)
+        return Part(name, stored, offset, offset + numel)
+
+    def _check_dtype(self, name: str, state: str, param: Param, dtype: torch.dtype) -> None:
+        if state == VALUE:
+            is_known = dtype in (param.torch_dtype, torch.uint8)
+        else:
+            is_known = dtype.is_floating_point
+        if not is_known:
+            raise CheckpointCorruptError(
+                f"{self.folder / name} has {state} of {param.name}, {param.dtype}, as {dtype}"
+            )
 
 
 @dataclass(frozen=True)
@@ -170,25 +248,41 @@ def read_weights(directory: Path, tag: str | None = None) -> Iterator[Weight]:
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: it cannot be read.
+        CheckpointCorruptError: it is not what was written.
     """
     place = find(directory, tag)
     manifest = read_manifest(place)
     reader = Reader(place, manifest)
-    for spec in manifest["params"]:
-        if not spec["is_trainable"] and not manifest.get("has_frozen", True):
-            continue
-        state = MASTER if spec["is_trainable"] else VALUE
-        flat = reader.read(state, spec["name"], 0, math.prod(spec["shape"]))
-        yield Weight(
-            names=(spec["name"], *spec["aliases"]),
-            value=flat.view(spec["shape"]),
-            dtype=getattr(torch, spec["dtype"]),
-            is_trainable=spec["is_trainable"],
+    for param in manifest.params:
+        if param.is_trainable or manifest.has_frozen:
+            yield Weight(
+                names=(param.name, *param.aliases),
+                value=_value_of(reader, param),
+                dtype=param.torch_dtype,
+                is_trainable=param.is_trainable,
+            )
+
+
+def _value_of(reader: Reader, param: Param) -> Tensor:
+    state = MASTER if param.is_trainable else VALUE
+    start, stop = reader.span(param.name)
+    flat = reader.read(state, param.name, 0, stop - start)
+    if param.memory_order is not None:
+        return from_bytes(flat, param.torch_dtype, param.shape, param.memory_order)
+    if flat.numel() != param.numel:
+        raise CheckpointError(
+            f"{reader.folder}: {param.name} is quantized, and this version of the format does not "
+            "say how: load it with an engine"
         )
+    return flat.view(param.shape)
 
 
 def read_buffers(directory: Path, tag: str | None = None) -> dict[str, Tensor]:
-    """Return the persistent buffers of checkpoint ``tag``, or of the newest."""
-    stored = read_header(find(directory, tag) / BUFFERS)
-    return {plain_name(name): tensor.value() for name, tensor in stored.items()}
+    """Return the persistent buffers of checkpoint ``tag``, or of the newest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        CheckpointCorruptError: it is not what was written.
+    """
+    place = find(directory, tag)
+    return Reader(place, read_manifest(place)).read_buffers()

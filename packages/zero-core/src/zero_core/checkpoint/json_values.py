@@ -6,6 +6,7 @@ What stands beside a model is numbers, strings, lists, mappings, and now and the
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 MAX_NUMEL = 65536
 """Elements of the largest tensor."""
@@ -59,24 +60,37 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Restore the argument of `encode`."""
+    """Restore the argument of `encode`.
+
+    Raises:
+        CheckpointCorruptError: it is not the result of `encode`.
+    """
+    try:
+        return _decode(value)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointCorruptError(
+            f"a value beside the model is not what was written: {error!r:.300}"
+        ) from error
+
+
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(v) for v in value]
+        return [_decode(v) for v in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"__tuple__"}:
-        return tuple(decode(v) for v in value["__tuple__"])
+        return tuple(_decode(v) for v in value["__tuple__"])
     if value.keys() == {"__counter__"}:
-        return Counter({decode(k): decode(v) for k, v in value["__counter__"]})
+        return Counter({_decode(k): _decode(v) for k, v in value["__counter__"]})
     if value.keys() == {"__mapping__"}:
-        return {decode(k): decode(v) for k, v in value["__mapping__"]}
+        return {_decode(k): _decode(v) for k, v in value["__mapping__"]}
     if value.keys() == {_TENSOR}:
         return _tensor(*value[_TENSOR])
     if value.keys() == {"__items__"}:  # in checkpoints of before, of mappings and of tensors
-        items = {decode(k): decode(v) for k, v in value["__items__"]}
+        items = {_decode(k): _decode(v) for k, v in value["__items__"]}
         is_tensor = items.keys() == _FORMER_TENSOR
         return _tensor(items[_TENSOR], items["shape"], items["values"]) if is_tensor else items
-    return {k: decode(v) for k, v in value.items()}
+    return {k: _decode(v) for k, v in value.items()}
 
 
 def _describe(tensor: Tensor, where: str) -> list[Any]:
@@ -92,4 +106,6 @@ def _describe(tensor: Tensor, where: str) -> list[Any]:
 
 
 def _tensor(dtype: str, shape: list[int], values: list[Any]) -> Tensor:
+    if len(values) > MAX_NUMEL or math.prod(shape) != len(values) or min(shape, default=0) < 0:
+        raise ValueError(f"{len(values)} values of a tensor of shape {shape}")
     return torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from zero_core.checkpoint.files import BUFFERS, VALUE, Reader, find, fingerprint, read_manifest
+from zero_core.checkpoint.files import Part, Reader, find
 from zero_core.checkpoint.json_values import decode
+from zero_core.checkpoint.manifest import (
+    BUFFERS,
+    MANIFEST,
+    RNG,
+    VALUE,
+    Manifest,
+    file_name,
+    read_manifest,
+)
+from zero_core.checkpoint.whole_states import check as check_state
 from zero_core.checkpoint.whole_states import restore
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointCorruptError, CheckpointError
@@ -42,13 +56,16 @@ def load_checkpoint(
     Overwrites ``state`` and ``progress``, except for the parts ``without``, of `PARTS`. ``tag``
     names one of the checkpoints in ``directory``; None is the newest.
 
+    All checks, of all bytes and on all ranks, come before the first write: a checkpoint that is
+    refused has changed nothing. Every rank must call it.
+
     Raises:
         CheckpointError: there is none, it does not fit, or a rank failed.
         CheckpointCorruptError: it is damaged.
     """
     control = state.control
 
-    def look() -> tuple[Path, dict[str, Any]]:
+    def look() -> Reader:
         unknown = sorted(set(without) - set(PARTS))
         if unknown:
             raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
@@ -56,17 +73,19 @@ def load_checkpoint(
         manifest = read_manifest(place)
         _match(state, manifest, place, without)
         _check_frozen(manifest, place, without)
-        progress.check(decode(manifest["progress"]), without)
-        return place, manifest
+        progress.check(decode(manifest.progress), without)
+        decode(manifest.client_state)
+        return Reader(place, manifest)
 
-    place, manifest = control.together("checkpoint: find", look)
-    control.together("checkpoint: verify", lambda: _verify(control, place, manifest))
-    reader = Reader(place, manifest)
-    control.together("checkpoint: buffers", lambda: _match_buffers(state, reader, place))
+    reader = control.together("checkpoint: find", look)
+    peers = _ranks_with_the_same_files(control, reader)
+    control.together("checkpoint: verify", lambda: _verify(control.rank, peers, reader))
+    restoring = Restoring(state, reader, without)
+    control.together("checkpoint: check", restoring.check)
     state.quiesce()
-    control.together("checkpoint: restore", lambda: _restore(state, reader, manifest, without))
-    progress.load_state_dict(decode(manifest["progress"]), without)
-    return place, decode(manifest["client_state"])
+    control.together("checkpoint: restore", restoring.write)
+    progress.load_state_dict(decode(reader.manifest.progress), without)
+    return reader.folder, dict(decode(reader.manifest.client_state))
 
 
 def read_client_state(directory: Path, tag: str | None = None) -> dict[str, Any]:
@@ -74,19 +93,15 @@ def read_client_state(directory: Path, tag: str | None = None) -> dict[str, Any]
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        CheckpointCorruptError: it cannot be read.
+        CheckpointCorruptError: it is not what was written.
     """
-    return dict(decode(read_manifest(find(directory, tag))["client_state"]))
+    return dict(decode(read_manifest(find(directory, tag)).client_state))
 
 
-def _match(
-    state: ShardedState, manifest: Mapping[str, Any], place: Path, without: Collection[str]
-) -> None:
+def _match(state: ShardedState, manifest: Manifest, place: Path, without: Collection[str]) -> None:
     """Refuse a checkpoint of another model, naming the first difference."""
     is_any = "optimizer" in without  # trained or frozen, by whatever optimizer
-    saved = {
-        p["name"]: (tuple(p["shape"]), p["is_trainable"] or is_any) for p in manifest["params"]
-    }
+    saved = {p.name: (p.shape, p.is_trainable or is_any) for p in manifest.params}
     own = {p.name: (p.shape, p.is_trainable or is_any) for p in state.layout.params}
     missing, extra = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
     if missing or extra:
@@ -99,12 +114,12 @@ def _match(
                 f"{place}: parameter {name} has (shape, is_trainable) {saved[name]} there and "
                 f"{mine} in the model" + _HINT * (saved[name][0] == mine[0])
             )
-    if not is_any and manifest["optimizer"] != state.optimizer:
+    if not is_any and manifest.optimizer != state.optimizer:
         raise CheckpointError(
-            f"{place} was trained by {manifest['optimizer']}, this engine has {state.optimizer}: "
+            f"{place} was trained by {manifest.optimizer}, this engine has {state.optimizer}: "
             "build it with the same optimizer" + _HINT
         )
-    is_whole = bool(manifest.get("whole_states"))
+    is_whole = bool(manifest.whole_states)
     if not is_any and is_whole and not isinstance(state.tier, WholeStateTier):
         raise CheckpointError(
             f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
@@ -135,10 +150,8 @@ def _match_buffers(state: ShardedState, reader: Reader, place: Path) -> None:
             )
 
 
-def _check_frozen(manifest: Mapping[str, Any], place: Path, without: Collection[str]) -> None:
-    is_complete = manifest.get("has_frozen", True) or all(
-        p["is_trainable"] for p in manifest["params"]
-    )
+def _check_frozen(manifest: Manifest, place: Path, without: Collection[str]) -> None:
+    is_complete = manifest.has_frozen or all(p.is_trainable for p in manifest.params)
     if not is_complete and "frozen" not in without:
         raise CheckpointError(
             f"{place} was saved without the values of frozen parameters: give the model its own "
@@ -146,100 +159,223 @@ def _check_frozen(manifest: Mapping[str, Any], place: Path, without: Collection[
         )
 
 
-def _verify(control: ControlGroup, place: Path, manifest: Mapping[str, Any]) -> None:
-    """Check this rank's share of the files against their fingerprints."""
-    for index, (name, expected) in enumerate(sorted(manifest["files"].items())):
-        if index % control.world_size != control.rank:
-            continue
-        try:
-            found = fingerprint(place / name)
-        except OSError as error:
-            raise CheckpointCorruptError(f"{place / name} cannot be read: {error}") from error
-        if found != expected:
+def _ranks_with_the_same_files(control: ControlGroup, reader: Reader) -> list[int]:
+    """Return the ranks that see this rank's files: the others have a copy on another disk.
+
+    Raises:
+        CheckpointError: a rank sees another checkpoint.
+    """
+    found = os.stat(reader.folder / MANIFEST)
+    own = [found.st_ino, found.st_mtime_ns, found.st_ctime_ns, reader.manifest.sha256]
+    rows = [json.loads(row) for row in control.gather_bytes(json.dumps(own).encode())]
+    digests = [row[-1] for row in rows]
+    if len(set(digests)) > 1:
+        raise CheckpointError(
+            f"ranks see different checkpoints: {reader.folder} has sha256 {digests[0][:16]} on "
+            f"rank 0 and others on ranks {[r for r, d in enumerate(digests) if d != digests[0]]}: "
+            "give every rank the same files"
+        )
+    return [rank for rank, row in enumerate(rows) if row == own]
+
+
+def _verify(rank: int, peers: Sequence[int], reader: Reader) -> None:
+    """Check this rank's share of the files' bytes, and that of all files there are the tensors."""
+    share = peers.index(rank)
+    reader.check(reader.chunks()[share :: len(peers)])
+
+
+class Restoring:
+    """Restoring of one rank's part of a checkpoint: `check` all of it, then `write`."""
+
+    def __init__(self, state: ShardedState, reader: Reader, without: Collection[str]) -> None:
+        self._state = state
+        self._reader = reader
+        self._manifest = manifest = reader.manifest
+        self._without = without
+        self._sources = {p.name: MASTER if p.is_trainable else VALUE for p in manifest.params}
+        self._parts: list[tuple[Callable[[Tensor], None], list[Part]]] = []
+
+    # ---------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        """Find all that is going to be read. Changes nothing, and allocates nothing large.
+
+        Raises:
+            CheckpointError: it does not fit.
+            CheckpointCorruptError: something is missing or has another form.
+        """
+        self._reader.trust()  # every chunk was compared, by one of the ranks
+        state = self._state
+        self._find_slices()
+        for store, name, low, high in state.frozen_parts():
+            if self._sources[name] == MASTER or "frozen" not in self._without:
+                self._parts.append(
+                    (store, self._reader.parts(self._sources[name], name, low, high))
+                )
+        if "optimizer" not in self._without:
+            self._check_optimizer()
+        _match_buffers(state, self._reader, self._reader.folder)
+        if self._restores_rng:
+            self._check_rng()
+
+    def _find_slices(self) -> None:
+        tier = self._state.tier
+        names = (MASTER,) if "optimizer" in self._without else self._manifest.states
+        for name in names:
+            for piece in self._state.pieces:
+                spec = self._state.layout.params[piece.param]
+                source = self._sources[spec.name] if name == MASTER else name
+                if source == VALUE and "frozen" in self._without:
+                    continue
+                if name != MASTER and not self._has_slices(spec, piece):
+                    continue
+                stop = piece.offset + piece.stop - piece.start
+                parts = self._reader.parts(source, spec.name, piece.offset, stop)
+                if name != MASTER and not isinstance(tier, WholeStateTier):
+                    # It refuses a state that the optimizer does not have.
+                    tier.write_state(name, piece.start, parts[0].tensor.read(0, 0))
+                self._parts.append((partial(tier.write_state, name, piece.start), parts))
+
+    def _has_slices(self, spec: ParamSpec, piece: Piece) -> bool:
+        """Whether the checkpoint has this rank's slice of the states of a parameter."""
+        if not _is_sliced(self._state, piece.param):
+            return False
+        return bool(self._scalars(spec)["num_steps"])  # never updated: it has no such states
+
+    def _scalars(self, spec: ParamSpec) -> Mapping[str, float]:
+        if spec.name not in self._manifest.scalars:
             raise CheckpointCorruptError(
-                f"{place / name} is damaged: expected {expected}, found {found}; "
-                "load an older checkpoint by its tag"
+                f"{self._reader.folder}: the optimizer's numbers of {spec.name} are missing"
             )
+        return self._manifest.scalars[spec.name]
 
-
-def _restore(
-    state: ShardedState, reader: Reader, manifest: Mapping[str, Any], without: Collection[str]
-) -> None:
-    sources = {p["name"]: MASTER if p["is_trainable"] else VALUE for p in manifest["params"]}
-    names = [MASTER] if "optimizer" in without else manifest["states"]
-    for name in names:
+    def _check_optimizer(self) -> None:
+        state = self._state
+        needed = {piece.param for piece in state.pieces if _is_sliced(state, piece.param)}
+        if isinstance(state.tier, WholeStateTier):
+            needed |= set(state.tier.updated_params())
         for piece in state.pieces:
-            spec = state.layout.params[piece.param]
-            if name != MASTER and not _is_sliced(state, piece.param):
-                continue
-            if name != MASTER and manifest["scalars"][spec.name]["num_steps"] == 0:
-                continue  # never updated: it has no such state
-            source = sources[spec.name] if name == MASTER else name
-            if source == VALUE and "frozen" in without:
-                continue
-            stop = piece.offset + piece.stop - piece.start
-            values = reader.read(source, spec.name, piece.offset, stop)
-            state.tier.write_state(name, piece.start, values)
-    if "optimizer" not in without:
+            self._scalars(state.layout.params[piece.param])
+        for param in sorted(needed):
+            spec = state.layout.params[param]
+            whole = self._manifest.whole_states.get(spec.name)
+            if whole is not None:
+                check_state(whole.state, self._reader.tensors(whole.file))
+                if _is_sliced(state, param):
+                    _split(spec, self._whole_state(spec))
+            elif not _is_sliced(state, param):
+                for name in self._names_of_slices(spec):
+                    self._reader.parts(name, spec.name, 0, spec.numel)
+
+    def _check_rng(self) -> None:
+        saved = self._rng()
+        try:
+            torch.Generator().set_state(saved["torch"])
+            if "cuda" in saved:
+                torch.Generator("cuda").set_state(saved["cuda"])
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointCorruptError(
+                f"{self._reader.folder}: no state of a random generator: {error}"
+            ) from error
+
+    # ---------------------------------------------------------------- writes
+
+    def write(self) -> None:
+        """Write what `check` found into the engine's state."""
+        state, reader = self._state, self._reader
+        for store, parts in self._parts:
+            store(reader.read_parts(parts))
+        if "optimizer" not in self._without:
+            self._write_optimizer()
+        load_buffers(state.module, reader.read_buffers())
+        if self._restores_rng:
+            self._write_rng()
+
+    def _write_optimizer(self) -> None:
+        state = self._state
         for index, piece in enumerate(state.pieces):
             spec = state.layout.params[piece.param]
-            scalars = dict(manifest["scalars"][spec.name])
-            if _is_sliced(state, piece.param) and spec.name in manifest.get("whole_states", {}):
-                scalars |= _write_slices(state, piece, _whole_state(spec, reader, manifest))
+            scalars = dict(self._manifest.scalars[spec.name])
+            if _is_sliced(state, piece.param) and spec.name in self._manifest.whole_states:
+                # Versions before updated Muon's groups of AdamW as whole parameters.
+                tensors, numbers = _split(spec, self._whole_state(spec))
+                stop = piece.offset + piece.stop - piece.start
+                for name, value in tensors.items():
+                    state.tier.write_state(name, piece.start, value[piece.offset : stop])
+                scalars |= numbers
             state.tier.write_scalars(index, scalars)
-    for store, name, low, high in state.frozen_parts():
-        if sources[name] == MASTER or "frozen" not in without:
-            store(reader.read(sources[name], name, low, high))
-    if "optimizer" not in without and isinstance(state.tier, WholeStateTier):
-        for param in state.tier.updated_params():
-            whole = _whole_state(state.layout.params[param], reader, manifest)
-            state.tier.write_whole_state(param, whole)
-    load_buffers(state.module, {key: t.value() for key, t in reader.tensors(BUFFERS).items()})
-    if "progress" not in without and manifest["world_size"] == state.control.world_size:
-        _restore_rng(state, reader, manifest)
+        if isinstance(state.tier, WholeStateTier):
+            for param in state.tier.updated_params():
+                whole = self._whole_state(state.layout.params[param])
+                state.tier.write_whole_state(param, whole)
+
+    def _whole_state(self, spec: ParamSpec) -> Mapping[str, Any]:
+        """Return the state of a whole parameter, empty before its first update.
+
+        Versions before sliced the states of Muon: there they are elementwise, with scalars.
+        """
+        saved = self._manifest.whole_states.get(spec.name)
+        if saved is not None:
+            whole: Mapping[str, Any] = restore(
+                saved.state, partial(self._reader.read_tensor, saved.file)
+            )
+            return whole
+        names = self._names_of_slices(spec)
+        if not names:
+            return {}
+        scalars = self._manifest.scalars[spec.name]
+        numbers = {k: torch.tensor(v, dtype=torch.float32) for k, v in scalars.items()}
+        del numbers["num_steps"]
+        read = self._reader.read
+        return {
+            **numbers,
+            **{n: read(n, spec.name, 0, spec.numel).view(spec.shape) for n in names},
+        }
+
+    def _names_of_slices(self, spec: ParamSpec) -> list[str]:
+        """Return the states of a whole parameter that were saved in slices."""
+        scalars = self._manifest.scalars.get(spec.name, {})
+        if not scalars.get("num_steps"):
+            return []
+        if self._manifest.optimizer.startswith("Muon") and "step" not in scalars:
+            # A matrix: the other states are those of AdamW's groups, zeros here.
+            return ["exp_avg"]
+        return [name for name in self._manifest.states if name != MASTER]
+
+    @property
+    def _restores_rng(self) -> bool:
+        is_same = self._manifest.world_size == self._state.control.world_size
+        return is_same and "progress" not in self._without
+
+    def _rng(self) -> dict[str, Tensor]:
+        """Return the saved states of torch's random generators that there are here."""
+        file = file_name(RNG, self._state.control.rank)
+        names = ["torch"]
+        if "cuda" in self._reader.tensors(file) and torch.cuda.is_available():
+            names.append("cuda")
+        return {name: self._reader.read_tensor(file, name) for name in names}
+
+    def _write_rng(self) -> None:
+        saved = self._rng()
+        torch.set_rng_state(saved["torch"])
+        if "cuda" in saved:
+            torch.cuda.set_rng_state(saved["cuda"])
+        random.setstate(self._manifest.python_rng[self._state.control.rank])
 
 
-def _write_slices(state: ShardedState, piece: Piece, whole: Mapping[str, Any]) -> dict[str, float]:
-    """Write this rank's part of a state that was saved whole, and return the numbers in it.
+def _split(spec: ParamSpec, whole: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the elementwise tensors of a whole state, 1-D, and the numbers in it.
 
-    Versions before updated Muon's groups of AdamW as whole parameters.
+    Raises:
+        CheckpointCorruptError: there is something else.
     """
-    shape = state.layout.params[piece.param].shape
-    stop = piece.offset + piece.stop - piece.start
+    tensors: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
     for name, value in whole.items():
-        if isinstance(value, torch.Tensor) and value.shape == shape and name != "step":
-            state.tier.write_state(name, piece.start, value.reshape(-1)[piece.offset : stop])
-        else:
+        if isinstance(value, Tensor) and value.shape == spec.shape and name != "step":
+            tensors[name] = value.reshape(-1)
+        elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             numbers[name] = value if isinstance(value, int) else float(value)
-    return numbers
-
-
-def _whole_state(spec: ParamSpec, reader: Reader, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of a whole parameter, empty before its first update.
-
-    Versions before sliced the states of Muon: there they are elementwise, with scalars.
-    """
-    saved = manifest.get("whole_states", {}).get(spec.name)
-    scalars = manifest["scalars"].get(spec.name, {})
-    if saved is not None:
-        restored: Mapping[str, Any] = restore(saved["state"], reader.tensors(saved["file"]))
-        return restored
-    names = [name for name in manifest["states"] if name != MASTER]
-    if manifest["optimizer"].startswith("Muon") and "step" not in scalars:
-        names = ["exp_avg"]  # a matrix: the other states are those of AdamW's groups, zeros here
-    if not names or not scalars.get("num_steps"):
-        return {}
-    return {
-        **{k: torch.tensor(v, dtype=torch.float32) for k, v in scalars.items() if k != "num_steps"},
-        **{n: reader.read(n, spec.name, 0, spec.numel).view(spec.shape) for n in names},
-    }
-
-
-def _restore_rng(state: ShardedState, reader: Reader, manifest: Mapping[str, Any]) -> None:
-    stored = reader.tensors(f"rng-{state.control.rank:05d}.safetensors")
-    torch.set_rng_state(stored["torch"].value())
-    if "cuda" in stored and torch.cuda.is_available():
-        torch.cuda.set_rng_state(stored["cuda"].value())
-    version, numbers, gauss = manifest["python_rng"][state.control.rank]
-    random.setstate((version, tuple(numbers), gauss))
+        else:
+            raise CheckpointCorruptError(f"the optimizer's {name} of {spec.name} has no elements")
+    return tensors, numbers

@@ -7,22 +7,21 @@ holds one tensor, however large the files are.
 
 from __future__ import annotations
 
-import ctypes
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import torch
 from torch import Tensor
 
 from zero_core._torch import inner_tensors
-from zero_core.checkpoint.safetensors_files import DTYPES, INDEX
+from zero_core.checkpoint.disk import no_room, write_all
+from zero_core.checkpoint.safetensors_files import INDEX, bytes_of, dtype_name, make_header
 from zero_core.errors import CheckpointError
-from zero_core.layout.stored import to_bytes
 
 MAX_FILE_BYTES = 5 * 1000**3
 _COPIED_BYTES = 16 * 1024**2  # at a time
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class _Written:
     """A tensor in the file without a header, from byte ``start`` on."""
 
     name: str
-    dtype: str
-    itemsize: int
+    dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     nbytes: int
@@ -65,15 +63,14 @@ class ModelFiles:
                 "cannot hold: keep a training by save_checkpoint(), take the state dict from "
                 "full_state_dict(), or merge adapters and export the dequantized weights"
             )
-        if value.dtype not in _NAMES:
-            raise CheckpointError(f"{name} is {value.dtype}, which safetensors cannot hold")
+        dtype_name(value.dtype, name)  # refuses what the format lacks
         num_bytes = sum(written.nbytes for written in self._pending)
         if self._pending and num_bytes + value.nbytes > MAX_FILE_BYTES:
             self._close_part()
             num_bytes = 0
-        kind, size, shape = _NAMES[value.dtype], value.dtype.itemsize, tuple(value.shape)
         self._append(value)
-        self._pending.append(_Written(name, kind, size, shape, num_bytes, value.nbytes))
+        shape = tuple(value.shape)
+        self._pending.append(_Written(name, value.dtype, shape, num_bytes, value.nbytes))
 
     def finish(self) -> None:
         """Write what is left, give the files their names, and write the index."""
@@ -94,49 +91,32 @@ class ModelFiles:
             if self._file is None:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 self._file = self._raw.open("w+b", buffering=0)
-            data = to_bytes(value.cpu(), tuple(range(value.ndim)))
-            left = memoryview((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
-            while left.nbytes:
-                left = left[self._file.write(left) :]
+            data = value.cpu().contiguous()  # alive while its bytes are written
+            write_all(self._file, bytes_of(data))
         except OSError as error:
-            raise _no_room(_part(self._directory, len(self._parts)), error) from error
+            raise no_room(_part(self._directory, len(self._parts)), error) from error
 
     def _close_part(self) -> None:
         """Write the header of the current file and copy its tensors behind it."""
         path = _part(self._directory, len(self._parts))
         # The order of the safetensors library: every tensor is aligned to its elements.
-        ordered = sorted(self._pending, key=lambda written: (-written.itemsize, written.name))
+        ordered = sorted(self._pending, key=lambda written: (-written.dtype.itemsize, written.name))
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                file.write(_header(ordered))
+                described = ((w.name, w.dtype, w.shape) for w in ordered)
+                file.write(make_header(described, {"format": "pt"}))
                 if self._file is not None:
                     for written in ordered:
                         _copy(self._file, file, written)
         except OSError as error:
-            raise _no_room(path, error) from error
+            raise no_room(path, error) from error
         if self._file is not None:
             self._file.close()
             self._raw.unlink()
         self._file = None
         self._parts.append({written.name: written.nbytes for written in self._pending})
         self._pending = []
-
-
-def _header(ordered: list[_Written]) -> bytes:
-    """Return the header of a file of these tensors, padded to whole elements."""
-    facts: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    stop = 0
-    for written in ordered:
-        start, stop = stop, stop + written.nbytes
-        facts[written.name] = {
-            "dtype": written.dtype,
-            "shape": written.shape,
-            "data_offsets": (start, stop),
-        }
-    text = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _copy(source: IO[bytes], target: IO[bytes], written: _Written) -> None:
@@ -148,12 +128,6 @@ def _copy(source: IO[bytes], target: IO[bytes], written: _Written) -> None:
             raise OSError(f"{written.name} ends after {written.nbytes - left} bytes")
         target.write(data)
         left -= len(data)
-
-
-def _no_room(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path} could not be written ({error}): make room there, or give another folder"
-    )
 
 
 def _part(directory: Path, number: int) -> Path:

@@ -1,21 +1,25 @@
-"""safetensors of other programs: index of their tensors, and reads of ranges.
+"""safetensors files: index of their tensors, reads of ranges, and the header of new ones.
 
 Ranges are read from the file, not mapped. Pages of a mapping stay with the process, and a rank's
-memory would hold its part twice.
+memory would hold its part twice. A header is checked against the file's size before anything is
+allocated, as the safetensors library does, but of an open file: a path may be a pipe.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Annotated
 
 import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from zero_core.checkpoint.disk import open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -40,6 +44,37 @@ DTYPES = {
     "C64": torch.complex64,
     "BOOL": torch.bool,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_MAX_INDEX_BYTES = 100_000_000
+_MAX_DIMS = 64  # of a tensor of torch
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _Entry(BaseModel):
+    """A tensor in a header."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], Field(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Count, _Count]
+
+
+class _Index(BaseModel):
+    """The index of a model in several files."""
+
+    weight_map: dict[str, str]
+
+
+class _Header(BaseModel):
+    """A header: entries by the tensors' names, and strings of the writer's."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[str, _Entry]
+
+    metadata: dict[str, str] = Field(default={}, alias="__metadata__")
 
 
 @dataclass(frozen=True)
@@ -55,15 +90,24 @@ class StoredTensor:
         """Return elements ``[first, last)`` of the flattened tensor, 1-D, in the file's dtype, CPU.
 
         Raises:
-            CheckpointCorruptError: the file is shorter than it was.
+            CheckpointCorruptError: the tensor has no such elements, or the file is shorter than it
+                was.
         """
+        if not 0 <= first <= last <= math.prod(self.shape):
+            raise CheckpointCorruptError(
+                f"{self.path} has {math.prod(self.shape)} elements where {first} to {last} are read"
+            )
         if first == last:
             return torch.empty(0, dtype=self.dtype)
         data = bytearray((last - first) * self.dtype.itemsize)
-        with self.path.open("rb") as file:
+        left = memoryview(data)
+        with open_regular(self.path) as file:
             file.seek(self.start + first * self.dtype.itemsize)
-            if file.readinto(data) != len(data):
-                raise CheckpointCorruptError(f"{self.path} ends within a tensor")
+            while left.nbytes:
+                count = file.readinto(left)  # type: ignore[attr-defined]
+                if not count:
+                    raise CheckpointCorruptError(f"{self.path} ends within a tensor")
+                left = left[count:]
         return torch.frombuffer(data, dtype=self.dtype)
 
     def value(self) -> Tensor:
@@ -107,42 +151,105 @@ def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _files_of_index(index: Path) -> list[Path]:
+    with open_regular(index) as file:
+        data = file.read(_MAX_INDEX_BYTES)
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointCorruptError(f"{index} has no weight_map: {error!r}") from error
+        names = sorted(set(_Index.model_validate_json(data).weight_map.values()))
+    except ValidationError as error:
+        raise CheckpointCorruptError(f"{index} has no weight_map: {first_error(error)}") from error
     if any(Path(name).name != name for name in names):
         raise CheckpointCorruptError(f"{index} names files outside its folder: {names[:3]}")
     return [index.parent / name for name in names]
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors by name of one file.
+def read_header(path: Path, *, follows_links: bool = True) -> dict[str, StoredTensor]:
+    """Return the tensors by name of one file. For ``follows_links`` see `open_regular`.
 
     Raises:
-        CheckpointError: there is no such file.
+        CheckpointError: there is no such file, or a tensor has a dtype that torch lacks.
         CheckpointCorruptError: it is not whole.
     """
-    if not path.is_file():
-        raise CheckpointError(f"there is no file {path}")
-    try:
-        with safe_open(path, framework="pt"):
-            pass  # it checks that shapes, dtypes, offsets and the file's length fit together
-    except SafetensorError as error:
-        raise CheckpointCorruptError(
-            f"{path} is not a whole safetensors file: {error}; copy or download it again"
-        ) from error
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    found = {}
-    for name, facts in header.items():
-        if name == "__metadata__":
-            continue
-        if facts["dtype"] not in DTYPES:
-            raise CheckpointError(
-                f"{path}: tensor {name} has dtype {facts['dtype']}, not read here"
-            )
-        start = 8 + length + facts["data_offsets"][0]
-        found[name] = StoredTensor(path, DTYPES[facts["dtype"]], tuple(facts["shape"]), start)
+    with open_regular(path, follows_links=follows_links) as file:
+        try:
+            return _checked(path, size_of(file), *_header_of(file))
+        except (ValidationError, ValueError) as error:
+            reason = first_error(error) if isinstance(error, ValidationError) else error
+            raise CheckpointCorruptError(
+                f"{path} is not a whole safetensors file: {reason}; copy or download it again"
+            ) from error
+
+
+def header_bytes(prefix: bytes) -> int:
+    """Return the bytes in front of a file's first tensor. ``prefix``: its first 8 bytes."""
+    return 8 + int.from_bytes(prefix, "little")
+
+
+def _header_of(file: IO[bytes]) -> tuple[int, _Header]:
+    """Return the bytes in front of the first tensor, and the header."""
+    length = header_bytes(file.read(8))
+    if length > min(size_of(file), _MAX_HEADER_BYTES):
+        raise ValueError(f"it has {size_of(file)} bytes, and a header of {length}")
+    return length, _Header.model_validate_json(file.read(length - 8))
+
+
+def _checked(path: Path, size: int, length: int, header: _Header) -> dict[str, StoredTensor]:
+    """Return the tensors of a header whose tensors follow one another up to the file's end."""
+    found, stop = {}, 0
+    entries = header.__pydantic_extra__.items()
+    for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{path}: tensor {name} has dtype {entry.dtype}, not read here")
+        dtype, (low, high) = DTYPES[entry.dtype], entry.data_offsets
+        if low != stop or high - low != math.prod(entry.shape) * dtype.itemsize:
+            raise ValueError(f"{name}, {entry.dtype} {entry.shape}, has the bytes {low} to {high}")
+        stop = high
+        found[name] = StoredTensor(path, dtype, entry.shape, length + low)
+    if length + stop != size:
+        raise ValueError(f"it has {size} bytes, and its tensors end at {length + stop}")
     return found
+
+
+def first_error(error: ValidationError) -> str:
+    """Return place and reason of the first of a ValidationError's errors."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))[:200]
+    return f"{place}: {first['msg']}" if place else first["msg"]
+
+
+def dtype_name(dtype: torch.dtype, name: str) -> str:
+    """Return the format's name of ``dtype``.
+
+    Raises:
+        CheckpointError: it has none. ``name`` is the tensor's, for the message.
+    """
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{name} is {dtype}, which safetensors cannot hold")
+    return _NAMES[dtype]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, which must outlive the result."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def make_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]
+) -> bytes:
+    """Return the header of a file with these names, dtypes and shapes, in that order.
+
+    It is padded to whole elements. Put the widest elements first, so that all are aligned.
+    """
+    facts: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    stop = 0
+    for name, dtype, shape in tensors:
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        facts[name] = {
+            "dtype": dtype_name(dtype, name),
+            "shape": tuple(shape),
+            "data_offsets": (start, stop),
+        }
+    text = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -7,8 +7,11 @@ so that stage, world size, Twin-Flow's ratio and tier may all differ from the wr
 whole parameters are in their owner's file ``whole``.
 
 The folder is written under a hidden name beside its place, synced, then renamed: a killed save
-leaves the previous checkpoint whole. ``latest`` names the newest one. The manifest holds a CRC-32
-of each file, checked before anything is restored. Nothing is pickled.
+leaves the previous checkpoint whole. ``latest`` names the newest one. The manifest vouches for
+itself and holds checksums of each file, computed as it is written. Nothing is pickled.
+
+A save that fails removes what it wrote. What a killed one left is removed by the next save into
+the folder; a save that is under way elsewhere holds a lock on its folder, and is left alone.
 
 Ranks may have folders of their own: disks of their machines, or what the program gives each. Every
 folder then holds the files of its ranks and the manifest of all; their union is the checkpoint.
@@ -21,31 +24,46 @@ import os
 import random
 import shutil
 import uuid
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from zero_core.checkpoint.files import (
+from zero_core.checkpoint.disk import create, no_room, sync_folder, write_all, write_synced
+from zero_core.checkpoint.files import LATEST, check_tag
+from zero_core.checkpoint.json_values import encode
+from zero_core.checkpoint.manifest import (
     BUFFERS,
+    CHUNK_BYTES,
     FORMAT,
     MANIFEST,
+    RNG,
     VALUE,
     VERSION,
     WHOLE,
-    fingerprint,
+    file_name,
+    parse,
+    seal,
     slice_key,
 )
-from zero_core.checkpoint.json_values import encode
+from zero_core.checkpoint.retention import Aside, prune, remove_stale
+from zero_core.checkpoint.safetensors_files import bytes_of, make_header
 from zero_core.checkpoint.whole_states import flatten
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointError
+from zero_core.layout.arithmetic import ParamSpec
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState
+
+_BLOCK_BYTES = 1 << 20
+"""Bytes written at once: they stay in the processor's cache for their checksum."""
+_ADVICE = "save to another folder; checkpoints that were there before are whole"
+_Facts = dict[str, dict[str, Any]]
+"""Size and checksums of files, by name."""
 
 
 def save_checkpoint(
@@ -57,61 +75,73 @@ def save_checkpoint(
     client_state: Mapping[str, Any],
     has_frozen: bool = True,
     is_latest: bool = True,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
 ) -> Path:
     """Write checkpoint ``tag``, as `zero_core.Engine.save_checkpoint` describes.
 
     ``directory`` holds all checkpoints, and its file ``latest`` names this one if ``is_latest``.
     Where ranks have folders of their own, a load needs all files in one folder. With
-    ``has_frozen`` the values of frozen parameters are written too.
+    ``has_frozen`` the values of frozen parameters are written too. For ``keep_last`` and
+    ``keep_every`` see `zero_core.checkpoint.retention.prune`.
 
     Raises:
         CheckpointError: ``tag`` or ``client_state`` cannot be stored, or a rank failed.
     """
-    aside, place = directory / f".{tag}.saving", directory / tag
+    place = directory / tag
     kept = progress.state_dict()
     control = state.control
+    aside = Aside(directory, tag)
 
     def prepare() -> None:
-        if not tag or tag.startswith(".") or os.sep in tag or tag == "latest":
-            raise CheckpointError(f"a tag must be a plain folder name, found {tag!r}")
+        check_tag(tag)
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise CheckpointError(f"{name} = {value}: expected 1 or more, or None")
         encode(kept, "progress")
         encode(client_state, "client_state")
         directory.mkdir(parents=True, exist_ok=True)
 
     def make_aside() -> None:
         if is_first:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
+            remove_stale(directory)
+            aside.make()
 
     control.together("checkpoint: prepare", prepare)
     is_first = _is_first_in(directory, control)
-    control.together("checkpoint: prepare", make_aside)
-    names = _all_state_names(state)
-    written = control.together(
-        "checkpoint: write", lambda: _write_tensors(state, aside, names, has_frozen=has_frozen)
-    )
-    wholes = control.together(
-        "checkpoint: write", lambda: _write_whole_states(state, aside, written)
-    )
-    scalars = control.together("checkpoint: write", lambda: _scalars(state))
-    row = [written, scalars, random.getstate(), wholes]
-    rows = control.gather_bytes(json.dumps(row).encode())
+    try:
+        control.together("checkpoint: prepare", make_aside)
+        names = _all_state_names(state)
+        written = control.together(
+            "checkpoint: write",
+            lambda: _write_tensors(state, aside.folder, names, has_frozen=has_frozen),
+        )
+        wholes = control.together(
+            "checkpoint: write", lambda: _write_whole_states(state, aside.folder, written)
+        )
+        scalars = control.together("checkpoint: write", lambda: _scalars(state))
+        row = [written, scalars, random.getstate(), wholes]
+        rows = control.gather_bytes(json.dumps(row).encode())
 
-    def finish() -> None:
-        if not is_first:
-            return
-        gathered = [json.loads(row) for row in rows]
-        manifest = _manifest(state, gathered, names, kept, client_state)
-        manifest["has_frozen"] = has_frozen
-        _write_synced(aside / MANIFEST, json.dumps(manifest).encode())
-        _sync(aside)
-        _swap_in(aside, place)
-        if is_latest:
-            _write_synced(directory / ".latest.saving", tag.encode())
-            (directory / ".latest.saving").replace(directory / "latest")
-        _sync(directory)
+        def write_manifest() -> None:
+            if not is_first:
+                return
+            gathered = [json.loads(row) for row in rows]
+            manifest = _manifest(state, gathered, names, kept, client_state)
+            data = seal({**manifest, "has_frozen": has_frozen})
+            parse(data, MANIFEST)  # nothing is saved that could not be loaded
+            _write_synced(aside.folder / MANIFEST, data)
+            sync_folder(aside.folder)
 
-    control.together("checkpoint: finish", finish)
+        def finish() -> None:
+            if is_first:
+                _swap_in(aside, place, is_latest=is_latest)
+                prune(directory, keep_last=keep_last, keep_every=keep_every, newest=tag)
+
+        control.together("checkpoint: write", write_manifest)
+        control.together("checkpoint: finish", finish)
+    finally:
+        aside.remove()
     return place
 
 
@@ -141,26 +171,26 @@ def _all_state_names(state: ShardedState) -> list[str]:
 
 def _write_tensors(
     state: ShardedState, folder: Path, names: list[str], *, has_frozen: bool
-) -> dict[str, dict[str, int]]:
-    """Write this rank's files, and return size and CRC of each."""
+) -> _Facts:
+    """Write this rank's files, and return size and checksums of each."""
     rank = state.control.rank
     trainable = [s.index for s in state.layout.segments if s.is_trainable]
     frozen = [s.index for s in state.layout.segments if not s.is_trainable]
-    written: dict[str, dict[str, int]] = {}
+    written: _Facts = {}
     for name in names:
         # One state at a time: the copies of only one are in memory.
         if name != MASTER and isinstance(state.tier, WholeStateTier):
             tensors = _slices(state, state.tier, name)
         else:
             tensors = {str(s): state.own_state(s, name) for s in trainable}
-        written |= _write_file(folder, f"{name}-{rank:05d}.safetensors", tensors)
+        written |= _write_file(folder, file_name(name, rank), tensors)
     if has_frozen:
         tensors = {str(s): state.own_slice(s) for s in frozen}
-        written |= _write_file(folder, f"{VALUE}-{rank:05d}.safetensors", tensors)
+        written |= _write_file(folder, file_name(VALUE, rank), tensors)
     rng = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    written |= _write_file(folder, f"rng-{rank:05d}.safetensors", rng)
+    written |= _write_file(folder, file_name(RNG, rank), rng)
     if rank == 0:
         written |= _write_file(folder, BUFFERS, state.buffers())
     return written
@@ -178,9 +208,7 @@ def _slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, T
     return found
 
 
-def _write_whole_states(
-    state: ShardedState, folder: Path, written: dict[str, dict[str, int]]
-) -> dict[str, Any]:
+def _write_whole_states(state: ShardedState, folder: Path, written: _Facts) -> dict[str, Any]:
     """Write this rank's states of whole parameters, and add their file to ``written``.
 
     Returns:
@@ -189,7 +217,7 @@ def _write_whole_states(
     tier, rank = state.tier, state.control.rank
     if not isinstance(tier, WholeStateTier):
         return {}
-    name, found = f"{WHOLE}-{rank:05d}.safetensors", {}
+    name, found = file_name(WHOLE, rank), {}
     tensors: dict[str, Tensor] = {}
     for param in tier.updated_params():
         spec = state.layout.params[param]
@@ -205,11 +233,43 @@ def _scalars(state: ShardedState) -> dict[str, dict[str, float]]:
     return {spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()}
 
 
-def _write_file(folder: Path, name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, int]]:
+def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> _Facts:
+    """Write a safetensors file through to the disk, and return its size and checksums."""
     path = folder / name
-    save_file({key: t.contiguous() for key, t in tensors.items()}, path)
-    _sync(path)
-    return {name: fingerprint(path)}
+    # The order of the safetensors library: every tensor is aligned to its elements.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header = make_header(((key, t.dtype, t.shape) for key, t in ordered), {})
+    summed = _Summed()
+    try:
+        with create(path) as file:
+            summed.write(file, memoryview(header))
+            for _, tensor in ordered:
+                value = tensor.contiguous()  # as long as its bytes are written
+                summed.write(file, bytes_of(value))
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise no_room(path, error, _ADVICE) from error
+    return {name: {"bytes": summed.size, "crc32": summed.crcs}}
+
+
+class _Summed:
+    """Size of a file that is written, and the CRC-32 of each of its chunks."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.crcs = [0]
+
+    def write(self, file: IO[bytes], data: memoryview) -> None:
+        """Append ``data`` in blocks, each summed while it is in the processor's cache."""
+        while data.nbytes:
+            used = self.size % CHUNK_BYTES
+            if self.size and not used:
+                self.crcs.append(0)
+            block = data[: min(CHUNK_BYTES - used, _BLOCK_BYTES)]
+            self.crcs[-1] = zlib.crc32(block, self.crcs[-1])
+            write_all(file, block)
+            self.size += block.nbytes
+            data = data[block.nbytes :]
 
 
 def _manifest(
@@ -230,19 +290,11 @@ def _manifest(
     return {
         "format": FORMAT,
         "version": VERSION,
+        "chunk_bytes": CHUNK_BYTES,
         "world_size": layout.world_size,
         "optimizer": state.optimizer,
         "states": names,
-        "params": [
-            {
-                "name": p.name,
-                "aliases": list(p.aliases),
-                "shape": list(p.shape),
-                "dtype": str(p.dtype).removeprefix("torch."),
-                "is_trainable": p.is_trainable,
-            }
-            for p in layout.params
-        ],
+        "params": [_describe(spec) for spec in layout.params],
         "segments": [
             {
                 "is_trainable": s.is_trainable,
@@ -260,25 +312,40 @@ def _manifest(
     }
 
 
-def _swap_in(aside: Path, place: Path) -> None:
+def _describe(spec: ParamSpec) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": spec.name,
+        "aliases": list(spec.aliases),
+        "shape": list(spec.shape),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "is_trainable": spec.is_trainable,
+    }
+    return {**found, "memory_order": list(spec.order)} if spec.is_opaque else found
+
+
+def _swap_in(aside: Aside, place: Path, *, is_latest: bool) -> None:
     """Rename ``aside`` to ``place``, whose old content stays readable until then."""
-    old = place.with_name(f".{place.name}.old")
-    if place.exists():
+    directory, old = place.parent, place.with_name(f".{place.name}.old")
+    mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
+    try:
+        if is_latest:
+            write_synced(mark, place.name.encode())
+        if place.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            place.rename(old)
+        aside.rename_to(place)
         shutil.rmtree(old, ignore_errors=True)
-        place.rename(old)
-    aside.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
+        if is_latest:
+            mark.replace(directory / LATEST)
+        sync_folder(directory)
+    except OSError as error:
+        raise no_room(place, error, _ADVICE) from error
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Write a file's content, or a folder's names, through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        write_synced(path, data)
+    except OSError as error:
+        raise no_room(path, error, _ADVICE) from error

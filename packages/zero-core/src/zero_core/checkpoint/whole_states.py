@@ -8,7 +8,7 @@ one that torch.load would accept (`torch.serialization.add_safe_globals`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.serialization import get_safe_globals
 
 from zero_core._torch import inner_tensors
-from zero_core.checkpoint.safetensors_files import StoredTensor
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 _TENSOR, _WRAPPED, _DTYPE = "__tensor__", "__wrapped__", "__dtype__"
 _TUPLE, _ITEMS = "__tuple__", "__items__"
@@ -63,31 +62,81 @@ def flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def restore(value: Any, tensors: Mapping[str, StoredTensor]) -> Any:
-    """Return the argument of `flatten`, with its ``tensors`` on the CPU.
+def check(value: Any, tensors: Collection[str]) -> None:
+    """Refuse what `restore` could not restore from a file with these ``tensors``.
+
+    Raises:
+        CheckpointCorruptError: it is not of the form that `flatten` makes, or a tensor is missing.
+        CheckpointError: a tensor's class is not one that torch takes to be safe.
+    """
+    if isinstance(value, list):
+        for item in value:
+            check(item, tensors)
+        return
+    if not isinstance(value, dict):
+        return
+    match value:
+        case {"__dtype__": str(name)} if len(value) == 1:
+            is_known = isinstance(getattr(torch, name, None), torch.dtype)
+        case {"__tensor__": str(name)} if len(value) == 1:
+            is_known = name in tensors
+        case {"__tuple__": list(rows)} if len(value) == 1:
+            is_known = True
+            check(rows, tensors)
+        case {"__items__": list(rows)} if len(value) == 1:
+            is_known = all(
+                isinstance(row, list) and len(row) == 2 and _is_key(row[0]) for row in rows
+            )
+            check([row[1] for row in rows] if is_known else [], tensors)
+        case {
+            "__wrapped__": str(kind),
+            "inner": dict(inner),
+            "context": context,
+            "size": list(size),
+            "stride": list(stride),
+        } if len(value) == 5:
+            is_known = all(type(n) is int and n >= 0 for n in (*size, *stride))
+            check([*inner.values(), context], tensors)
+            _safe_class(kind)
+        case _:
+            is_known = False
+    if not is_known:
+        raise CheckpointCorruptError(f"{value!r:.200} is no state of an optimizer that was saved")
+
+
+def _is_key(value: Any) -> bool:
+    """Whether ``value`` restores to a key of a dict."""
+    if isinstance(value, dict):
+        rows = value.get(_TUPLE)
+        return len(value) == 1 and isinstance(rows, list) and all(map(_is_key, rows))
+    return not isinstance(value, list)
+
+
+def restore(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """Return the argument of `flatten`, which `check` has passed. ``read`` reads its tensors.
 
     Raises:
         CheckpointError: a tensor's class is not one that torch takes to be safe.
     """
     if isinstance(value, list):
-        return [restore(item, tensors) for item in value]
+        return [restore(item, read) for item in value]
     if not isinstance(value, dict):
         return value
     if _DTYPE in value:
         return getattr(torch, value[_DTYPE])
     if _TENSOR in value:
-        return tensors[value[_TENSOR]].value()
+        return read(value[_TENSOR])
     if _TUPLE in value:
-        return tuple(restore(value[_TUPLE], tensors))
+        return tuple(restore(value[_TUPLE], read))
     if _WRAPPED in value:
-        inner = {name: restore(item, tensors) for name, item in value["inner"].items()}
+        inner = {name: restore(item, read) for name, item in value["inner"].items()}
         return _safe_class(value[_WRAPPED]).__tensor_unflatten__(
             inner,
-            restore(value["context"], tensors),
+            restore(value["context"], read),
             torch.Size(value["size"]),
             tuple(value["stride"]),
         )
-    return {restore(k, tensors): restore(item, tensors) for k, item in value[_ITEMS]}
+    return {restore(k, read): restore(item, read) for k, item in value[_ITEMS]}
 
 
 def _safe_class(path: str) -> Any:

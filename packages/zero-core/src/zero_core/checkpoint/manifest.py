@@ -1,0 +1,387 @@
+"""Manifest of a checkpoint: its form on the disk, its types, and what must hold within it.
+
+[Note: format version 2]
+``manifest.json`` is one JSON object. Its last member ``sha256`` is the digest of all bytes before
+it, so that the file vouches for itself and stays readable as JSON. Of each file the manifest has
+the size and the CRC-32 of every chunk of ``chunk_bytes``: a reader of a range checks no more than
+the chunks that it reads, and several ranks can share the check of a large file. A CRC-32 finds
+every change of up to 32 bits in a row.
+
+Version 1, still read, had neither the digest nor chunks: one CRC-32 per file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from zero_core.checkpoint.disk import open_regular, size_of
+from zero_core.checkpoint.safetensors_files import DTYPES, first_error
+from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.layout.discovery import plain_name
+from zero_core.sharded.sharded_state import MASTER
+
+FORMAT = "zero-checkpoint"
+VERSION = 2
+MANIFEST = "manifest.json"
+BUFFERS = "buffers.safetensors"
+VALUE = "value"
+"""Name of frozen parameters' values, which have no master weight."""
+WHOLE = "whole"
+"""Name of the files of optimizer states that are whole."""
+RNG = "rng"
+"""Name of the files of random generators' states."""
+CHUNK_BYTES = 16 << 20
+"""Bytes of a file under one CRC-32, in new checkpoints."""
+MAX_MANIFEST_BYTES = 128 << 20
+"""Largest manifest that is written or read: a model of some 300,000 parameters."""
+_MAX_RANKS = 1 << 20
+_MAX_NUMEL = 1 << 60
+_TAIL = re.compile(rb', "sha256": "([0-9a-f]{64})"}\Z')
+_TAIL_BYTES = len(', "sha256": ""}') + 64
+_KNOWN_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+
+_Numel = Annotated[int, Field(ge=0, le=_MAX_NUMEL)]
+_Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
+_Number = int | Annotated[float, Field(allow_inf_nan=True)]
+"""An optimizer's own number: of a training that diverged it may be infinite."""
+
+
+def file_name(state: str, rank: int) -> str:
+    """Return the name of ``rank``'s file of ``state``."""
+    return f"{state}-{rank:05d}.safetensors"
+
+
+def slice_key(param: str) -> str:
+    """Return the key of a parameter's slice in the file of a state that not all parameters have."""
+    return f"/{param}"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Param(_Strict):
+    """A parameter, or a component of a quantized one.
+
+    Attributes:
+        name: its first name.
+        aliases: the names tied to it.
+        shape: of the whole.
+        dtype: compute dtype, as in ``torch.float32``.
+        is_trainable: whether it is trained.
+        memory_order: of a component, whose segment has bytes: its dimensions from the slowest one.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: Annotated[tuple[_Numel, ...], Field(max_length=64)]
+    dtype: str
+    is_trainable: bool
+    memory_order: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found = getattr(torch, self.dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+
+class SavedSegment(_Strict):
+    """A segment: elements per rank, and ``(name, start, stop)`` of its parameters."""
+
+    is_trainable: bool
+    shard_numel: _Numel
+    slots: tuple[tuple[str, _Numel, _Numel], ...]
+
+
+class FileFacts(_Strict):
+    """Size of a file and the CRC-32 of each chunk, in version 1 of the whole."""
+
+    bytes: Annotated[int, Field(ge=0)]
+    crc32: _Crc | tuple[_Crc, ...]
+
+
+class WholeState(_Strict):
+    """A whole parameter's optimizer state: see `zero_core.checkpoint.whole_states`."""
+
+    file: str
+    state: Any
+
+
+class Manifest(_Strict):
+    """A manifest. An object of this class has passed all checks that need no other file.
+
+    Attributes:
+        world_size: ranks that wrote it.
+        optimizer: kind and number of groups, in words.
+        states: names of the states of which each rank wrote a file.
+        params: the model's parameters.
+        segments: where their elements are.
+        scalars: the numbers in the optimizer's state, by parameter.
+        whole_states: states of whole parameters, by parameter.
+        python_rng: ``random.getstate()`` of each rank.
+        files: size and checksums of each file.
+        chunk_bytes: bytes under one checksum. None in version 1.
+        progress: `zero_core.optim.train_state.TrainState.state_dict`, encoded.
+        client_state: the user's own, encoded.
+        has_frozen: whether values of frozen parameters were written.
+    """
+
+    format: Literal["zero-checkpoint"]
+    version: Literal[1, 2]
+    world_size: Annotated[int, Field(ge=1, le=_MAX_RANKS)]
+    optimizer: str
+    states: tuple[str, ...]
+    params: tuple[Param, ...]
+    segments: tuple[SavedSegment, ...]
+    scalars: dict[str, dict[str, _Number]]
+    whole_states: dict[str, WholeState] = {}
+    python_rng: tuple[tuple[int, tuple[int, ...], float | None], ...]
+    files: dict[str, FileFacts]
+    chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 40)] | None = None
+    progress: dict[str, Any]
+    client_state: dict[str, Any]
+    has_frozen: bool = True
+    sha256: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.version == VERSION) != (self.chunk_bytes is not None):
+            raise ValueError("chunk_bytes belongs to version 2")
+        _check_names(self)
+        _check_layout(self)
+        _check_states(self)
+        _check_files(self)
+        _check_rng(self)
+        return self
+
+    @cached_property
+    def by_name(self) -> dict[str, Param]:
+        """Parameters by their first name."""
+        return {param.name: param for param in self.params}
+
+    def crcs(self, name: str) -> tuple[int, tuple[int, ...]]:
+        """Return the bytes of file ``name`` under one CRC-32, and the CRC-32 of each such chunk."""
+        facts = self.files[name]
+        if isinstance(facts.crc32, int):
+            return max(facts.bytes, 1), (facts.crc32,)
+        assert self.chunk_bytes is not None
+        return self.chunk_bytes, facts.crc32
+
+    def progress_step(self) -> int:
+        """Return the number of optimizer steps at which it was saved, -1 if it has none."""
+        step = self.progress.get("global_steps")
+        return step if isinstance(step, int) else -1
+
+
+def _check_names(manifest: Manifest) -> None:
+    owners: dict[str, str] = {}
+    for param in manifest.params:
+        if param.name in owners:
+            raise ValueError(f"parameter {param.name} is there twice")
+        owners[param.name] = param.name
+    for param in manifest.params:
+        for alias in param.aliases:
+            if owners.setdefault(alias, param.name) != param.name:
+                raise ValueError(f"{alias} is a name of {owners[alias]} and of {param.name}")
+        if param.dtype not in _KNOWN_DTYPES:
+            raise ValueError(f"parameter {param.name} has dtype {param.dtype!r}")
+        order = param.memory_order
+        if order is not None and sorted(order) != list(range(len(param.shape))):
+            raise ValueError(f"parameter {param.name} has memory_order {order}")
+    if len(set(manifest.states)) != len(manifest.states):
+        raise ValueError(f"a state is there twice: {manifest.states}")
+    reserved = {VALUE, WHOLE, RNG}.intersection(manifest.states)
+    if reserved:
+        raise ValueError(f"no state is called {min(reserved)!r}")
+
+
+def _check_layout(manifest: Manifest) -> None:
+    """Require one slot of the right length per parameter, within its segment, beside others."""
+    by_name, seen = manifest.by_name, set()
+    for segment in manifest.segments:
+        end = segment.shard_numel * manifest.world_size
+        spans = []
+        for name, start, stop in segment.slots:
+            param = by_name.get(name)
+            if param is None or name in seen:
+                raise ValueError(f"{name} has a slot and is no parameter, or has two slots")
+            seen.add(name)
+            if param.is_trainable != segment.is_trainable:
+                raise ValueError(f"{name} and its segment differ in is_trainable")
+            if not start <= stop <= end or stop - start not in _slot_numels(param):
+                raise ValueError(f"{name}, {param.shape}, has the slot {start} to {stop} of {end}")
+            if start < stop:
+                spans.append((start, stop))
+        if not segment.is_trainable:  # frozen components may share memory
+            spans = list(set(spans))
+        for (_, before), (start, stop) in pairwise(sorted(spans)):
+            if start < before:
+                raise ValueError(f"the slots up to {before} and {start} to {stop} overlap")
+    if len(seen) != len(by_name):
+        raise ValueError(f"{min(by_name.keys() - seen)} has no slot")
+
+
+def _slot_numels(param: Param) -> tuple[int, ...]:
+    """Return the lengths that a slot may have: elements, of components bytes."""
+    as_bytes = param.numel * param.torch_dtype.itemsize
+    if param.memory_order is not None:
+        return (as_bytes,)
+    return (param.numel,) if param.is_trainable else (param.numel, as_bytes)
+
+
+def _check_states(manifest: Manifest) -> None:
+    trained = {p.name for p in manifest.params if p.is_trainable}
+    if trained and MASTER not in manifest.states:
+        raise ValueError(f"no state {MASTER!r}")
+    strange = (manifest.scalars.keys() | manifest.whole_states.keys()) - trained
+    if strange:
+        raise ValueError(f"{min(strange)} has a state and is no trained parameter")
+    for name, scalars in manifest.scalars.items():
+        count = scalars.get("num_steps")
+        if count is None or not (0 <= count < 2**53 and count == int(count)):
+            raise ValueError(f"scalars.{name} has num_steps {count}")
+    for name, whole in manifest.whole_states.items():
+        if whole.file not in manifest.files:
+            raise ValueError(f"the state of {name} is in {whole.file!r}, which is not in files")
+        if not isinstance(whole.state, dict) or whole.state.keys() != {"__items__"}:
+            raise ValueError(f"the state of {name} is no mapping")
+
+
+def _check_files(manifest: Manifest) -> None:
+    for name, facts in manifest.files.items():
+        if not is_plain(name) or name == MANIFEST:
+            raise ValueError(f"files: {name!r} is no plain name of a file")
+        chunk, crcs = manifest.crcs(name)
+        if isinstance(facts.crc32, int) != (manifest.chunk_bytes is None):
+            raise ValueError(f"files.{name}: crc32 is not that of version {manifest.version}")
+        if len(crcs) != max(-(-facts.bytes // chunk), 1):
+            raise ValueError(f"files.{name} has {len(crcs)} checksums for {facts.bytes} bytes")
+    missing = [name for name in _needed_files(manifest) if name not in manifest.files]
+    if missing:
+        raise ValueError(f"files has no {missing[0]}")
+
+
+def _needed_files(manifest: Manifest) -> Iterator[str]:
+    states = [*manifest.states, RNG]
+    if manifest.has_frozen:
+        states.append(VALUE)
+    yield BUFFERS
+    for state in states:
+        for rank in range(manifest.world_size):
+            yield file_name(state, rank)
+
+
+def _check_rng(manifest: Manifest) -> None:
+    if len(manifest.python_rng) != manifest.world_size:
+        raise ValueError(f"python_rng has {len(manifest.python_rng)} ranks")
+    for version, numbers, gauss in manifest.python_rng:
+        try:
+            random.Random().setstate((version, numbers, gauss))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"python_rng is no state of a generator: {error}") from None
+
+
+def is_plain(name: str) -> bool:
+    """Whether ``name`` can only be a file or folder of its folder, and is not hidden."""
+    return (
+        0 < len(name.encode("utf-8", "surrogatepass")) <= 200
+        and not name.startswith(".")
+        and name.isprintable()
+        and not set(name) & {"/", "\\"}
+    )
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest: ``content`` as JSON, with the digest as the last member."""
+    body = json.dumps({k: v for k, v in content.items() if k != "sha256"}).encode()[:-1]
+    return body + b', "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+def parse(data: bytes, where: object) -> Manifest:
+    """Return the checked manifest of its bytes. ``where`` is for messages.
+
+    Raises:
+        CheckpointError: it is of another format.
+        CheckpointCorruptError: it is not what was written.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointCorruptError(
+            f"{where} has {len(data)} bytes, more than the {MAX_MANIFEST_BYTES} of any manifest"
+        )
+    found = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0))
+    body = data if found is None else data[: found.start()]
+    if found is not None and hashlib.sha256(body).hexdigest().encode() != found[1]:
+        raise CheckpointCorruptError(
+            f"{where} is damaged: its SHA-256 is not the one at its end; load an older checkpoint "
+            "by its tag"
+        )
+    try:
+        kind = _Kind.model_validate_json(data)
+        if kind.format != FORMAT or kind.version not in (1, VERSION):
+            raise CheckpointError(
+                f"{where} has format {kind.format!r:.60} version {kind.version!r:.60}; this "
+                f"package reads {FORMAT!r} versions 1 and {VERSION}"
+            )
+        if (found is None) != (kind.version == 1):
+            raise ValueError("version 2 ends with a member sha256, version 1 has none")
+        return Manifest.model_validate_json(_with_plain_names(data) if found is None else data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = first_error(error) if isinstance(error, ValidationError) else repr(error)
+        raise CheckpointCorruptError(f"{where} is not readable: {reason:.500}") from error
+
+
+class _Kind(BaseModel):
+    """Members of every version of the format."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: str
+    version: int
+
+
+def _with_plain_names(data: bytes) -> bytes:
+    """Return a manifest without wrappers' parts in names: the first versions wrote them."""
+    content = from_json(data)
+    for param in content["params"]:
+        param["name"] = plain_name(param["name"])
+        param["aliases"] = [plain_name(name) for name in param["aliases"]]
+    for segment in content["segments"]:
+        segment["slots"] = [[plain_name(name), *span] for name, *span in segment["slots"]]
+    content["scalars"] = {plain_name(name): row for name, row in content["scalars"].items()}
+    content["sha256"] = hashlib.sha256(data).hexdigest()  # as in version 2 it tells two apart
+    return json.dumps(content).encode()
+
+
+def read_manifest(place: Path) -> Manifest:
+    """Return the manifest of the checkpoint in folder ``place``.
+
+    Raises:
+        CheckpointError: it is of another format.
+        CheckpointCorruptError: it is not what was written.
+    """
+    path = place / MANIFEST
+    with open_regular(path, follows_links=False) as file:
+        size = size_of(file)
+        if size > MAX_MANIFEST_BYTES:
+            raise CheckpointCorruptError(
+                f"{path} has {size} bytes, more than the {MAX_MANIFEST_BYTES} of any manifest"
+            )
+        return parse(file.read(size), path)
