@@ -316,9 +316,7 @@ class Restoring:
         """
         saved = self._manifest.whole_states.get(spec.name)
         if saved is not None:
-            whole: Mapping[str, Any] = restore(
-                saved.state, partial(self._reader.read_tensor, saved.file)
-            )
+            whole: Mapping[str, Any] = restore(saved.state, self._reader, saved.file)
             return whole
         names = self._names_of_slices(spec)
         if not names:

@@ -8,7 +8,7 @@ one that torch.load would accept (`torch.serialization.add_safe_globals`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.serialization import get_safe_globals
 
 from zero_core._torch import inner_tensors
+from zero_core.checkpoint.files import Reader
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 _TENSOR, _WRAPPED, _DTYPE = "__tensor__", "__wrapped__", "__dtype__"
@@ -112,31 +113,31 @@ def _is_key(value: Any) -> bool:
     return not isinstance(value, list)
 
 
-def restore(value: Any, read: Callable[[str], Tensor]) -> Any:
-    """Return the argument of `flatten`, which `check` has passed. ``read`` reads its tensors.
+def restore(value: Any, reader: Reader, file: str) -> Any:
+    """Return the argument of `flatten`, which `check` has passed, with the tensors of ``file``.
 
     Raises:
         CheckpointError: a tensor's class is not one that torch takes to be safe.
     """
     if isinstance(value, list):
-        return [restore(item, read) for item in value]
+        return [restore(item, reader, file) for item in value]
     if not isinstance(value, dict):
         return value
     if _DTYPE in value:
         return getattr(torch, value[_DTYPE])
     if _TENSOR in value:
-        return read(value[_TENSOR])
+        return reader.read_tensor(file, value[_TENSOR])
     if _TUPLE in value:
-        return tuple(restore(value[_TUPLE], read))
+        return tuple(restore(value[_TUPLE], reader, file))
     if _WRAPPED in value:
-        inner = {name: restore(item, read) for name, item in value["inner"].items()}
+        inner = {name: restore(item, reader, file) for name, item in value["inner"].items()}
         return _safe_class(value[_WRAPPED]).__tensor_unflatten__(
             inner,
-            restore(value["context"], read),
+            restore(value["context"], reader, file),
             torch.Size(value["size"]),
             tuple(value["stride"]),
         )
-    return {restore(k, read): restore(item, read) for k, item in value[_ITEMS]}
+    return {restore(k, reader, file): restore(item, reader, file) for k, item in value[_ITEMS]}
 
 
 def _safe_class(path: str) -> Any:
