@@ -254,12 +254,10 @@ def build(
             driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
             if resolved.zero_optimization.stage == 0:
                 installed.append(gradient.param_grads.serve())
-            engine: ShardedModel = Engine(parts, optimizer=driven, gradient=gradient)
+            engine: ShardedModel = Engine(parts, optimizer=driven, gradient=gradient, seeds=seeds)
         else:
             engine = ShardedModel(parts)
         engine.remove_at_end(installed)
-        if seeds is not None:
-            engine.remove_at_end([seeds])
         if pretrained is not None:
             try:
                 load_pretrained(engine, pretrained)
