@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import STEPS, TIME_LIMIT_S, command, environment, refusal_of, train_forked
+from torch.distributed import HashStore, destroy_process_group, init_process_group
 
+from zero_engine.launch.rendezvous import agree_on_prefix
 from zero_engine.train.launch import check_request, default_ranks
 from zero_engine.train.metrics import read_metrics
-from zero_engine.train.settings import RunFolder, read_resolved
+from zero_engine.train.run_lock import RunLock, belongs_to, launch_numbers, note_launch
+from zero_engine.train.settings import RunFolder, Start, read_resolved
 
 TIMING = {"tokens_per_s", "memory_bytes"}
 
@@ -88,12 +95,12 @@ def test_resumed_run_has_as_many_ranks_as_before(
     folder = RunFolder(shutil.copytree(finished_run[0].root, tmp_path / "copy"))
     before, last = read_resolved(folder)["world_size"], STEPS + 1
     asked = {"output": str(folder.root), "steps": last}
-    assert check_request(asked, ["--resume"], 1) == 1
+    assert check_request(asked, Start.RESUME, 1) == 1
     assert f"the run had {before} ranks and goes on with 1" in capsys.readouterr().err
     train_forked("--resume", f"--steps={last}", f"--output={folder.root}", ranks=1)
     assert read_resolved(folder)["world_size"] == 1 != default_ranks()
     assert read_resolved(folder)["run"]["steps"] == last
-    assert check_request({**asked, "steps": last + 1}, ["--resume"], None) == 1
+    assert check_request({**asked, "steps": last + 1}, Start.RESUME, None) == 1
     assert not capsys.readouterr().err
 
 
@@ -123,3 +130,81 @@ def test_new_run_refuses_the_folder_of_another(finished_run: tuple[RunFolder, st
     said = refusal_of("train", f"--output={folder.root}")
     assert "holds a run already" in said
     assert "--resume" in said
+
+
+def test_automatic_resume_continues_a_run_and_else_starts_one(
+    tmp_path: Path, finished_run: tuple[RunFolder, str]
+) -> None:
+    assert check_request({"output": str(tmp_path / "new")}, Start.AUTO, 1) == 1
+    folder = RunFolder(shutil.copytree(finished_run[0].root, tmp_path / "copy"))
+    train_forked("--resume=auto", f"--steps={STEPS + 1}", f"--output={folder.root}")
+    assert numbers(folder)[:-2] == numbers(finished_run[0])
+    assert numbers(folder)[-1]["step"] == STEPS + 1
+
+
+def test_ranks_that_torchrun_starts_anew_are_of_the_launch_that_began_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    assert launch_numbers(torch.device("cpu")) == []  # without torchrun nobody starts them anew
+    note_launch(folder, [])
+    assert not belongs_to(folder, [])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        (own,) = launch_numbers(torch.device("cpu"))
+    finally:
+        destroy_process_group()
+    note_launch(folder, [own, 7])  # two nodes
+    assert belongs_to(folder, [own])  # one has left
+    assert belongs_to(folder, [own, 8])  # another has come
+    assert not belongs_to(folder, [8])
+
+
+def test_a_folder_in_which_a_program_trains_is_refused_to_others(tmp_path: Path) -> None:
+    lock = RunLock(RunFolder(tmp_path))
+    lock.acquire()
+    said = refusal_of("train", "--resume=auto", f"--output={tmp_path}")
+    assert f"another program trains in this folder (process {os.getpid()} on" in said
+    lock.release()
+    assert check_request({"output": str(tmp_path)}, Start.NEW, 1) == 1
+
+
+def test_a_rank_ends_when_its_launcher_is_gone() -> None:
+    """The launcher is killed; its rank ends, though nothing asks it to."""
+    rank = """
+import time
+from zero_engine.launch.orphans import end_with_launcher
+end_with_launcher()
+print("watches", flush=True)
+time.sleep(600)
+"""
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    variables = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        assert program.stdout.readline() == "watches\n"
+        program.kill()
+        # The pipe has an end when the rank, which has it too, has ended.
+        assert f"the launcher (process {program.pid}) is gone" in program.stderr.read()
+
+
+def test_ranks_that_start_again_agree_on_a_store_without_entries_of_before() -> None:
+    store = HashStore()
+
+    def start(num_ranks: int) -> str:
+        with ThreadPoolExecutor(num_ranks) as pool:  # the others come first
+            ranks = reversed(range(num_ranks))
+            found = pool.map(lambda rank: agree_on_prefix(store, rank, num_ranks), ranks)
+            (prefix,) = set(found)
+        return prefix
+
+    starts = [start(num_ranks) for num_ranks in (3, 3, 1, 2)]
+    assert len(set(starts)) == 4

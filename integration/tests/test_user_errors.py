@@ -11,7 +11,7 @@ from faults.malformed_configurations import malformed_configurations
 from zero_core import check_config
 from zero_core.errors import ConfigError
 from zero_engine.train.data import prepare_corpus, read_text
-from zero_engine.train.settings import RunSettings, engine_config, fill_auto, fresh_run
+from zero_engine.train.settings import RunSettings, Start, engine_config, fill_auto, fresh_run
 
 
 def test_missing_data_file_is_named(tmp_path: Path) -> None:
@@ -56,13 +56,13 @@ def test_senseless_setting_is_refused(
     options: dict[str, int], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        fresh_run({"output": str(tmp_path / "new"), **options}, should_overwrite=False)
+        fresh_run({"output": str(tmp_path / "new"), **options}, Start.NEW)
 
 
 def test_output_folder_of_something_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match="holds no run"):
-        fresh_run({"output": str(tmp_path)}, should_overwrite=True)
+        fresh_run({"output": str(tmp_path)}, Start.OVERWRITE)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
     done = run_program("train", f"--data={path}", f"--output={output}", expected_code=2)
     assert "too short for one window of 128" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    fresh_run({"output": str(output)}, should_overwrite=False)  # nothing there to be kept
+    fresh_run({"output": str(output)}, Start.NEW)  # nothing there to be kept
 
 
 def test_malformed_configurations_are_refused_with_one_line_that_names_the_key() -> None:

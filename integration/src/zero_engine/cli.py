@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 import zero_engine
 
@@ -28,7 +29,20 @@ def _option(help_text: str) -> Any:
     return typer.Option(help=help_text, show_default=False)
 
 
-@app.command()
+class _ResumeCommand(TyperCommand):
+    """Command whose option ``--resume`` may stand alone, or have the value "auto"."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words: list[str] = []
+        for word in args:
+            if word == "auto" and words[-1:] == ["--resume=yes"]:
+                words[-1] = "--resume=auto"
+            else:
+                words.append("--resume=yes" if word == "--resume" else word)
+        return super().parse_args(ctx, words)
+
+
+@app.command(cls=_ResumeCommand)
 def train(
     invocation: typer.Context,
     data: Annotated[
@@ -40,14 +54,22 @@ def train(
     steps: Annotated[_Number, _option("Optimizer steps in all.")] = None,
     output: Annotated[_Text, _option("Folder for the results, new or of a run.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in the output folder.")
-    ] = False,
+        _Text,
+        typer.Option(
+            metavar="[auto]",
+            help="Continue the run in the output folder; with 'auto', start one if there is none.",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in the output folder.")
     ] = False,
     ranks: Annotated[
         _Number, _option("Ranks to start. Default: one per GPU, or two on a CPU.")
     ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Times to go on from the checkpoint after a rank failed.")
+    ] = 0,
     layers: Annotated[_Number, _option("Blocks of the model.")] = None,
     width: Annotated[_Number, _option("Width of the model.")] = None,
     heads: Annotated[_Number, _option("Attention heads.")] = None,
@@ -60,32 +82,38 @@ def train(
     seed: Annotated[_Number, _option("Seed of weights and data order.")] = None,
 ) -> None:
     """Train a GPT-2 on text, on every GPU of this machine or on its CPU."""
-    others = ("resume", "overwrite", "ranks")
+    others = ("resume", "overwrite", "ranks", "max_restarts")
     options = {name: value for name, value in invocation.params.items() if name not in others}
     if resume and overwrite:
         raise typer.BadParameter("--resume and --overwrite exclude each other")
+    if resume not in (None, "yes", "auto"):
+        raise typer.BadParameter(f"--resume {resume}: leave the value out, or give 'auto'")
     if ranks is not None and ranks < 1:
         raise typer.BadParameter("--ranks must be at least 1")
     # torch and transformers take seconds to import: only the commands that need them pay.
     from zero_core.errors import ZeroError
     from zero_engine.launch.ranks import fail, is_under_launcher
+    from zero_engine.train.settings import Start
 
+    start = {None: Start.NEW, "yes": Start.RESUME, "auto": Start.AUTO}[resume]
+    if overwrite:
+        start = Start.OVERWRITE
     try:
         if is_under_launcher():
             from zero_engine.train.program import train as train_on_this_rank
 
-            code = train_on_this_rank(options, should_resume=resume, should_overwrite=overwrite)
+            code = train_on_this_rank(options, start)
         else:
             from zero_engine.train.launch import check_request, launch
 
-            flags = ["--resume"] * resume + ["--overwrite"] * overwrite
-            num_ranks = check_request(options, flags, ranks)
+            num_ranks = check_request(options, start, ranks)
             arguments = [
                 f"--{name.replace('_', '-')}={value}"
                 for name, value in options.items()
                 if value is not None
             ]
-            code = launch(["train", *arguments, *flags], num_ranks=num_ranks)
+            command = ["train", *arguments, *start.arguments]
+            code = launch(command, num_ranks=num_ranks, max_restarts=max_restarts)
     except ZeroError as error:
         fail(error)
     sys.exit(code)

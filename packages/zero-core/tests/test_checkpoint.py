@@ -210,6 +210,37 @@ def test_a_missing_checkpoint_is_an_error_not_a_fresh_start(tmp_path):
         engine.load_checkpoint(tmp_path, "other")
 
 
+def test_a_program_that_is_started_again_resumes_what_there_is(tmp_path):
+    def once(group: SimulatedRanks, num_steps: int) -> tuple[object, list[float]]:
+        engine = _build(3, process_group=group)
+        found = engine.resume(tmp_path)
+        first = 0 if found is None else found["step"]
+        losses = _train(engine, first, num_steps)
+        engine.save_checkpoint(tmp_path, client_state={"step": num_steps})
+        return found, losses
+
+    begun = simulate(once, 2, 3)
+    resumed = simulate(once, 2, 6)
+    assert [found for found, _ in begun + resumed] == [None, None, {"step": 3}, {"step": 3}]
+    shutil.rmtree(tmp_path)
+    straight = simulate(once, 2, 6)
+    for (_, before), (_, after), (_, whole) in zip(begun, resumed, straight, strict=True):
+        assert before + after == whole
+
+
+def test_a_checkpoint_that_only_some_ranks_find_is_no_fresh_start(tmp_path):
+    _build(0).save_checkpoint(tmp_path / "0")
+
+    def resume(group: SimulatedRanks) -> str:
+        engine = _build(0, process_group=group)
+        with pytest.raises(CheckpointError) as raised:
+            engine.resume(tmp_path / str(group.rank))
+        return str(raised.value)
+
+    for message in simulate(resume, 2):
+        assert "rank 1" in message and "holds no checkpoint" in message
+
+
 def test_another_models_checkpoint_is_refused(tmp_path):
     _build(0).save_checkpoint(tmp_path)
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zero_core import ConfigError
+from zero_engine.launch.orphans import end_with_launcher
 from zero_engine.launch.started_ranks import device_index, rank_variables
 
 
@@ -30,7 +31,8 @@ def init_distributed(
 ) -> None:
     """Start torch.distributed if it isn't yet, without a launcher as one rank alone.
 
-    The rank's accelerator is chosen in any case: see `choose_device`.
+    The rank's accelerator is chosen in any case: see `choose_device`. The rank ends when torchrun
+    does.
 
     Args:
         timeout: of collectives; default: DEEPSPEED_TIMEOUT, in minutes, or else torch's.
@@ -46,6 +48,7 @@ def init_distributed(
     if auto_mpi_discovery and rank < 0 and not is_started:
         os.environ.update(rank_variables(os.environ, port=distributed_port))
     choose_device()
+    end_with_launcher()
     if is_started:
         return
     backend = dist_backend or default_backend()

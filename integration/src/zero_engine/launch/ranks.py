@@ -24,6 +24,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_engine.launch.orphans import end_with_launcher
+from zero_engine.launch.rendezvous import fresh_store
 from zero_engine.launch.started_ranks import device_index
 
 
@@ -36,8 +38,10 @@ def join_ranks() -> torch.device:
     """Join the process group that the launcher's variables describe. Returns this rank's device.
 
     NCCL and one GPU per rank where there is a GPU, else gloo and the CPU. Without a launcher
-    the process is a single rank and no group is made. Every rank calls it.
+    the process is a single rank and no group is made. Every rank calls it. The rank ends when
+    torchrun does.
     """
+    end_with_launcher()
     has_gpu = torch.cuda.is_available()
     device: torch.device | None = None
     if has_gpu:
@@ -47,7 +51,12 @@ def join_ranks() -> torch.device:
     if is_under_launcher():
         # Not device_id=: the group is made on first use, so that a rank that fails before that
         # does not leave the others waiting in here.
-        dist.init_process_group("nccl" if has_gpu else "gloo")
+        backend, store = "nccl" if has_gpu else "gloo", fresh_store()
+        if store is None:
+            dist.init_process_group(backend)
+        else:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return device or torch.device("cpu")
 
 

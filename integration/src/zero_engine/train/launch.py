@@ -16,8 +16,11 @@ from zero_core.errors import ConfigError
 from zero_engine.launch.torchrun import local_address_only, run_ranks
 from zero_engine.machine import available_cores
 from zero_engine.train.data import read_text
+from zero_engine.train.run_lock import RunLock
 from zero_engine.train.settings import (
     RunFolder,
+    RunSettings,
+    Start,
     engine_config,
     fill_auto,
     fresh_run,
@@ -45,7 +48,7 @@ def rank_environment(num_ranks: int) -> dict[str, str]:
     }
 
 
-def check_request(options: Mapping[str, Any], flags: Sequence[str], num_ranks: int | None) -> int:
+def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | None) -> int:
     """Check the user's request before any rank is started. Returns the number of ranks to start.
 
     Raises:
@@ -56,9 +59,14 @@ def check_request(options: Mapping[str, Any], flags: Sequence[str], num_ranks: i
         raise ConfigError(f"--ranks {num_ranks}: this machine has {num_gpus} GPUs, one per rank")
     if num_ranks is not None and num_ranks > max(num_gpus, MAX_CPU_RANKS):
         raise ConfigError(f"--ranks {num_ranks}: at most {MAX_CPU_RANKS} processes are started")
-    if "--resume" in flags:
+    folder = RunFolder(Path(options.get("output") or RunSettings.output))
+    if folder.root.is_dir():
+        lock = RunLock(folder)
+        lock.acquire(wait_s=0)
+        lock.release()
+    if start is Start.RESUME or (start is Start.AUTO and folder.has_checkpoint):
         settings = resumed_run(options)
-        saved = read_resolved(RunFolder(Path(settings.output)))
+        saved = read_resolved(folder)
         config, before = saved["config"], int(saved["world_size"])
         num_ranks = num_ranks or before
         if num_ranks != before:
@@ -69,7 +77,7 @@ def check_request(options: Mapping[str, Any], flags: Sequence[str], num_ranks: i
             )
     else:
         num_ranks = num_ranks or default_ranks()
-        settings = fresh_run(options, should_overwrite="--overwrite" in flags)
+        settings = fresh_run(options, start)
         config = engine_config(settings)
         if settings.data is not None:
             read_text(settings.data)
@@ -81,8 +89,10 @@ def check_request(options: Mapping[str, Any], flags: Sequence[str], num_ranks: i
     return num_ranks
 
 
-def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
+def launch(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0) -> int:
     """Run ``zero-engine ARGUMENTS`` on every rank and wait for the end.
+
+    After a rank has failed, all are started anew, at most ``max_restarts`` times.
 
     Returns:
         The exit code: 0, 128 + signal if the run was asked to stop, else that of the rank that
@@ -90,5 +100,6 @@ def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     """
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)
-    command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "zero_engine", *arguments]
+    options = [f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
+    command = ["--standalone", *options, "-m", "zero_engine", *arguments]
     return run_ranks(parse_args(command))  # type: ignore[no-untyped-call]

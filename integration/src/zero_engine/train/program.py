@@ -42,9 +42,11 @@ from zero_engine.machine import used_bytes
 from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 from zero_engine.train.metrics import Reporter, StepRecord
+from zero_engine.train.run_lock import RunLock, belongs_to, launch_numbers, note_launch
 from zero_engine.train.settings import (
     RunFolder,
     RunSettings,
+    Start,
     engine_config,
     fill_auto,
     fresh_run,
@@ -54,15 +56,15 @@ from zero_engine.train.settings import (
 )
 
 
-def train(
-    options: Mapping[str, Any], *, should_resume: bool = False, should_overwrite: bool = False
-) -> int:
+def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
     """Run the whole program on this rank. Every rank calls it.
+
+    Ranks that their launcher has started anew go on from the newest checkpoint, whatever ``start``
+    is.
 
     Args:
         options: fields of `RunSettings`; None, or left out, means the default.
-        should_resume: continue from the latest checkpoint in the output folder.
-        should_overwrite: replace the run that the output folder holds.
+        start: how the run begins.
 
     Returns:
         The exit code: 0, or 128 + signal if a signal ended the run early.
@@ -73,21 +75,27 @@ def train(
     device = join_ranks()
     request = StopRequest()  # from now on a signal waits for the next step's end
     folder = RunFolder(Path(options.get("output") or RunSettings.output))
+    lock, launch = RunLock(folder), launch_numbers(device)
 
     def prepare() -> None:
-        settings = fresh_run(options, should_overwrite=should_overwrite)
-        config, text = engine_config(settings), read_text(settings.data)
-        clear_run(folder)
-        write_resolved(folder, settings, config=config)
-        prepare_corpus(text, folder.data, vocab_size=settings.vocab, context=settings.context)
+        lock.acquire()
+        again = Start.AUTO if belongs_to(folder, launch) else start
+        if again is Start.RESUME or (again is Start.AUTO and folder.has_checkpoint):
+            resumed_run(options)
+        else:
+            settings = fresh_run(options, again)
+            config, text = engine_config(settings), read_text(settings.data)
+            clear_run(folder)
+            write_resolved(folder, settings, config=config)
+            prepare_corpus(text, folder.data, vocab_size=settings.vocab, context=settings.context)
+        note_launch(folder, launch)
 
-    if should_resume:
-        settings = resumed_run(options)
-    else:
-        on_first_rank(prepare, device)
-        settings = RunSettings(**read_resolved(folder)["run"])
-    stop = train_in(folder, settings, device, request, should_resume=should_resume)
+    on_first_rank(prepare, device)
+    is_resumed = folder.has_checkpoint
+    settings = resumed_run(options) if is_resumed else RunSettings(**read_resolved(folder)["run"])
+    stop = train_in(folder, settings, device, request, is_resumed=is_resumed)
     leave_ranks()
+    lock.release()
     return 0 if stop is None else 128 + stop
 
 
@@ -97,7 +105,7 @@ def train_in(
     device: torch.device,
     request: StopRequest,
     *,
-    should_resume: bool,
+    is_resumed: bool,
 ) -> signal.Signals | None:
     """Train the run that is prepared in ``folder``, and leave the results there.
 
@@ -111,7 +119,7 @@ def train_in(
     model = build_model(settings, corpus.vocab_size)
     engine = zero_core.build(model, fill_auto(config, settings.steps))
     first_step = 0
-    if should_resume:
+    if is_resumed:
         _, client_state = engine.load_checkpoint(folder.checkpoint)
         first_step = int(client_state["step"])
         if settings.steps < first_step:

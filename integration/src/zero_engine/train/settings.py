@@ -10,10 +10,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import ConfigError
 
@@ -21,6 +23,26 @@ DEFAULT_CONFIG = "default_config.json"
 AUTO = "auto"
 MAX_SEED = 2**44
 """Largest seed whose multiples by epoch torch takes: see `zero_engine.train.data.Corpus.batch`."""
+
+
+class Start(StrEnum):
+    """How a run begins: the user's ``--resume``, ``--resume auto``, ``--overwrite``, or neither."""
+
+    NEW = "new"
+    """In a folder that holds no run worth keeping."""
+    OVERWRITE = "overwrite"
+    """In the place of the run that the folder holds, if it holds one."""
+    RESUME = "resume"
+    """From the newest checkpoint, which must be there."""
+    AUTO = "auto"
+    """From the newest checkpoint, or as a new run if there is none."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of the command line that say the same."""
+        words = {Start.OVERWRITE: "--overwrite", Start.RESUME: "--resume"}
+        words[Start.AUTO] = "--resume=auto"
+        return [words[self]] if self in words else []
 
 
 @dataclass(frozen=True)
@@ -86,6 +108,8 @@ class RunFolder:
         loss_plot: training and held-out loss over steps.
         memory_plot: memory of each rank over steps.
         sample: text written by the trained model.
+        lock: locked while a program trains here.
+        launchers: numbers of the launchers whose ranks train here: see `run_lock`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -99,14 +123,16 @@ class RunFolder:
         self.loss_plot = root / "loss.png"
         self.memory_plot = root / "memory.png"
         self.sample = root / "sample.txt"
+        self.lock = root / ".lock"
+        self.launchers = root / ".launchers.json"
 
     @property
     def has_checkpoint(self) -> bool:
         """Whether there is something to continue from: a run worth keeping."""
-        return (self.checkpoint / "latest").is_file()
+        return holds_checkpoint(self.checkpoint)
 
 
-def fresh_run(options: Mapping[str, Any], *, should_overwrite: bool) -> RunSettings:
+def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     """Return the settings of a new run: ``options`` that are not None, over the defaults.
 
     Raises:
@@ -116,9 +142,11 @@ def fresh_run(options: Mapping[str, Any], *, should_overwrite: bool) -> RunSetti
     settings = RunSettings(**given).check()
     folder = RunFolder(Path(settings.output))
     _check_can_be_made(folder.root)
-    is_free = not folder.root.is_dir() or not any(folder.root.iterdir())
+    is_free = not folder.root.is_dir() or not any(
+        path for path in folder.root.iterdir() if not path.name.startswith(".")
+    )
     is_ours = folder.resolved_config.is_file()
-    if is_free or (is_ours and (should_overwrite or not folder.has_checkpoint)):
+    if is_free or (is_ours and (start is Start.OVERWRITE or not folder.has_checkpoint)):
         return settings
     if not is_ours:
         raise ConfigError(
@@ -126,7 +154,7 @@ def fresh_run(options: Mapping[str, Any], *, should_overwrite: bool) -> RunSetti
         )
     raise ConfigError(
         f"--output {folder.root} holds a run already: continue it with --resume, replace it "
-        "with --overwrite, or choose another folder"
+        "with --overwrite, or choose another folder (--resume auto continues a run or starts one)"
     )
 
 
@@ -203,7 +231,7 @@ def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> No
         ConfigError: the folder cannot be made or written to.
     """
     text = json.dumps({"run": asdict(settings), **parts}, indent=2) + "\n"
-    aside = folder.resolved_config.with_suffix(".tmp")
+    aside = folder.resolved_config.with_name(".config.resolved.tmp")
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
         aside.write_text(text, encoding="utf-8")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import cast_floats
+from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.save import save_checkpoint
 from zero_core.errors import UnusedParameterError
 from zero_core.runtime.device_states import BACKWARD_PARTS
@@ -320,3 +321,20 @@ class Engine(ShardedModel):
             CheckpointCorruptError: its bytes are not what was written.
         """
         return self._load_checkpoint(directory, tag, without)
+
+    def resume(self, directory: str | Path) -> dict[str, Any] | None:
+        """Load the newest checkpoint in ``directory`` if there is one, else change nothing.
+
+        For programs that are started again with the same command line: by a scheduler, or by
+        ``torchrun --max-restarts``, with any number of ranks. Every rank must call it.
+
+        Returns:
+            The client state that was saved, None for a fresh start.
+
+        Raises:
+            CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
+        """
+        has_any = torch.tensor([float(holds_checkpoint(Path(directory)))], device=self.device)
+        if not self.sharded_state.control.sum(has_any).item():
+            return None
+        return self.load_checkpoint(directory)[1]

@@ -107,6 +107,11 @@ def find(directory: Path, tag: str | None) -> Path:
     raise CheckpointError(f"{directory / tag} is not a checkpoint: there is no {MANIFEST} in it")
 
 
+def holds_checkpoint(directory: Path) -> bool:
+    """Return whether ``directory`` names a newest checkpoint."""
+    return (directory / "latest").is_file()
+
+
 @dataclass(frozen=True)
 class _Place:
     segment: int

@@ -1,0 +1,97 @@
+"""Programs to which something happens: started, watched until the moment, and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+END_S = 300.0
+"""Time after which a program is said to hang."""
+
+
+class Program:
+    """A program in a session of its own, whose processes are all ended at the end.
+
+    Attributes:
+        pid: number of the process that was started.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        """Run Python with ``arguments``."""
+        self._output = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_all()
+        self._process.wait()
+        self._output.close()
+
+    @property
+    def output(self) -> str:
+        self._output.seek(0)
+        return self._output.read()
+
+    def wait_for(self, has_come: Callable[[], bool]) -> None:
+        """Wait until ``has_come``, while the program runs."""
+        limit = time.monotonic() + END_S
+        while not has_come():
+            assert self._process.poll() is None, self.output
+            assert time.monotonic() < limit, f"the moment has not come: {self.output}"
+            time.sleep(0.02)
+
+    def end(self) -> int:
+        """Wait for the end and return the exit code."""
+        return self._process.wait(END_S)
+
+    def kill(self) -> None:
+        """Kill the process that was started, and none that it started."""
+        self._process.kill()
+        self._process.wait()
+
+    def kill_all(self) -> None:
+        """Kill the process that was started and those of its session: ranks of torchrun's stay.
+
+        torchrun starts each rank in a session of its own.
+        """
+        for pid in [*self.ranks(), self.pid] if self._process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+
+    def ranks(self) -> list[int]:
+        """Return the processes of the ranks that torchrun started, by local rank."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        found: dict[int, int] = {}
+        for child in map(int, children):
+            try:
+                variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            except OSError:  # it has ended meanwhile
+                continue
+            values = dict(v.split(b"=", 1) for v in variables if b"=" in v)
+            if b"LOCAL_RANK" in values:
+                found[int(values[b"LOCAL_RANK"])] = child
+        return [found[rank] for rank in sorted(found)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs that this one need not have started."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

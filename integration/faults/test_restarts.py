@@ -1,0 +1,122 @@
+"""The train program goes on by itself after a rank, a node or the launcher has died.
+
+Where the number of ranks stays, the run is held to the bits of one that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from faults.harness import Program, is_running
+
+from zero_engine.train.metrics import read_metrics
+from zero_engine.train.settings import RunFolder
+
+STEPS = 60
+OPTIONS = (
+    *("--layers=2", "--width=32", "--heads=2", "--context=32", "--vocab=300"),
+    *("--eval-every=20", "--eval-windows=16", "--save-every=10"),
+)
+TORCHRUN = ("-m", "torch.distributed.run")
+ONE_NODE = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
+
+
+def program(folder: RunFolder, *options: str, steps: int = STEPS) -> tuple[str, ...]:
+    """Return what torchrun is to start: training in ``folder``."""
+    own = (f"--steps={steps}", f"--output={folder.root}", *options)
+    return ("-m", "zero_engine", "train", *OPTIONS, *own)
+
+
+def last_step(folder: RunFolder) -> int:
+    """Return the last step that the log of a run holds."""
+    if not folder.metrics.exists():
+        return 0
+    return max((int(entry["step"]) for entry in read_metrics(folder.metrics)), default=0)
+
+
+def num_ranks(folder: RunFolder) -> list[int]:
+    """Return the number of ranks at each step of the log."""
+    if not folder.metrics.exists():
+        return [0]
+    return [len(e["memory_bytes"]) for e in read_metrics(folder.metrics) if "loss" in e] or [0]
+
+
+def steps_of(folder: RunFolder) -> list[int]:
+    """Return the steps of the log, as often as it has them."""
+    return [int(e["step"]) for e in read_metrics(folder.metrics) if "loss" in e]
+
+
+def weights(folder: RunFolder) -> bytes:
+    return (folder.hf / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of two ranks that nothing happens to."""
+    folder = RunFolder(tmp_path_factory.mktemp("straight"))
+    with Program(*ONE_NODE, *program(folder)) as run:
+        assert run.end() == 0, run.output
+    return folder
+
+
+@pytest.mark.parametrize(("flag", "victim"), [("", 0), ("--overwrite", 1), ("--resume=auto", 1)])
+def test_killed_rank_is_started_anew_and_the_run_ends_with_the_same_bits(
+    victim: int, flag: str, straight: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    flags = [flag] if flag else []
+    with Program(*ONE_NODE, "--max-restarts=2", *program(folder, *flags)) as run:
+        for after in (15, 35):
+            run.wait_for(lambda step=after: last_step(folder) >= step)
+            killed = run.ranks()
+            os.kill(killed[victim], signal.SIGKILL)
+            run.wait_for(lambda gone=killed: not set(run.ranks()) & set(gone))
+        assert run.end() == 0, run.output
+    assert weights(folder) == weights(straight)
+    assert steps_of(folder) == list(range(1, STEPS + 1))
+
+
+def test_ranks_of_a_killed_launcher_save_and_leave_and_the_run_goes_on(
+    straight: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with Program(*ONE_NODE, *program(folder)) as run:
+        run.wait_for(lambda: last_step(folder) >= 15)
+        ranks = run.ranks()
+        run.kill()
+    limit = time.monotonic() + 60
+    while any(map(is_running, ranks)):
+        assert time.monotonic() < limit, "ranks without a launcher train on"
+        time.sleep(0.1)
+    assert len(ranks) == 2
+    assert last_step(folder) < STEPS
+    with Program(*ONE_NODE, *program(folder, "--resume=auto")) as run:
+        assert run.end() == 0, run.output
+    assert weights(folder) == weights(straight)
+
+
+def test_nodes_that_leave_and_come_change_the_number_of_ranks_not_the_steps(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    rendezvous = ("--rdzv-backend=c10d", "--rdzv-id=elastic", "--rdzv-endpoint=127.0.0.1:29611")
+    node = (*TORCHRUN, "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", *rendezvous)
+    command = (
+        *(*node, "--rdzv-conf=last_call_timeout=3,join_timeout=60", "--local-addr=127.0.0.1"),
+        *program(folder, steps=400),
+    )
+    with Program(*command) as first:
+        time.sleep(2)  # the first hosts the rendezvous
+        with Program(*command) as second:
+            first.wait_for(lambda: last_step(folder) >= 15)
+            assert num_ranks(folder)[-1] == 2
+            second.kill_all()
+        first.wait_for(lambda: num_ranks(folder)[-1] == 1)
+        with Program(*command) as third:
+            first.wait_for(lambda: num_ranks(folder)[-1] == 2)
+            assert first.end() == 0, first.output
+            third.end()
+    assert steps_of(folder) == list(range(1, 401))
+    assert set(num_ranks(folder)) == {1, 2}

@@ -1,0 +1,54 @@
+"""Store through which ranks find each other, with nothing in it of ranks that are gone.
+
+torchrun keeps one store for all its restarts (torch 2.5 on: pytorch issues 135712 and 167288), and
+torch writes under the same names each time. A rank that is started anew may then read where a rank
+of before was listening. So the ranks agree on a prefix that no earlier ones had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+
+import torch.distributed as dist
+
+_INTERVAL_S = 0.02
+
+
+def fresh_store() -> dist.Store | None:
+    """Return a store without entries for the ranks of this start, None if torch's own is one.
+
+    Every rank must call it, before ``init_process_group``, which takes the store, RANK and
+    WORLD_SIZE.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return dist.PrefixStore(agree_on_prefix(store, rank, world_size), store)
+
+
+def agree_on_prefix(store: dist.Store, rank: int, world_size: int) -> str:
+    """Return a prefix that is new, the same on all ranks that are starting now.
+
+    Rank 0 makes it. Another rank may read the one of before: it adds a number of its own, and takes
+    the prefix only when rank 0 has confirmed it with that number.
+    """
+    if rank == 0:
+        prefix = f"zero_engine/{uuid.uuid4().hex}"
+        store.set("zero_engine/prefix", prefix)
+        numbers = [store.get(f"{prefix}/number/{other}").decode() for other in range(1, world_size)]
+        store.set(f"{prefix}/confirmed", json.dumps(numbers))
+        return prefix
+    own = uuid.uuid4().hex
+    while True:
+        prefix = store.get("zero_engine/prefix").decode()
+        store.set(f"{prefix}/number/{rank}", own)
+        while store.get("zero_engine/prefix").decode() == prefix:
+            if store.check([f"{prefix}/confirmed"]):
+                if own in json.loads(store.get(f"{prefix}/confirmed")):
+                    return prefix
+            time.sleep(_INTERVAL_S)

@@ -1,0 +1,104 @@
+"""Who trains in a run's folder: one program at a time, and again after a restart of its ranks.
+
+torchrun starts the ranks anew when one has failed (``--max-restarts``) or when nodes come and go
+(``--nnodes 1:2``), each time with the first start's command line. So the folder keeps the numbers
+of the launch that began the run: for ranks of the same launch there is a run to be continued,
+whatever that command line says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+
+from zero_core.errors import ConfigError
+from zero_engine.train.settings import RunFolder
+
+_WAIT_S = 10.0
+"""A rank of before may still be ending."""
+
+
+class RunLock:
+    """Lock of a run's folder, held by rank 0 until `release` or until the process ends."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path = folder.lock
+        self._lock = FileLock(folder.lock)
+
+    def acquire(self, *, wait_s: float = _WAIT_S) -> None:
+        """Take the lock, waiting for at most ``wait_s`` seconds.
+
+        Raises:
+            ConfigError: another process holds it, or the folder cannot be written to.
+        """
+        folder = self._path.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=wait_s)
+        except Timeout:
+            raise ConfigError(
+                f"--output {folder}: another program trains in this folder ({self._holder()}). "
+                "Wait for its end, end it, or choose another folder"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from None
+        self._who.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+
+    def release(self) -> None:
+        self._lock.release()
+
+    @property
+    def _who(self) -> Path:
+        # A file of its own: a network's file system may keep a locked one from being read.
+        return self._path.with_name(f"{self._path.name}.holder")
+
+    def _holder(self) -> str:
+        try:
+            return self._who.read_text(encoding="utf-8")
+        except OSError:
+            return "which one is not known"
+
+
+def launch_numbers(device: torch.device) -> list[int]:
+    """Return a number for each launcher process of this job. Every rank must call it.
+
+    Empty without torchrun: other launchers do not start ranks anew.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
+    digest = hashlib.sha256(f"{socket.gethostname()} {_parent()}".encode()).digest()
+    own = torch.tensor([int.from_bytes(digest[:7], "big")], dtype=torch.int64, device=device)
+    numbers = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(numbers, own)
+    return sorted({int(number) for number in numbers})
+
+
+def _parent() -> str:
+    """Number of the parent process, and when it started, since numbers are given again."""
+    parent = os.getppid()
+    try:
+        status = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return str(parent)
+    return f"{parent} {status.rpartition(')')[2].split()[19]}"
+
+
+def belongs_to(folder: RunFolder, numbers: list[int]) -> bool:
+    """Whether one of the launchers ``numbers`` began the run in ``folder``, or went on with it."""
+    try:
+        known = json.loads(folder.launchers.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(known, list) and not set(numbers).isdisjoint(known)
+
+
+def note_launch(folder: RunFolder, numbers: list[int]) -> None:
+    """Write down that the launchers ``numbers`` train in ``folder``."""
+    folder.launchers.write_text(json.dumps(numbers), encoding="utf-8")
