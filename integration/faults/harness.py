@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,11 +26,11 @@ class Program:
 
     def __init__(self, *arguments: str) -> None:
         """Run Python with ``arguments``."""
-        self._output = tempfile.TemporaryFile("w+")
+        self._output = Path(tempfile.mkdtemp(), "output")
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdout=self._output,
+            stdout=self._output.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -41,12 +42,11 @@ class Program:
     def __exit__(self, *_: object) -> None:
         self.kill_all()
         self._process.wait()
-        self._output.close()
+        shutil.rmtree(self._output.parent)
 
     @property
     def output(self) -> str:
-        self._output.seek(0)
-        return self._output.read()
+        return self._output.read_text()
 
     def wait_for(self, has_come: Callable[[], bool]) -> None:
         """Wait until ``has_come``, while the program runs."""

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.harness import Program, is_running
 
+from faults.harness import Program, is_running
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.settings import RunFolder
 

@@ -227,6 +227,9 @@ def _whole(rank: int, world_size: int) -> None:
             if param in optimizer.state and "average" in optimizer.state[param]:
                 assert optimizer.state[param]["average"].shape == expected.shape
         engine.destroy()
+    forbidden = {**config, "zero_allow_untested_optimizer": False}
+    with pytest.raises(zero_core.ConfigError, match="zero_allow_untested_optimizer is false, and"):
+        deepspeed.initialize(model=plain, optimizer=theirs, config=forbidden)
 
 
 def test_initialize_takes_an_optimizer_of_ones_own_and_updates_whole_parameters() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import STEPS, TIME_LIMIT_S, command, environment, refusal_of, train_forked
-from torch.distributed import HashStore, destroy_process_group, init_process_group
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import destroy_process_group, init_process_group
 
 from zero_engine.launch.rendezvous import agree_on_prefix
 from zero_engine.train.launch import check_request, default_ranks

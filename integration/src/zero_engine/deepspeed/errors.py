@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, Union
 
-from zero_core import ZeroError
+from zero_core import ConfigError, ZeroError
 
 _DATA = (str, bytes, int, float, list, tuple, dict, set, frozenset)
 
@@ -22,6 +22,10 @@ class NotServedError(ZeroError, AttributeError):
 
 class ModelMissingError(ZeroError, ValueError, AssertionError):
     """`initialize` got no model. An AssertionError too, as DeepSpeed raises."""
+
+
+class UntestedOptimizerError(ConfigError, AssertionError):
+    """The configuration forbids an optimizer. An AssertionError too, as DeepSpeed raises."""
 
 
 class NoSyncError(ZeroError, RuntimeError, AssertionError):

@@ -29,7 +29,7 @@ from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.distributed import choose_device, init_distributed
 from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
-from zero_engine.deepspeed.errors import ModelMissingError, NotServedError
+from zero_engine.deepspeed.errors import ModelMissingError, NotServedError, UntestedOptimizerError
 from zero_engine.deepspeed.ops.optimizers import DeepSpeedCPUAdam, name_as_deepspeed
 from zero_engine.deepspeed.refusal import VERSION
 from zero_engine.deepspeed.utils.logging import log_dist
@@ -40,6 +40,10 @@ from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.deepspeed.zero.saved import serve_saved
 
 DeepSpeedConfigError = zero_core.ConfigError
+TESTED = (
+    *("Adam", "AdamW", "Adagrad", "FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad"),
+    *("DeepSpeedCPULion", "FusedLion", "MuonWithAuxAdam"),
+)
 EMPTY_ENTRIES = (
     "parameters are sharded at stage 3, and a file of these entries would be empty. To save, use "
     "save_pretrained(..., state_dict=accelerator.get_state_dict(model)), "
@@ -118,6 +122,8 @@ def initialize(
     if _option(args, "local_rank") is not None:
         args.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     given = _make_optimizer(settings, model, optimizer, model_parameters)
+    if given is not None:
+        _check_tested(settings, given)
     if isinstance(given, DeepSpeedCPUAdam) and not given.fp32_optimizer_states:
         keep_bf16_moments(settings.core)
     is_training = given is not None or "optimizer" in settings.core
@@ -208,6 +214,19 @@ def _check(config: dict[str, Any], given: torch.optim.Optimizer | None, *, world
         tried = nn.Parameter(torch.empty(1, 1))  # Adagrad makes its state here: a small one
         tag_matrices([("weight", tried)])
         make_optimizer(resolved.optimizer, [tried])
+
+
+def _check_tested(settings: Settings, given: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that DeepSpeed calls untested, where the configuration forbids it.
+
+    Where the key is missing, which means the same to DeepSpeed, it is served.
+    """
+    is_allowed = settings.zero_allow_untested_optimizer in (None, True)
+    if not is_allowed and settings.zero_stage > 0 and type(given).__name__ not in TESTED:
+        raise UntestedOptimizerError(
+            f"zero_allow_untested_optimizer is false, and {type(given).__name__} is none of those "
+            f"that DeepSpeed has tested ({', '.join(TESTED)}): set it to true, or leave it out"
+        )
 
 
 def _make_optimizer(

@@ -12,12 +12,12 @@ import os
 import time
 import uuid
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 _INTERVAL_S = 0.02
 
 
-def fresh_store() -> dist.Store | None:
+def fresh_store() -> Store | None:
     """Return a store without entries for the ranks of this start, None if torch's own is one.
 
     Every rank must call it, before ``init_process_group``, which takes the store, RANK and
@@ -26,12 +26,12 @@ def fresh_store() -> dist.Store | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False)
+    store = TCPStore(address, port, is_master=False)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return dist.PrefixStore(agree_on_prefix(store, rank, world_size), store)
+    return PrefixStore(agree_on_prefix(store, rank, world_size), store)
 
 
-def agree_on_prefix(store: dist.Store, rank: int, world_size: int) -> str:
+def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
     """Return a prefix that is new, the same on all ranks that are starting now.
 
     Rank 0 makes it. Another rank may read the one of before: it adds a number of its own, and takes
@@ -48,7 +48,7 @@ def agree_on_prefix(store: dist.Store, rank: int, world_size: int) -> str:
         prefix = store.get("zero_engine/prefix").decode()
         store.set(f"{prefix}/number/{rank}", own)
         while store.get("zero_engine/prefix").decode() == prefix:
-            if store.check([f"{prefix}/confirmed"]):
-                if own in json.loads(store.get(f"{prefix}/confirmed")):
-                    return prefix
+            confirmed = f"{prefix}/confirmed"
+            if store.check([confirmed]) and own in json.loads(store.get(confirmed)):
+                return prefix
             time.sleep(_INTERVAL_S)

@@ -38,6 +38,7 @@ HONOURED = frozenset(
         "tensorboard",
         "timers.throughput",
         "wandb",
+        "zero_allow_untested_optimizer",
     }
 )
 """Keys, and blocks of keys, that end up in `Settings` and not in zero-core's configuration."""
@@ -84,9 +85,6 @@ UNNEEDED: Mapping[str, str] = {
     "seq_parallel_communication_data_type": "there are no sequence-parallel ranks",
     "timers.throughput.synchronized": "the device is waited for when a line is written only",
     "vocabulary_size": "DeepSpeed only warns if it is no multiple of 8",
-    "zero_allow_untested_optimizer": (
-        "any optimizer that steps on gradients is served, tested or not"
-    ),
     "zero_force_ds_cpu_optimizer": (
         "the host's kernel computes the rule of the optimizer that was given"
     ),

@@ -51,6 +51,7 @@ _VALIDATIONS: Mapping[str, TagValidation] = {"IGNORE": "IGNORE", "WARN": "WARN",
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "checkpoint.tag_validation": tuple(_VALIDATIONS),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+    "zero_allow_untested_optimizer": ("TRUE", "FALSE", "1", "0"),
 }
 
 _Parsed = TypeVar("_Parsed", bound=pydantic.BaseModel)
@@ -91,6 +92,7 @@ def read(config: Source) -> Settings:
         ),
         has_sanity_checks=bool(zero.get("enable_sanity_checks", False)),
         fp16_auto_cast=bool(sorter.core.get("fp16", {}).get("auto_cast", False)),
+        zero_allow_untested_optimizer=own.get("zero_allow_untested_optimizer"),
         log_level=own.get("log_level"),
         notes=tuple(sorter.notes),
         **flags,
