@@ -122,9 +122,9 @@ class _Reader:
         found = _QUOTED.match(self._text, self._at)
         if found is None:
             self._fail("the string that begins here has no end on its line")
-        inner = found["inner"].replace("\\'", "'")
-        if found["quote"] == "'":
-            inner = re.sub(r'(\\.)|"', lambda match: match[1] or '\\"', inner)
+        # JSON has no escape of a single quote, and needs one of a double quote.
+        plain = {"\\'": "'", '"': '\\"'}
+        inner = re.sub(r'\\.|"', lambda match: plain.get(match[0], match[0]), found["inner"])
         try:
             value: str = json.loads(f'"{inner}"')
         except json.JSONDecodeError as error:
