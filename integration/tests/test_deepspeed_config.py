@@ -72,7 +72,7 @@ def test_a_file_may_have_comments_and_trailing_commas(tmp_path):
             '{a: -2.5, b: false, c: Infinity, d: \'"\', e: "it\\u0027s"}',
             {"a": -2.5, "b": False, "c": math.inf, "d": '"', "e": "it's"},
         ),
-        (r'''{"a\\": "it\'s", 'b\'': '"\"'}''', {"a\\": "it's", "b'": '""'}),
+        (r"""{"a\\": "it\'s", 'b\'': '"\"'}""", {"a\\": "it's", "b'": '""'}),
         (
             "{\n  a:\n    '''\n    one\n      two\n    '''\n  b: '''three'''\n}",
             {"a": "one\n  two", "b": "three"},
