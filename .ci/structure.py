@@ -41,12 +41,13 @@ TORCH_PRIVATES = {"_base", "_buffers", "_parameters", "_modules", "_version", "_
 MAY_IMPORT = {
     "config": set[str](),
     "layout": set[str](),
-    "comm": {"layout"},
+    "watch": set(),
+    "comm": {"layout", "watch"},
     "sharded": {"comm", "layout", "config"},
     "tiled": {"layout", "config"},
-    "runtime": {"tiled", "sharded", "comm", "layout", "config"},
+    "runtime": {"watch", "tiled", "sharded", "comm", "layout", "config"},
     "optim": {"config", "layout", "comm"},
-    "step": {"runtime", "optim", "sharded", "comm", "layout", "config"},
+    "step": {"watch", "runtime", "optim", "sharded", "comm", "layout", "config"},
     "checkpoint": {"sharded", "optim", "step", "comm", "layout", "config"},
     "init": {"layout", "comm", "sharded"},
     "plan": {

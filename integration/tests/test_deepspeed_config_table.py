@@ -143,6 +143,9 @@ EXAMPLES: dict[str, Any] = {
     "broadcast_buffers": True,
     "check_grad_overflow": False,
     "world_size_invariant": True,
+    "name_waits_within_s": 30.0,
+    "collective_timeout_s": 60.0,
+    "check_replicas_every": 100,
 }
 ON_HOST = {
     "bf16": {"enabled": True},

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from zero_core.comm.communicator import CollectiveWatch, Communicator
+from zero_core.comm.communicator import Communicator
+from zero_core.comm.control import LibraryControlGroup
 from zero_core.errors import CollectiveError
 from zero_core.testing import late_device, run_alone
+from zero_core.watch.beats import Beat
+from zero_core.watch.device_waits import DeviceWaits
+from zero_core.watch.place import Place
+from zero_core.watch.watch import Watch, start
 
 EMPTY = torch.empty(0)
 
@@ -37,14 +40,15 @@ class _InPlaceReduction(_Reduction):
         return _Work(RuntimeError("Connection reset"))
 
 
-def _communicator(work: Any) -> Communicator:
+def _communicator(work: Any, watch: Any = None) -> Communicator:
     def start(*args: Any, **keys: Any) -> Any:
         if isinstance(work, Exception):
             raise work
         return work
 
     transport: Any = SimpleNamespace(all_gather=start, reduce_scatter=start)
-    control: Any = SimpleNamespace(rank=1, world_size=2)
+    library: Any = SimpleNamespace(rank=1, world_size=2)
+    control = LibraryControlGroup(library, torch.device("cpu"), watch=watch)
     return Communicator(transport, control, {7: "unit 3 (blocks.2)"})
 
 
@@ -151,94 +155,54 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
     return made
 
 
-def _watched(work: Any, timeout_s: float) -> Communicator:
-    communicator = _communicator(work)
-    communicator.watch = CollectiveWatch(torch.device("xpu", 1), timeout_s=timeout_s)
-    return communicator
-
-
-class _Clock:
-    """The seconds of `zero_core.comm.communicator`, which pass when a test says so."""
+class _Alone:
+    """A board on which the other ranks put nothing, or what a test says."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.beats: dict[int, str] = {}
 
-    def monotonic(self) -> float:
-        return self.now
+    def publish(self, beat: str) -> None:
+        self.beats[1] = beat
 
-
-TIMEOUT_S = 1000.0
-"""With it the thread of a watch sleeps for 25 s at once: a test looks in its place."""
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    made = _Clock()
-    monkeypatch.setattr("zero_core.comm.communicator.time", made)
-    return made
+    def read(self) -> dict[int, str]:
+        return self.beats
 
 
-def _until(is_so: Any) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def _watched(device: str = "xpu:1") -> tuple[Communicator, Watch, _Alone]:
+    board = _Alone()
+    waits = DeviceWaits(torch.device(device))
+    watch = Watch(board, Place(), rank=1, within_s=10.0, device_waits=waits)
+    return _communicator(_Work(), watch), watch, board
 
 
-def test_a_collective_that_hangs_is_logged_by_name_once(
-    events: list[_Event], clock: _Clock, caplog: pytest.LogCaptureFixture
+def test_a_collective_that_hangs_on_a_device_is_logged_by_name_once(
+    events: list[_Event], caplog: pytest.LogCaptureFixture
 ) -> None:
-    communicator = _watched(_Work(), TIMEOUT_S)
-    watch = communicator.watch
-    assert watch is not None
+    communicator, watch, board = _watched()
     _gather(communicator).wait()
     communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
-    watch.log_oldest()
     events[0].has_fired = True
-    for _ in range(2):
-        assert not caplog.records
-        clock.now += 101.0
-        watch.log_oldest()
-    watch.log_oldest()
+    events[0].has_fired = True
+    for now in range(1, 40):
+        place = "forward of unit 2 (blocks.1) of step 5"
+        peer = Beat(now, place, "", 3, float(now), "", False, 1, "")
+        board.beats[0] = peer.to_json()
+        watch.tick(1e6 + now)
     (record,) = caplog.records
-    named = "rank 1: reduce_scatter of unit 3 (blocks.2) has not ended for 101 s"
-    assert record.getMessage().startswith(named)
-    assert "The library gives it up after 1000 s" in record.getMessage()
+    assert "rank 1: reduce_scatter of unit 3 (blocks.2) has not ended for" in record.getMessage()
+    assert "rank 0 has been in forward of unit 2 (blocks.1) of step 5 for" in record.getMessage()
     events[1].has_fired = True
     communicator.close()
 
 
-def test_a_watch_logs_nothing_while_collectives_end(
-    events: list[_Event], clock: _Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    communicator = _watched(_Work(), TIMEOUT_S)
-    watch = communicator.watch
-    assert watch is not None
-    with caplog.at_level(logging.INFO):
-        for _ in range(20):  # each is younger than a tenth of the timeout
-            _gather(communicator).wait()
-            watch.log_oldest()
-            clock.now += 99.0
-            watch.log_oldest()
-            events[-1].has_fired = True
-    communicator.close()
-    assert not caplog.records
-
-
-def _threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "zero_core watch"]
-
-
-def test_the_sum_of_a_steps_statistics_is_named(
-    events: list[_Event], caplog: pytest.LogCaptureFixture
-) -> None:
-    communicator = _watched(_Work(), timeout_s=0.4)
-    summed: list[torch.Tensor] = []
-    communicator.control = SimpleNamespace(sum=summed.append)  # type: ignore[assignment]
+def test_the_sum_of_a_steps_statistics_is_noted(events: list[_Event]) -> None:
+    communicator, watch, _ = _watched()
+    communicator.control.world_size = 1
     communicator.sum_statistics(EMPTY)
-    assert summed == [EMPTY]
-    named = "rank 1: sum of the step's statistics has not ended"
-    _until(lambda: named in caplog.text)
+    assert watch.device_waits is not None
+    oldest = watch.device_waits.oldest()
+    assert oldest is not None
+    assert oldest[0] == "sum of the step's statistics"
     events[0].has_fired = True
     communicator.close()
 
@@ -246,18 +210,13 @@ def test_the_sum_of_a_steps_statistics_is_named(
 def test_a_watch_ends_when_the_device_has_failed(
     events: list[_Event], caplog: pytest.LogCaptureFixture
 ) -> None:
-    _until(lambda: not _threads())
-    communicator = _watched(_Work(), TIMEOUT_S)
-    (thread,) = _threads()
+    communicator, watch, _ = _watched()
     _gather(communicator).wait()
     events[0].error = RuntimeError("an illegal memory access was encountered")
-    assert communicator.watch is not None
-    communicator.watch.log_oldest()
-    thread.join(120)
-    assert not thread.is_alive()
+    watch.tick(1e6)
     (record,) = caplog.records
     named = "xpu:1 has failed: an illegal memory access was encountered. These collectives may "
-    assert record.getMessage() == f"{named}not have ended: rank 1: all_gather of unit 3 (blocks.2)"
+    assert record.getMessage() == f"{named}not have ended: all_gather of unit 3 (blocks.2)"
     _gather(communicator).wait()  # what failed is raised elsewhere
     communicator.close()
     assert len(caplog.records) == 1
@@ -267,8 +226,7 @@ def test_nothing_is_noted_while_a_cuda_graph_is_captured(
     events: list[_Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its events cannot be queried, and the host waits for none of them."""
-    communicator = _communicator(_Work())
-    communicator.watch = CollectiveWatch(torch.device("cuda", 1), timeout_s=10.0)
+    communicator, _, _ = _watched("cuda:1")
     for is_capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=is_capturing: c)
         _gather(communicator).wait()
@@ -277,12 +235,16 @@ def test_nothing_is_noted_while_a_cuda_graph_is_captured(
     communicator.close()
 
 
-def test_the_thread_of_a_watch_ends_with_it(events: list[_Event]) -> None:
-    _until(lambda: not _threads())
-    communicator = _watched(_Work(), timeout_s=0.4)
-    (thread,) = _threads()
+def test_the_thread_of_a_process_ends_with_its_last_watch() -> None:
+    def threads() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "zero_core watch"]
+
+    watches = [Watch(_Alone(), Place(), rank=1, within_s=0.1) for _ in range(3)]
+    for watch in watches:
+        start(watch)
+    (thread,) = threads()
     assert thread.daemon
-    del communicator
+    del watch, watches
     gc.collect()
     thread.join(120)
     assert not thread.is_alive()
@@ -297,33 +259,18 @@ def test_collectives_are_ranges_of_a_profile() -> None:
     assert {f"rank 1: {v} of unit 3 (blocks.2)" for v in ("all_gather", "reduce_scatter")} <= names
 
 
-class _Noted(CollectiveWatch):
-    """A watch that says when its thread has looked."""
-
-    has_looked = threading.Event()
-
-    def log_oldest(self) -> None:
-        super().log_oldest()
-        self.has_looked.set()
-
-
 def _watches_a_device() -> None:
     late_device.load(2)
     torch.accelerator.set_device_index(1)
     values = torch.zeros(8, device="late:1")
-    watch = _Noted(torch.device("late", 1), timeout_s=0.2)
-    for _ in range(5):
-        values.add_(1)
-        watch.note("a collective")
-        watch.has_looked.clear()
-        assert watch.has_looked.wait(120)
-    watch.close()
+    waits = DeviceWaits(torch.device("late", 1))
+    watch = Watch(_Alone(), Place(), rank=1, within_s=0.1, device_waits=waits)
+    start(watch)
     late_device.set_delays(seed=1, kernel_s=0.02)
-    patient = CollectiveWatch(torch.device("late", 1), timeout_s=TIMEOUT_S)
     for _ in range(5):
         values.add_(1)
-        patient.note("a collective")
-    patient.close()  # waits for what is under way
+        waits.note("a collective")
+    waits.close()  # waits for what is under way
     assert torch.accelerator.current_stream().query()
     assert late_device.contexts() == [1]
 

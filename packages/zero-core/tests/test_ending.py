@@ -4,6 +4,9 @@ that isn't.
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import ConfigError
+from zero_core.comm.shared_memory import SharedMemory
 from zero_core.sharded.params import is_placeholder
 from zero_core.testing import Case, batch, make_model, spawn
 
@@ -104,6 +108,30 @@ def _given_back(rank: int, world_size: int) -> None:
 
 def test_a_trained_model_is_given_back_between_two_steps_alone():
     spawn(_given_back, 2)
+
+
+def _dropped(rank: int, world_size: int) -> None:
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        windows = sum(isinstance(found, SharedMemory) for found in gc.get_objects())
+        # That of heartbeats ends with the next beat.
+        threads = [t for t in threading.enumerate() if t.name != "zero_core watch"]
+        return len(os.listdir("/proc/self/fd")), len(threads), windows
+
+    def use(stage: int) -> None:
+        engine = zero_core.build(make_model(), Case(stage).config())
+        _step(engine, rank)
+
+    use(0)
+    before = held()
+    for stage in range(4):
+        use(stage)
+    assert held() == before
+    assert before[-1] == 0
+
+
+def test_engines_that_are_dropped_without_close_are_freed():
+    spawn(_dropped, 2)
 
 
 class _Far(Tensor):

@@ -148,7 +148,7 @@ def test_groups_are_shared_and_end_with_the_last_engine() -> None:
 def _engines_end(rank: int, world_size: int) -> None:
     """Engines run the collectives of accelerators over gloo."""
 
-    def transport(ranks: Ranks, *others: Any) -> DeviceCollectives:
+    def transport(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
         return _connect(ranks.group)
 
     sys.modules["zero_core.build"].make_transport = transport  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ def _engines_end(rank: int, world_size: int) -> None:
 
 
 def _failed_builds(rank: int, world_size: int) -> None:
-    def transport(ranks: Ranks, *others: Any) -> DeviceCollectives:
+    def transport(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
         return _connect(ranks.group)
 
     def no_tier(**own: Any) -> Any:
@@ -184,7 +184,7 @@ def test_the_groups_of_a_build_that_fails_end() -> None:
 
 
 def _close_fails(rank: int, world_size: int) -> None:
-    def transport(ranks: Ranks, *others: Any) -> DeviceCollectives:
+    def transport(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
         return _connect(ranks.group)
 
     def fails(communicator: Communicator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -164,7 +165,8 @@ def _go_on(rank: int, world_size: int) -> None:
     engine.backward(engine(torch.ones(3, WIDTH)))
     engine.step()
     if rank == 0:
-        with pytest.raises(zero_core.CollectiveError, match="failed or timed out"):
+        found = "failed or timed out: the process of rank 1 has ended, last seen in"
+        with pytest.raises(zero_core.CollectiveError, match=found):
             engine.backward(engine(torch.ones(3, WIDTH)))
     os._exit(0)
 
@@ -233,3 +235,88 @@ def _all_know_it(ranks: SimulatedRanks) -> None:
 
 def test_all_ranks_know_of_one_that_left_out_other_units() -> None:
     simulate(_all_know_it, 3)
+
+
+def _plateau(ranks: SimulatedRanks, stage: int) -> None:
+    engine = zero_core.build(_Net(), _config(stage), process_group=ranks)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0, factor=0.5)
+    for own_loss in (1.0, 0.5 + ranks.rank):
+        engine.backward(engine(torch.ones(3, WIDTH)))
+        engine.step()
+        schedule.step(own_loss)
+    before = engine.full_state_dict()
+    engine.backward(engine(torch.ones(3, WIDTH)))
+    differ = r"step 3: .* optimizer group 0, 'lr': 0.01 on rank 0, 0.005 on rank"
+    with pytest.raises(zero_core.RankMismatchError, match=differ):
+        engine.step()
+    torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])
+def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(
+    world_size: int, stage: int
+) -> None:
+    simulate(_plateau, world_size, stage)
+
+
+def _freeze(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Net(), _config(2), process_group=ranks)
+    engine.module.head.bias.requires_grad_(ranks.rank != 1)
+    engine.backward(engine(torch.ones(3, WIDTH)))
+    differ = r"parameter head.bias: trainable on ranks 0, 2, frozen on rank 1\."
+    with pytest.raises(zero_core.RankMismatchError, match=differ):
+        engine.step()
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_is_named() -> None:
+    simulate(_freeze, 3)
+
+
+def _build_otherwise(ranks: SimulatedRanks) -> None:
+    net, config = _Net(), _config(3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 if ranks.rank else 0.2)
+    with pytest.raises(
+        zero_core.RankMismatchError, match=r"'lr': 0.2 on rank 0, 0.1 on ranks 1, 2"
+    ):
+        zero_core.build(net, config, optimizer=optimizer, process_group=ranks)
+    changed = config | {"gradient_clipping": float(ranks.rank == 2)}
+    differ = r"configuration: gradient_clipping: 0.0 on ranks 0, 1, 1.0 on rank 2\."
+    with pytest.raises(zero_core.RankMismatchError, match=differ):
+        zero_core.build(net, changed, process_group=ranks)
+    if ranks.rank == 1:
+        net.blocks[0].register_buffer("scale", torch.ones(2))
+    differ = r"buffer blocks.0.scale: missing on ranks 0, 2, torch.float32 \(2,\) on rank 1\."
+    with pytest.raises(zero_core.RankMismatchError, match=differ):
+        zero_core.build(net, config, process_group=ranks)
+
+
+def test_build_names_the_key_the_group_and_the_buffer_in_which_ranks_differ() -> None:
+    simulate(_build_otherwise, 3)
+
+
+def _corrupt(ranks: SimulatedRanks, stage: int) -> None:
+    config = _config(stage) | {"check_replicas_every": 2}
+    engine = zero_core.build(_Net(), config, process_group=ranks)
+    for step in range(4):
+        engine.backward(engine(torch.ones(3, WIDTH)))
+        if step == 3 and ranks.rank == 1:
+            engine.module.head.weight.data.view(torch.int32)[0, 2] ^= 1 << 20
+            engine.module.blocks[1].bias.data.view(torch.int32)[0] ^= 1
+        if step < 3:
+            engine.step()
+    with pytest.raises(zero_core.RankMismatchError) as caught:
+        engine.step()
+    assert set(re.findall(r"([\w.]+): rank", str(caught.value))) >= {"blocks.1.bias", "head.weight"}
+    said = "ranks 0, 1 have no majority" if ranks.size == 2 else "rank 1 differs from the others"
+    assert str(caught.value).count(said) == 2
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 0), (3, 1), (3, 2)])
+def test_a_bit_that_flips_on_one_rank_is_named(world_size: int, stage: int) -> None:
+    simulate(_corrupt, world_size, stage)
+
+
+def test_replicas_are_refused_where_there_are_none() -> None:
+    config = _config(3) | {"check_replicas_every": 2}
+    with pytest.raises(zero_core.ConfigError, match="check_replicas_every needs zero_optimization"):
+        zero_core.build(_Net(), config)

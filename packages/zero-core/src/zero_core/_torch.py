@@ -106,6 +106,16 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return timeout
 
 
+def clone_store(store: Any) -> Any:
+    """Return a store over a connection of its own. Torch's stubs do not know the method."""
+    return store.clone()
+
+
+def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    """Set the time after which a collective of ``group`` that starts from now on fails."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     """Abort process groups together, as torch aborts all of them when the default group ends."""
     nccl = next(filter(None, map(_nccl_of, groups)), None)

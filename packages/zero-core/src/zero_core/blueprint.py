@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,7 +18,14 @@ from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout.arithmetic import Layout, ParamSpec
-from zero_core.layout.discovery import Discovered, LeafRule, compute_dtype, discover, plain_name
+from zero_core.layout.discovery import (
+    Discovered,
+    LeafRule,
+    compute_dtype,
+    describe_buffers,
+    discover,
+    plain_name,
+)
 from zero_core.layout.experts import MIN_EXPERT_SHARD_NUMEL
 from zero_core.layout.stored import dim_order
 from zero_core.optim.factory import (
@@ -27,6 +35,7 @@ from zero_core.optim.factory import (
     make_optimizer,
 )
 from zero_core.optim.muon import tag_matrices
+from zero_core.optim.train_state import describe_groups
 from zero_core.tiled.modules import check_names
 
 
@@ -38,6 +47,7 @@ class Blueprint:
     optimizer group of each trainable parameter, by the parameter's number.
     """
 
+    module: nn.Module
     found: Discovered
     layout: Layout
     optimizer: torch.optim.Optimizer
@@ -96,7 +106,7 @@ class Blueprint:
         )
         if is_training:
             check_patterns(config.zero_optimization.offload_optimizer.parameters or (), layout)
-        return cls(found, layout, optimizer, group_of, given)
+        return cls(model, found, layout, optimizer, group_of, given)
 
     def check_ranks_agree(self, control: ControlGroup, config: Config) -> None:
         """Refuse a model or a configuration that is not the same on every rank.
@@ -104,19 +114,22 @@ class Blueprint:
         Raises:
             RankMismatchError: with the ranks that differ, and in what.
         """
-        described = repr(self.layout)
-        settings = config.model_dump_json()
-        hashes = [hashlib.sha256(text.encode()).digest() for text in (described, settings)]
-        for rank, theirs in enumerate(control.gather_bytes(b"".join(hashes))):
-            for what, mine, other in (
-                ("model (parameter names, shapes, dtypes, order)", hashes[0], theirs[:32]),
-                ("configuration", hashes[1], theirs[32:]),
-            ):
-                if mine != other:
-                    raise RankMismatchError(
-                        f"rank {control.rank} and rank {rank} were built with a different {what}: "
-                        "every rank must pass the same to build()"
-                    )
+        model = {f"parameter {p.name}": f"{p}" for p in self.layout.params}
+        model["order of parameters"] = _digest(repr([p.name for p in self.layout.params]))
+        model["layout"] = _digest(repr(self.layout))
+        if config.broadcast_buffers:
+            for name, module in self.module.named_modules():
+                model |= describe_buffers(module, name)
+        for what, facts in (
+            ("model", model),
+            ("configuration", dict(_flat(config.model_dump(mode="json")))),
+            ("optimizer", describe_groups(self.groups)),
+        ):
+            if len(set(control.gather_bytes(_digest(json.dumps(facts)).encode()))) > 1:
+                raise RankMismatchError(
+                    f"rank {control.rank}: ranks were built with a different {what}: "
+                    f"{control.differences(facts)}. Every rank must pass the same to build()"
+                )
 
     @property
     def updates_slices(self) -> bool:
@@ -142,6 +155,19 @@ class Blueprint:
             {k: v for k, v in group.items() if k != "params"} | made_with
             for group in self.optimizer.param_groups
         ]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _flat(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path and the value of each key of a configuration."""
+    for key, value in block.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", repr(value)
 
 
 def _check_real(found: Discovered) -> None:

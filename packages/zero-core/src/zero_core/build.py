@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.pretrained import load_pretrained
-from zero_core.comm.communicator import CollectiveWatch, Communicator
+from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Meter
@@ -48,6 +48,7 @@ from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.states import StateAccess
+from zero_core.watch.place import OUTSIDE
 
 
 @overload
@@ -144,7 +145,9 @@ def build(
     found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
     initial = InitialValues(model)
     check_devices(ranks)
-    control = ranks.connect()
+    ranks = ranks.limited(resolved.collective_timeout_s)
+    control = ranks.connect(resolved.name_waits_within_s)
+    control.place.enter("build()")
     drawn.check_ranks_agree(control, resolved)
     check_values(control, initial, has_pretrained=pretrained is not None)
     if ranks.rank == 0 and is_training:
@@ -158,11 +161,7 @@ def build(
     transport = make_transport(ranks, per_node, shared, meter, is_sequential=is_invariant)
     with _ended_on_failure(transport):
         used = make_collectives(collectives, transport, resolved, layout, per_node)
-        timeout_s = ranks.silent_timeout_s
-        watch = None if timeout_s is None else CollectiveWatch(ranks.device, timeout_s=timeout_s)
-        communicator = Communicator(
-            used, control, layout.describe_segments(), watch, ranks.failure_notes()
-        )
+        communicator = Communicator(used, control, layout.describe_segments())
 
         if is_invariant and not communicator.can_add:
             raise ConfigError(
@@ -264,6 +263,7 @@ def build(
             except Exception:
                 engine.close()  # another build() may follow, from the right file
                 raise
+        control.place.enter(OUTSIDE)
         return engine
 
 

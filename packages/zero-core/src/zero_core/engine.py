@@ -21,12 +21,13 @@ from torch import Tensor
 from zero_core._torch import cast_floats
 from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.save import save_checkpoint
-from zero_core.errors import UnusedParameterError
+from zero_core.errors import ConfigError, UnusedParameterError
 from zero_core.runtime.device_states import BACKWARD_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
-from zero_core.step.gradient import StepGradient
+from zero_core.step.gradient import StepGradient, updates_in_backward
 from zero_core.step.invariance import InvarianceCheck
 from zero_core.step.optimizer import EngineOptimizer
+from zero_core.step.replicas import check_replicas
 from zero_core.step.seeds import MicroBatchSeeds
 
 
@@ -47,6 +48,12 @@ class Engine(ShardedModel):
     ) -> None:
         """Called by `zero_core.build`. ``seeds`` are there with ``world_size_invariant``."""
         super().__init__(parts)
+        if parts.config.check_replicas_every and updates_in_backward(parts.config):
+            raise ConfigError(
+                "check_replicas_every: values are compared before the update, and units are "
+                "updated in backward: set zero_optimization.offload_optimizer.update_in_backward "
+                "to false"
+            )
         self.optimizer = optimizer
         self._gradient = gradient
         self._seeds = seeds
@@ -97,8 +104,17 @@ class Engine(ShardedModel):
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
             )
+        with self.place.during("step()"):
+            self._update()
+        self.place.num_steps = self.global_steps
+
+    def _update(self) -> None:
+        """Update the parameters, or skip the step on all ranks."""
         self._guard.check()
         self.optimizer.check_groups()
+        every = self.config.check_replicas_every
+        if every and self.world_size > 1 and (self.global_steps + 1) % every == 0:
+            check_replicas(self.sharded_state, self.global_steps + 1)
         self._runtime.start_agreement()
         self._check_all_used()
         self.optimizer.update_ahead()
@@ -207,8 +223,9 @@ class Engine(ShardedModel):
             raise ValueError(f"max_norm and norm_type must be > 0: {max_norm}, {norm_type}")
         self._device_states.check("clip_grad_norm_()")
         self._gradient.check_not_updated("reading, setting or clipping gradients")
-        self._runtime.complete_gradient()
-        return self._gradient.clip(max_norm, norm_type)
+        with self.place.during("clip_grad_norm_()"):
+            self._runtime.complete_gradient()
+            return self._gradient.clip(max_norm, norm_type)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate locally: backward within keeps gradients on the rank, unreduced, as in DDP.
@@ -296,17 +313,18 @@ class Engine(ShardedModel):
         self._gradient.check_not_updated("save_checkpoint() between backward and step")
         self._train.accumulation.check_ended(or_dropped=drops_partial)
         self._communicator.forget_values()
-        return save_checkpoint(
-            self.sharded_state,
-            Path(directory),
-            f"step-{self.global_steps}" if tag is None else tag,
-            self._train,
-            client_state=client_state or {},
-            has_frozen=has_frozen,
-            is_latest=is_latest,
-            keep_last=keep_last,
-            keep_every=keep_every,
-        )
+        with self.place.during("save_checkpoint()"):
+            return save_checkpoint(
+                self.sharded_state,
+                Path(directory),
+                f"step-{self.global_steps}" if tag is None else tag,
+                self._train,
+                client_state=client_state or {},
+                has_frozen=has_frozen,
+                is_latest=is_latest,
+                keep_last=keep_last,
+                keep_every=keep_every,
+            )
 
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, without: Collection[str] = ()

@@ -84,6 +84,7 @@ class ShardedModel:
         config: the resolved configuration.
         sharded_state: the model, its layout, and the shards and states of this rank.
         states: master weights, gradients and moments by name, to read and to set.
+        place: where this rank is, as other ranks see it.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -103,6 +104,7 @@ class ShardedModel:
         self._runtime = runtime
         self._memory = parts.memory
         self._communicator = parts.communicator
+        self.place = parts.communicator.place
         self._transport = parts.transport
         self._meter = parts.meter
         self._gathering = GatheredParams(runtime, state)
@@ -209,7 +211,8 @@ class ShardedModel:
         any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must call it.
         """
         self._device_states.check("publish()", FORWARD_PARTS)
-        self._gathering.publish()
+        with self.place.during("publish()"):
+            self._gathering.publish()
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, modules: Iterable[nn.Module] | None = None
@@ -305,7 +308,8 @@ class ShardedModel:
         a tensor. Every rank must call it.
         """
         self._device_states.check("full_state_dict()")
-        return export.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
+        with self.place.during("full_state_dict()"):
+            return export.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
 
     def export_safetensors(
         self, directory: str | Path, *, dtype: torch.dtype | None = None
@@ -315,7 +319,8 @@ class ShardedModel:
         Every rank must call it; rank 0 writes. Returns the folder.
         """
         self._device_states.check("export_safetensors()")
-        return export.export_safetensors(self.sharded_state, Path(directory), dtype=dtype)
+        with self.place.during("export_safetensors()"):
+            return export.export_safetensors(self.sharded_state, Path(directory), dtype=dtype)
 
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, without: Collection[str] = ()
@@ -329,10 +334,12 @@ class ShardedModel:
     def _load_checkpoint(
         self, directory: str | Path, tag: str | None, without: Collection[str]
     ) -> tuple[Path, dict[str, Any]]:
-        with self.rewriting():
-            return load_checkpoint(
+        with self.place.during("load_checkpoint()"), self.rewriting():
+            found = load_checkpoint(
                 self.sharded_state, Path(directory), tag, self._train, without=without
             )
+        self.place.num_steps = self.global_steps
+        return found
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
@@ -451,7 +458,8 @@ class ShardedModel:
                 "first, or drop it by drops_partial=True"
             )
         self._device_states.check("unwrap()")
-        self._ownership.leave_values(export.full_values(self.sharded_state, dtype=dtype))
+        with self.place.during("unwrap()"):
+            self._ownership.leave_values(export.full_values(self.sharded_state, dtype=dtype))
         self._end_collectives()
         return self.module
 

@@ -12,17 +12,23 @@ import ctypes
 import json
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from zero_core.comm.device_library import DeviceLibrary
-from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.errors import CheckpointCorruptError, CheckpointError, CollectiveError
+from zero_core.watch.beats import count_ranks
+from zero_core.watch.error_file import write_error_file
+from zero_core.watch.place import Place
+from zero_core.watch.watch import Watch
 
 PIECE_BYTES = 64 << 20
 """Device memory that `ControlGroup.gather` takes at most, however much is gathered."""
+_MAX_NAMED = 4
 _T = TypeVar("_T")
 
 
@@ -36,10 +42,14 @@ class ControlGroup(Protocol):
     Attributes:
         rank: this rank within the group.
         world_size: number of ranks.
+        place: where this rank is in its program.
+        watch: what the other ranks say of theirs; None if they cannot.
     """
 
     rank: int
     world_size: int
+    place: Place
+    watch: Watch | None
 
     @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
@@ -111,6 +121,23 @@ class ControlGroup(Protocol):
         rows = self.gather(padded).view(self.world_size, -1)
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths, strict=True)]
 
+    def differences(self, facts: Mapping[str, str]) -> str:
+        """Return in which of ``facts``, by name, ranks differ: the first few, with the ranks.
+
+        It has one text on all ranks, and is empty where they agree.
+        """
+        rows = [json.loads(row) for row in self.gather_bytes(json.dumps(dict(facts)).encode())]
+        said = []
+        for name in dict.fromkeys(name for row in rows for name in row):
+            ranks: dict[str, list[int]] = {}
+            for rank, row in enumerate(rows):
+                ranks.setdefault(row.get(name, "missing"), []).append(rank)
+            if len(ranks) > 1:
+                values = (f"{value} on {count_ranks(of)}" for value, of in ranks.items())
+                said.append(f"{name}: {', '.join(values)}")
+        more = [f"and {len(said) - _MAX_NAMED} more"] if len(said) > _MAX_NAMED else []
+        return "; ".join(said[:_MAX_NAMED] + more)
+
     def equalize(self, tensor: Tensor) -> None:
         """Broadcast ``tensor`` from rank 0, unless every rank has the same values already.
 
@@ -135,11 +162,14 @@ class ControlGroup(Protocol):
         """
         failure: list[str] = []
         found: list[_T] = []
-        try:
-            found.append(act())
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = [type(error).__name__, str(error)]
-        rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
+        with self.place.during(what):
+            try:
+                found.append(act())
+            except CollectiveError:
+                raise  # the others get one of their own
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                failure = [type(error).__name__, str(error)]
+            rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
         failed = [f"rank {r}: {': '.join(row)}" for r, row in enumerate(rows) if row]
         if failed:
             is_corrupt = any(row and row[0] == CheckpointCorruptError.__name__ for row in rows)
@@ -147,11 +177,39 @@ class ControlGroup(Protocol):
             raise kind(f"{what} failed on {'; '.join(failed)}")
         return found[0]
 
+    def error(self, what: str, error: RuntimeError) -> CollectiveError:
+        """Return what ``error`` of the collective ``what`` is for the user.
+
+        It names the rank that is the cause, if that is known.
+        """
+        named = f"rank {self.rank}: {what} failed or timed out"
+        is_explained = isinstance(error, CollectiveError)
+        cause = "" if self.watch is None or is_explained else self.watch.explain()
+        if cause:
+            message = f"{named}: {cause} ({error})"
+        else:
+            message = (
+                f"{named}: {error}. If the ranks took different branches or one of them died, the "
+                "first rank to report another error is the cause. A rank without data for a "
+                "forward of the others must call engine.idle_step() in its place, or "
+                "engine.idle_forward() without gradients"
+            )
+        write_error_file(CollectiveError.__name__, message)
+        return CollectiveError(message)
+
 
 class LibraryControlGroup(ControlGroup):
     """Control group over the library of a device, or over gloo among hosts."""
 
-    def __init__(self, library: DeviceLibrary, device: torch.device) -> None:
+    def __init__(
+        self,
+        library: DeviceLibrary,
+        device: torch.device,
+        place: Place | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.place = Place() if place is None else place
+        self.watch = watch
         self.rank = library.rank
         self.world_size = library.world_size
         self._library = library
@@ -159,12 +217,14 @@ class LibraryControlGroup(ControlGroup):
 
     def sum(self, values: Tensor) -> Tensor:
         if self.world_size > 1:
-            self._library.all_reduce(values).wait()
+            with self._named("sum", values):
+                self._library.all_reduce(values).wait()
         return values
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         if self.world_size > 1:
-            self._library.broadcast(tensor, source=source).wait()
+            with self._named("broadcast", tensor):
+                self._library.broadcast(tensor, source=source).wait()
 
     def gather_on_device(self, tensor: Tensor) -> Tensor:
         """Gather by the library. What is elsewhere moves to the group's device first."""
@@ -172,7 +232,8 @@ class LibraryControlGroup(ControlGroup):
             return tensor
         local = tensor.to(self._device)
         out = torch.empty(self.world_size * local.numel(), dtype=local.dtype, device=self._device)
-        self._library.all_gather(out, local).wait()
+        with self._named("gather", local):
+            self._library.all_gather(out, local).wait()
         return out
 
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -180,12 +241,29 @@ class LibraryControlGroup(ControlGroup):
         if self.world_size == 1:
             return parts
         out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
-        self._library.exchange(out, parts.to(self._device), sent, received).wait()
+        with self._named("exchange", parts):
+            self._library.exchange(out, parts.to(self._device), sent, received).wait()
         return out
+
+    @contextmanager
+    def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
+        """Have others know of this wait, and name what fails in it."""
+        place = self.place
+        what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {place.doing}"
+        place.begin_wait(what)
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self.error(what, error) from error
+        finally:
+            place.end_wait()
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:
         """Gather by the library, on hosts without a copy in between."""
         if self.world_size > 1 and self._device == out.device:
-            self._library.all_gather(out, tensor.to(self._device)).wait()
+            with self._named("gather", tensor):
+                self._library.all_gather(out, tensor.to(self._device)).wait()
         else:
             super().gather_into(out, tensor)

@@ -35,7 +35,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -45,14 +45,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_core._torch import abort_groups, count_groups, counting_groups, timeout_of
+from zero_core._torch import abort_groups, clone_store, count_groups, counting_groups, timeout_of
 from zero_core.comm.control import LibraryControlGroup
 from zero_core.comm.device_library import Lane, all_gather_single
+from zero_core.comm.p2p import TimedWork
 from zero_core.errors import ConfigError
 from zero_core.protocols import Work
-
-_FAILURE = "zero_core failure"
-"""Key of `FailureNotes` in a group's store."""
 
 
 class ProcessLibrary:
@@ -62,24 +60,32 @@ class ProcessLibrary:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, *, rank: int, world_size: int, device: torch.device
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_s: float | None = None,
     ) -> None:
         """``group`` None is the default group, or none at all if ``world_size`` is 1.
 
-        ``rank`` is this rank within the group, ``device`` the one that it computes on.
+        ``rank`` is this rank within the group, ``device`` the one that it computes on. Where
+        waiting blocks the host, it fails after ``timeout_s`` seconds; None: the group's timeout.
         """
         self.rank = rank
         self.world_size = world_size
+        self._timeout_s = timeout_s
         self._group = group
         self._device = device
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
         work = all_gather_single(_bytes(out), _bytes(shard), group=self._group, async_op=True)
-        return cast(Work, work)
+        return self._limited(work)
 
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
         work = dist.all_to_all_single(_bytes(out), _bytes(parts), group=self._group, async_op=True)
-        return cast(Work, work)
+        return self._limited(work)
 
     def exchange(
         self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
@@ -93,14 +99,17 @@ class ProcessLibrary:
             group=self._group,
             async_op=True,
         )
-        return cast(Work, work)
+        return self._limited(work)
 
     def all_reduce(self, values: Tensor) -> Work:
-        return cast(Work, dist.all_reduce(values, group=self._group, async_op=True))
+        return self._limited(dist.all_reduce(values, group=self._group, async_op=True))
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
         work = dist.broadcast(_bytes(tensor), group=self._group, group_src=source, async_op=True)
-        return cast(Work, work)
+        return self._limited(work)
+
+    def _limited(self, work: Any) -> Work:
+        return cast(Work, work if self._timeout_s is None else TimedWork(work, self._timeout_s))
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> ProcessLibrary:
         """Return the communicator of ``lane`` among ``ranks``. See [Note: shared groups].
@@ -116,6 +125,7 @@ class ProcessLibrary:
             rank=list(ranks).index(self.rank),
             world_size=len(ranks),
             device=self._device,
+            timeout_s=self._timeout_s,
         )
         if shared.is_new:
             shared.is_new = False
@@ -262,39 +272,33 @@ def exchange_by_store(
     return cards
 
 
-class FailureNotes:
-    """A note of the rank whose forward failed, for the errors of the ranks that wait for it.
+class StoreBoard:
+    """`zero_core.watch.watch.Board` in the store of a process group.
 
-    It is in the store of their group. A store that has ended with its rank is no error here: the
-    caller has one already.
+    It has a connection of its own: a store serves one blocking call at a time.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, rank: int, world_size: int) -> None:
+        """Every rank makes the boards of a process group in one order."""
         known = dist.group.WORLD if group is None else group
         assert known is not None
-        self._store = known.get_group_store()
+        number = _num_boards.get(known, 0)
+        _num_boards[known] = number + 1
+        self._store = clone_store(known.get_group_store())
+        self._keys = [f"zero_core beats {number} of rank {r}" for r in range(world_size)]
         self._rank = rank
-        self._is_written = False
+        self._known: set[int] = set()
 
-    def write(self, failure: str) -> None:
-        """Note that this rank's forward failed, on this rank alone."""
-        self._is_written = True
-        with suppress(RuntimeError):
-            self._store.set(_FAILURE, f"rank {self._rank}: {failure}")
+    def publish(self, beat: str) -> None:
+        self._store.set(self._keys[self._rank], beat)
 
-    def clear(self) -> None:
-        """Drop this rank's note: it goes on."""
-        if self._is_written:
-            self._is_written = False
-            with suppress(RuntimeError):
-                self._store.delete_key(_FAILURE)
-
-    def read(self) -> str:
-        """Return the last rank's note, or an empty string."""
-        with suppress(RuntimeError):
-            if self._store.check([_FAILURE]):
-                return self._store.get(_FAILURE).decode()
-        return ""
+    def read(self) -> dict[int, str]:
+        for rank, key in enumerate(self._keys):
+            if rank not in self._known and self._store.check([key]):
+                self._known.add(rank)
+        ranks = sorted(self._known)
+        found = self._store.multi_get([self._keys[rank] for rank in ranks])
+        return {rank: beat.decode() for rank, beat in zip(ranks, found, strict=True)}
 
 
 class _Key(NamedTuple):
@@ -346,8 +350,9 @@ _of_meshes: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGro
 )
 _numbers: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 _serials: Iterator[int] = count()
-# By the group: exchanges through its store that have ended.
+# By the group: exchanges through its store that have ended; boards in it.
 _num_exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_num_boards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _shared_groups() -> list[_SharedGroup]:

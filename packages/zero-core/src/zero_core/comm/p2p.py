@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 from itertools import count
 from typing import Protocol
@@ -67,24 +68,42 @@ class Messages(Protocol):
         """Return a number that no other user of the group has. Every rank must call it."""
 
 
+class TimedWork:
+    """An operation of torch.distributed whose ``wait`` blocks the host, for a limited time."""
+
+    __slots__ = ("_limit", "_work")
+
+    def __init__(self, work: dist.Work, timeout_s: float) -> None:
+        self._work = work
+        self._limit = timedelta(seconds=timeout_s)
+
+    def wait(self) -> None:
+        self._work.wait(self._limit)
+
+
 class ProcessMessages:
     """`Messages` between processes, by torch.distributed.
 
     ``group`` None is the default group, or none at all for a single rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
+        """Waits fail after ``timeout_s`` seconds. None: after what the group began with.
+
+        gloo asks for a group's timeout when ranks connect, and never again.
+        """
         self._group = group
+        self._timeout_s = timeout_s
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
         work = dist.isend(tensor, group=self._group, group_dst=target, tag=tag)
         assert work is not None
-        return work
+        return work if self._timeout_s is None else TimedWork(work, self._timeout_s)
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
         assert work is not None
-        return work
+        return work if self._timeout_s is None else TimedWork(work, self._timeout_s)
 
     def next_channel(self) -> int:
         name = ""

@@ -29,7 +29,6 @@ import os
 import secrets
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError
+from zero_core.watch.processes import process_namespace
 
 if sys.platform == "linux":
     import fcntl
@@ -116,7 +116,7 @@ class SharedMemory:
         secret = secrets.token_bytes(_SECRET_BYTES)
         descriptor = self._open_window(secret, per_node)
         try:
-            place, node = _namespace(), self._rank // per_node
+            place, node = process_namespace(), self._rank // per_node
             card = json.dumps([os.getpid(), descriptor, self._nbytes, secret.hex(), place])
             rows = control.gather_bytes(card.encode())
             cards = [read_card(row, rank) for rank, row in enumerate(rows)]
@@ -221,12 +221,3 @@ def _map(pid: int, descriptor: int, nbytes: int, secret: bytes) -> Tensor | None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has no read-only tensors
         return torch.frombuffer(window, dtype=torch.uint8)
-
-
-def _namespace() -> str:
-    """Return what processes must have in common for their numbers to mean the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""

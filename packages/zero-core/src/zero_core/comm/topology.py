@@ -27,25 +27,29 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_core._torch import timeout_of
+from zero_core._torch import set_timeout
 from zero_core.comm.control import ControlGroup, LibraryControlGroup
 from zero_core.comm.device_library import DeviceLibrary
 from zero_core.comm.groups import (
-    FailureNotes,
     ProcessLibrary,
+    StoreBoard,
     backend_on,
     exchange_by_store,
     group_of_mesh,
 )
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.errors import ConfigError
+from zero_core.watch.device_waits import DeviceWaits
+from zero_core.watch.place import Place
+from zero_core.watch.watch import Watch, start
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ class Ranks:
         size: number of ranks.
         device: where this rank computes.
         per_node: ranks of a node, as given by a mesh; None: found from the launcher.
+        timeout_s: longest wait for another rank; None: the group's timeout.
     """
 
     group: dist.ProcessGroup | None
@@ -67,6 +72,7 @@ class Ranks:
     size: int
     device: torch.device
     per_node: int | None = None
+    timeout_s: float | None = None
 
     @property
     def has_own_device(self) -> bool:
@@ -75,33 +81,52 @@ class Ranks:
             return False
         return backend_on(self.group, self.device) not in ("gloo", "mpi")
 
-    @property
-    def silent_timeout_s(self) -> float | None:
-        """Time after which the library ends a collective, in seconds.
+    def limited(self, timeout_s: float | None) -> Self:
+        """Return them with ``timeout_s`` as the longest wait for another rank.
 
-        None where a collective that fails raises when it is waited for.
+        Where waiting does not block the host the timeout of the group itself is set, after which
+        the library ends the process.
         """
-        if not self.has_own_device:
-            return None
-        return timeout_of(self.group, self.device).total_seconds()
+        if timeout_s is None:
+            return self
+        if self.has_own_device:
+            set_timeout(self.group, timeout_s)
+        return replace(self, timeout_s=None if self.has_own_device else timeout_s)
 
-    def connect(self) -> ControlGroup:
-        """Return the control group of these ranks."""
-        return LibraryControlGroup(self.library(), self.device)
+    def connect(self, named_within_s: float | None = None) -> ControlGroup:
+        """Return the control group of these ranks.
 
-    def failure_notes(self) -> FailureNotes | None:
-        """Return the notes of ranks that fail. None where these ranks have no process group."""
-        if self.size == 1 or not (dist.is_available() and dist.is_initialized()):
-            return None
-        return FailureNotes(self.group, self.rank)
+        It is watched unless ``named_within_s`` is None: an error names the rank that is its cause,
+        and so does a log line if a wait lasts as long. 0: errors alone.
+        """
+        has_group = dist.is_available() and dist.is_initialized()
+        if self.size == 1 or named_within_s is None or not has_group:
+            return LibraryControlGroup(self.library(), self.device)
+        place = Place()
+        watch = Watch(
+            StoreBoard(self.group, rank=self.rank, world_size=self.size),
+            place,
+            rank=self.rank,
+            within_s=min(named_within_s, self.timeout_s or named_within_s),
+            device_waits=DeviceWaits(self.device) if self.has_own_device else None,
+        )
+        if named_within_s:
+            start(watch)
+        return LibraryControlGroup(self.library(), self.device, place, watch)
 
     def messages(self) -> Messages:
         """Return what carries bytes between single ranks, where they are hosts."""
-        return ProcessMessages(self.group)
+        return ProcessMessages(self.group, self.timeout_s)
 
     def library(self) -> DeviceLibrary:
         """Return the collectives of the device's library among these ranks."""
-        return ProcessLibrary(self.group, rank=self.rank, world_size=self.size, device=self.device)
+        return ProcessLibrary(
+            self.group,
+            rank=self.rank,
+            world_size=self.size,
+            device=self.device,
+            timeout_s=self.timeout_s,
+        )
 
 
 def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None) -> Ranks:

@@ -216,6 +216,11 @@ def _of_invariance(config: Config) -> Iterator[_Rule]:
 
 def _unserved(config: Config) -> Iterator[_Rule]:
     zero, again = config.zero_optimization, config.activation_checkpointing
+    yield (
+        config.check_replicas_every > 0 and zero.stage == 3,
+        "check_replicas_every needs zero_optimization.stage 0, 1 or 2, found 3, where no two ranks "
+        "have the same values",
+    )
     for key in ("profile", "synchronize_checkpoint_boundary"):
         yield (
             again is not None and getattr(again, key),

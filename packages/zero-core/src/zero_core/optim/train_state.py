@@ -307,3 +307,18 @@ class TrainState:
     def restart_step(self) -> None:
         """Begin the step under way again, as its last backward did not end."""
         self.accumulation.restart(f"rank {self._rank}: step {self.global_steps}")
+
+
+def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Describe the settings of parameter groups, to be compared between ranks.
+
+    Objects other than numbers and texts have no description that is the same on all ranks. It does
+    not wait for tensors on a device.
+    """
+    return {
+        f"optimizer group {index}, {key!r}": repr(value)
+        for index, group in enumerate(groups)
+        for key, value in group.items()
+        if isinstance(value, int | float | str | tuple | None)
+        or (isinstance(value, Tensor) and value.is_cpu)
+    }

@@ -9,6 +9,7 @@ the first, and its forward hook is moved behind those that came later, at each f
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,6 @@ from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.recompute import Recompute
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.experts import Routing
-from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.unit import Unit
 from zero_core.tiled.modules import TiledForwards
 
@@ -56,9 +56,9 @@ def install(
     for unit, module in zip(runtime.units, modules, strict=True):
         if not unit.is_tail:  # its module is the model, which the root's hooks are on
             handles += _hook_unit(runtime, unit, module)
-        for grads in unit.grads:
+        for number, grads in enumerate(unit.grads):
             for position, param in enumerate(grads.params):
-                handles.append(_hook_gradient(runtime, unit, grads, position, param))
+                handles.append(_hook_gradient(runtime, unit.index, number, position, param))
     handles += _hook_components(runtime, modules)
     handles += _hook_experts(runtime, experts)
     handles += _hook_routers(runtime)
@@ -99,14 +99,19 @@ def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[Removabl
 
 
 def _hook_gradient(
-    runtime: Runtime, unit: Unit, grads: FlatGrads, position: int, param: nn.Parameter
+    runtime: Runtime, index: int, number: int, position: int, param: nn.Parameter
 ) -> Any:
+    # torch hides these hooks of a tensor from the garbage collector: what one holds is never freed
+    # if it holds the tensor in turn. The hooks of modules keep the runtime as long as the model.
+    alive = weakref.ref(runtime)
+
     def take(param: nn.Parameter) -> None:
-        grad = get_grad(param)
-        if grad is None:  # an autograd.Function returned none for it
+        grad, runtime = get_grad(param), alive()
+        if grad is None or runtime is None:  # an autograd.Function returned none for it
             return
         set_grad(param, None)
-        runtime.gradient_ready(unit, grads, position, grad)
+        unit = runtime.units[index]
+        runtime.gradient_ready(unit, unit.grads[number], position, grad)
 
     is_required = param.requires_grad
     param.requires_grad_(True)  # torch hooks no other; the hook stays when it is switched off

@@ -60,6 +60,7 @@ from zero_core.sharded.experts import ExpertRounds, Routing
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.reductions import GradientSink, Reductions
 from zero_core.sharded.unit import Unit
+from zero_core.watch.place import OUTSIDE
 
 
 class _Running(NamedTuple):
@@ -110,6 +111,9 @@ class Runtime:
         self.prefetch = Prefetch(len(self.units))
         self.part_hooks = SuspendableHooks()
         self._communicator = communicator
+        self._place = communicator.place
+        self._forwards = [f"forward of {unit!r}" for unit in self.units]
+        self._backwards = [f"backward of {unit!r}" for unit in self.units]
         self._sink = sink
         self._params_with_grad = sink.params_with_grad
         self._has_sharded_params = has_sharded_params
@@ -175,6 +179,7 @@ class Runtime:
                     self.ready.discard(self._tail.index)
                     self._early_reads.watch()
         self._running.append(_Running(unit, module, sys.exception()))
+        self._place.enter(self._forwards[unit.index])
         self._use(unit, backward=False)
         if unit.experts:
             self._experts.entered.add(unit.index)
@@ -224,6 +229,7 @@ class Runtime:
         running = self._running
         if running and running[-1].unit is unit:  # else its pre-forward raised before it got here
             running.pop()
+            self._place.enter(self._forwards[running[-1].unit.index] if running else OUTSIDE)
             if not running:
                 if unit.is_root:
                     self._end_tail(is_saved=needs_grad and is_trained)
@@ -312,6 +318,7 @@ class Runtime:
             return
         self._end_early_reads()
         self._running.clear()
+        self._place.enter(OUTSIDE)
         self._forward = None
         self.saved.end_forward()
         self.release_all()
@@ -458,6 +465,7 @@ class Runtime:
         if previous is not None and previous is not unit and self._must_stay(previous):
             self._current = None  # it is released at the end of backward
         self.entered = unit
+        self._place.enter(self._backwards[unit.index])
         for skipped in self._order.enter(unit.index, forward):
             self._gather_skipped(skipped)
         if self._is_reducing:
@@ -526,6 +534,7 @@ class Runtime:
         self._experts.begin(is_whole=False)
         self._sink.begin_backward()
         self._is_backward_open = True
+        self._place.enter("backward")
         self._is_reducing = self._will_reduce()
         if not self._is_reducing:
             self._reductions.accumulate_locally()  # more is to come before anything is reduced
@@ -557,6 +566,8 @@ class Runtime:
                 self._reductions.start(index)
             self._reductions.finish()
         self.release_all()
+        if self._is_backward_open:
+            self._place.enter(OUTSIDE)
         self._is_backward_open = False
         self._stay_idle = set()
 

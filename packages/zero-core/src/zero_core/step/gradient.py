@@ -42,6 +42,7 @@ from zero_core.protocols import AccumulatingTier, AheadTier, WholeStateTier
 from zero_core.sharded.exact_sums import bin_powers, sum_bins
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.agreement import StepAgreement
 from zero_core.step.param_grads import ParamGrads
 from zero_core.step.statistics import GradientStatistics
 
@@ -121,6 +122,7 @@ class StepGradient:
             meter,
             is_invariant=config.world_size_invariant,
         )
+        self._agreement = StepAgreement(state, train, has_common_buffers=config.broadcast_buffers)
         self._is_agreed = False  # the statistics are those of the gradient as it is
         spans = {flat.segment.index: flat.local_span for flat in state.params}
         self._starts = {index: span[0] for index, span in spans.items() if span is not None}
@@ -243,6 +245,7 @@ class StepGradient:
                 has_unreduced=has_unreduced,
                 is_tail_late=is_tail_late,
                 left_out=left_out,
+                words=self._agreement.words(),
             )
             self._is_agreed = True
 
@@ -279,7 +282,11 @@ class StepGradient:
 
     def clear(self) -> None:
         if self._ahead:  # the step was broken off
-            is_void = self._statistics.has_unreduced or not self._is_to_be_taken(self._norm())
+            is_void = (
+                self._statistics.has_unreduced
+                or not self._statistics.is_hash_agreed
+                or not self._is_to_be_taken(self._norm())
+            )
             self._settle(is_void=is_void)
             self._ahead = []
         self.reopen()
@@ -388,7 +395,7 @@ class StepGradient:
         square_sum = self._statistics.device_square_sum
         scale = torch.full_like(square_sum, self._train.scaler.scale)
         norm = square_sum.sqrt() / scale
-        is_void = self._statistics.device_has_unreduced
+        is_void = self._statistics.device_is_void
         if self._is_checked:
             is_void = is_void | ~torch.isfinite(norm)
         found_inf = is_void.to(torch.float32)
@@ -415,7 +422,15 @@ class StepGradient:
         return self._config.check_grad_overflow or self._config.loss_scaling.enabled
 
     def decide(self) -> StepDecision:
-        """Decide on the step from what `agree` found."""
+        """Decide on the step from what `agree` found.
+
+        Raises:
+            RankMismatchError: ranks differ in what must be equal. Nothing was updated, except in
+                backward.
+        """
+        if not self._statistics.is_hash_agreed:
+            self._settle(is_void=True)
+            self._agreement.refuse(self._train.global_steps + 1)
         self.param_grads.close()
         used, scale = self._statistics.num_ranks_with_grad, self._train.scaler.scale
         norm = self._norm()

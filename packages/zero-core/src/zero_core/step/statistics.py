@@ -9,7 +9,7 @@ it reads. Meanwhile kernels may read the sum on the device.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from torch import Tensor
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
 from zero_core.sharded.exact_sums import NUM_BINS, sum_bins
+from zero_core.step.agreement import NUM_WORDS
 
-_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _WITH_GRAD, _FIRST_PARAM = 0, 1, 2, 3, 4
+_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _WITH_GRAD, _HASH = 0, 1, 2, 3, 4
+_SQUARES = _HASH + NUM_WORDS
+_FIRST_PARAM = _SQUARES + NUM_WORDS
 
 
 def statistics_nbytes(num_params: int, num_units: int, *, is_invariant: bool = False) -> int:
@@ -73,6 +76,7 @@ class GradientStatistics:
         has_unreduced: bool,
         is_tail_late: bool,
         left_out: Collection[int],
+        words: Sequence[float] = (0.0,) * NUM_WORDS,
     ) -> None:
         """Start to sum the statistics over all ranks. Every rank must call it.
 
@@ -84,6 +88,7 @@ class GradientStatistics:
             is_tail_late: whether this rank had a block's gradients before the tail's.
             left_out: units of which all ranks must say the same, or none: ``unit`` needed no
                 gradient on this rank, ``~unit`` is an expert's and was entered.
+            words: hash of what must be equal on all ranks: see `zero_core.step.agreement`.
         """
         self._wait()  # the upload of sums that nobody has read
         sent, total = self._sent, self._total
@@ -91,6 +96,9 @@ class GradientStatistics:
         sent[_UNREDUCED] = float(has_unreduced)
         sent[_TAIL_LATE] = float(is_tail_late)
         sent[_WITH_GRAD] = float(bool(params))
+        hashed = torch.tensor(words, dtype=torch.float64)
+        sent[_HASH:_SQUARES] = hashed
+        sent[_SQUARES:_FIRST_PARAM] = hashed.square()
         if params:
             sent[_FIRST_PARAM + torch.tensor(sorted(params))] = 1.0
         if left_out:  # ~unit counts from the end
@@ -142,6 +150,11 @@ class GradientStatistics:
         return bool(((counts == 0) | (counts == self._communicator.world_size)).all())
 
     @property
+    def is_hash_agreed(self) -> bool:
+        """Whether all ranks have the same ``words``. All ranks get the same answer."""
+        return bool(self._has_one_hash(self._known()))
+
+    @property
     def num_active_ranks(self) -> int:
         """Number of ranks with a gradient of any parameter: the others had no data."""
         return int(self._known()[_WITH_GRAD])
@@ -165,6 +178,10 @@ class GradientStatistics:
         return self._total[_SQUARE_SUM]
 
     @property
-    def device_has_unreduced(self) -> Tensor:
-        """`has_unreduced` as it is on the device: 0-dim, bool."""
-        return self._total[_UNREDUCED] > 0
+    def device_is_void(self) -> Tensor:
+        """Whether `has_unreduced` or not `is_hash_agreed`, as on the device: 0-dim, bool."""
+        return (self._total[_UNREDUCED] > 0) | ~self._has_one_hash(self._total)
+
+    def _has_one_hash(self, total: Tensor) -> Tensor:
+        sums, squares = total[_HASH:_SQUARES], total[_SQUARES:_FIRST_PARAM]
+        return (sums.square() == squares * self._communicator.world_size).all()

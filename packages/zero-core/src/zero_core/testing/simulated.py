@@ -33,6 +33,7 @@ from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 from zero_core.testing.late_device import NAME as LATE
 from zero_core.testing.late_device.library import LateWorld
+from zero_core.watch.place import Place
 
 _T = TypeVar("_T")
 
@@ -150,6 +151,8 @@ class _SimulatedControlGroup(ControlGroup):
     def __init__(self, network: _Network, rank: int, number: int) -> None:
         self.rank = rank
         self.world_size = network.world_size
+        self.place = Place()
+        self.watch = None
         self._network = network
         self._tag = ("control", number)
 
@@ -275,7 +278,7 @@ class SimulatedRanks(Ranks):
     network: _Network = field(kw_only=True)
     carrier: _SimulatedMessages = field(kw_only=True)
 
-    def connect(self) -> ControlGroup:
+    def connect(self, named_within_s: float | None = None) -> ControlGroup:
         return _SimulatedControlGroup(self.network, self.rank, self.carrier.next_channel())
 
     def messages(self) -> Messages:

@@ -147,7 +147,7 @@ class LateRanks(Ranks):
 
     base: LateLibrary = field(kw_only=True)
 
-    def connect(self) -> ControlGroup:
+    def connect(self, named_within_s: float | None = None) -> ControlGroup:
         return LibraryControlGroup(self.base, self.device)
 
     def library(self) -> DeviceLibrary:

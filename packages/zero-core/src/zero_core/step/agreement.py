@@ -1,0 +1,78 @@
+"""Facts that must be equal on all ranks in a step, or their updates would not fit together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from zero_core.errors import RankMismatchError
+from zero_core.layout.discovery import describe_buffers
+from zero_core.optim.train_state import TrainState, describe_groups
+from zero_core.sharded.sharded_state import ShardedState
+
+NUM_WORDS = 3
+"""Numbers of 16 bits that a hash consists of."""
+
+
+class StepAgreement:
+    """The optimizer's groups, trainable parameters, buffers and the accumulation of one rank.
+
+    A step sums a hash of them and its square over the ranks, in the reduction that it makes
+    anyway: all ``n`` ranks have the same ``h`` if and only if ``n * sum(h * h) == sum(h) ** 2``.
+    Sums of 16-bit numbers and their squares are exact in float64, for up to 2**21 ranks.
+    """
+
+    def __init__(self, state: ShardedState, train: TrainState, *, has_common_buffers: bool) -> None:
+        """``has_common_buffers``: they are broadcast, so each rank must have the same ones."""
+        self._control = state.control
+        self._train = train
+        self._names = state.param_names
+        self._params = [p for f in state.params if f.segment.is_trainable for p in f.params]
+        modules = state.module.named_modules() if has_common_buffers else ()
+        self._with_buffers = [(name, m) for name, m in modules if m._buffers]
+        self._hashed: Any = None
+        self._words = [0.0] * NUM_WORDS
+
+    def words(self) -> list[float]:
+        """Return this rank's hash: `NUM_WORDS` integers below 2**16."""
+        facts = (
+            describe_groups(self._train.hyperparameters()),
+            [param.requires_grad for param in self._params],
+            _buffers(self._with_buffers),
+            self._train.accumulation.steps,
+            self._train.scaler.scale,
+        )
+        if facts != self._hashed:  # the hash takes longer than the comparison
+            self._hashed = facts
+            digest = hashlib.sha256(repr(facts).encode()).digest()
+            pairs = (digest[2 * i : 2 * i + 2] for i in range(NUM_WORDS))
+            self._words = [float(int.from_bytes(pair, "big")) for pair in pairs]
+        return self._words
+
+    def refuse(self, step: int) -> None:
+        """Raise, on all ranks, with what differs in step number ``step``. All must call it.
+
+        Raises:
+            RankMismatchError: always.
+        """
+        facts = describe_groups(self._train.hyperparameters())
+        for param in self._params:
+            facts[f"parameter {self._names[id(param)]}"] = (
+                "trainable" if param.requires_grad else "frozen"
+            )
+        facts |= _buffers(self._with_buffers)
+        facts["gradient_accumulation_steps"] = str(self._train.accumulation.steps)
+        facts["loss scale"] = str(self._train.scaler.scale)
+        found = self._control.differences(facts)
+        raise RankMismatchError(
+            f"rank {self._control.rank}, step {step}: not updated, as ranks differ in {found}. "
+            "Every rank must set the same: a schedule that follows the loss needs the mean over "
+            "all ranks"
+        )
+
+
+def _buffers(modules: list[tuple[str, nn.Module]]) -> Mapping[str, str]:
+    return {key: text for name, m in modules for key, text in describe_buffers(m, name).items()}

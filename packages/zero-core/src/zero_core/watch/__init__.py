@@ -1,0 +1,1 @@
+"""Names the rank that others wait for: heartbeats, and what follows from them."""

@@ -1,0 +1,191 @@
+"""Heartbeats of ranks, and what those of all ranks say of a wait.
+
+[Note: which rank the others wait for]
+A rank publishes a beat every tenth of the time set, by a thread. So a stopped or dead process, or
+one whose interpreter is held, publishes none. A rank that waits for long compares two beats of each
+rank. Their times are those of its own clock: clocks of hosts need not agree.
+
+1. A rank that failed, ended or shows no sign of life is the cause.
+2. Else, if any rank has moved meanwhile, it is slow, and nothing is said: slow steps are healthy.
+3. Else a rank that waits for no other is the cause. It is busy in one place, which may be healthy.
+4. Else all wait. If not for the same collective, they took different branches.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zero_core.watch.place import OUTSIDE
+from zero_core.watch.processes import process_namespace, process_state
+
+_MAX_RANKS = 4
+_STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
+
+
+class Beat(NamedTuple):
+    """State of a rank that it publishes.
+
+    Attributes:
+        number: increases with each beat.
+        place: `zero_core.watch.place.Place.doing`, with the step.
+        waits_for: the collective that it waits for, with the step, or an empty string.
+        num_changes: of its place.
+        still_s: how long it has been there.
+        cause: the error of its own that others wait in vain for, or how it ended.
+        has_given_up: whether it failed as it waited for another rank.
+        pid: its process.
+        namespace: of ``pid``.
+    """
+
+    number: int
+    place: str
+    waits_for: str
+    num_changes: int
+    still_s: float
+    cause: str
+    has_given_up: bool
+    pid: int
+    namespace: str
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Beat:
+        return cls(*json.loads(text))
+
+
+class Verdict(NamedTuple):
+    """Reason for which a rank waits.
+
+    Attributes:
+        text: names ranks.
+        level: of `logging`: ERROR for what does not heal by itself.
+        is_final: whether waiting longer would not change it.
+    """
+
+    text: str
+    level: int
+    is_final: bool
+
+
+@dataclass
+class _Seen:
+    """The last beat of a rank, and when this rank first saw its number and its place."""
+
+    beat: Beat
+    since: float
+    place_since: float
+
+
+class Beats:
+    """The beats of all ranks, as one rank has seen them since it began to wait."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._seen: dict[int, _Seen] = {}
+        self._namespace = process_namespace()
+
+    def forget(self) -> None:
+        self._seen.clear()
+
+    def add(self, beats: Mapping[int, Beat], now: float) -> None:
+        """Add the ranks' beats, read at ``now``."""
+        for rank, beat in beats.items():
+            seen = self._seen.get(rank)
+            if seen is None:
+                self._seen[rank] = _Seen(beat, now, now)
+                continue
+            if seen.beat.num_changes != beat.num_changes:
+                seen.place_since = now
+            if seen.beat.number != beat.number:
+                seen.since = now
+            seen.beat = beat
+
+    def judge(self, now: float, *, silence_s: float, patience_s: float) -> Verdict | None:
+        """Return what keeps this rank waiting. See [Note: which rank the others wait for].
+
+        None if some rank moves or all wait for the same. A rank that has not beaten for
+        ``silence_s`` is without a sign of life. One that is busy in a place for less than
+        ``patience_s`` moves.
+        """
+        found = self._failed(now, silence_s)
+        if found:
+            return Verdict(_join(found), logging.ERROR, True)
+        others = {rank: seen for rank, seen in self._seen.items() if rank != self._rank}
+        at_work = {r: s for r, s in others.items() if not s.beat.has_given_up}
+        if any(now - seen.place_since < silence_s for seen in at_work.values()):
+            return None
+        busy = {r: s for r, s in at_work.items() if not s.beat.waits_for}
+        if any(_age_s(seen, now) < patience_s for seen in busy.values()):
+            return None
+        if busy:
+            said = [
+                f"rank {rank} has been in {s.beat.place} for {_age(s, now)}"
+                for rank, s in busy.items()
+            ]
+            return Verdict(_join(said), logging.WARNING, False)
+        waits: dict[str, list[int]] = {}
+        own = {r: s for r, s in self._seen.items() if r == self._rank}
+        for rank, seen in sorted((at_work | own).items()):
+            waits.setdefault(seen.beat.waits_for, []).append(rank)
+        waits.pop("", None)
+        if others and not at_work:
+            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.ERROR, True)
+        if len(waits) < 2:
+            return None
+        said = [f"{count_ranks(ranks)} in {what}" for what, ranks in waits.items()]
+        text = f"the ranks took different branches: they wait {_join(said)}"
+        return Verdict(text, logging.ERROR, True)
+
+    def _failed(self, now: float, silence_s: float) -> list[str]:
+        """Say which ranks failed, ended, or show no sign of life."""
+        said = []
+        for rank, seen in sorted(self._seen.items()):
+            beat = seen.beat
+            if rank == self._rank or beat.has_given_up:
+                continue
+            if beat.cause:
+                said.append(f"rank {rank}: {beat.cause}")
+                continue
+            is_near = self._namespace == beat.namespace != ""
+            state = process_state(beat.pid) if is_near else ""
+            is_silent = now - seen.since >= silence_s
+            if state in ("Z", "X"):
+                said.append(f"the process of rank {rank} has ended, last seen in {beat.place}")
+            elif state in _STOPPED or is_silent:
+                how = _STOPPED.get(state, "its process runs" if state else "process or network")
+                since = f"{now - seen.since:.1f} s ({how}), last seen in {_where(beat)}"
+                said.append(f"no sign of life of rank {rank} for {since}")
+        return said
+
+
+def _where(beat: Beat) -> str:
+    return f"{beat.place}, waiting for {beat.waits_for}" if beat.waits_for else beat.place
+
+
+def _age(seen: _Seen, now: float) -> str:
+    is_outside = seen.beat.place.startswith(OUTSIDE)
+    more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
+    return f"{_age_s(seen, now):.1f} s{more}"
+
+
+def _age_s(seen: _Seen, now: float) -> float:
+    """Return how long a rank has been in its place."""
+    return seen.beat.still_s + now - seen.since
+
+
+def _join(said: list[str]) -> str:
+    more = [f"and {len(said) - _MAX_RANKS} more"] if len(said) > _MAX_RANKS else []
+    return "; ".join(said[:_MAX_RANKS] + more)
+
+
+def count_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1", "ranks 0, 2", or the first few and how many more."""
+    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    named = ", ".join(map(str, ranks[:_MAX_RANKS]))
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {named}{more}"

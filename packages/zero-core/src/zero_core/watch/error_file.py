@@ -1,0 +1,27 @@
+"""Error file of a rank, which torchrun reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_error_file(kind: str, message: str) -> None:
+    """Write an error in torchelastic's format to ``TORCHELASTIC_ERROR_FILE``, if that is set.
+
+    torchrun reads it if the rank ends with an exit code other than 0.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    details = {
+        "py_callstack": "".join(traceback.format_stack()),
+        "timestamp": str(int(time.time())),
+    }
+    content = {"message": {"message": f"{kind}: {message}", "extraInfo": details}}
+    with suppress(OSError):  # the error itself is raised or logged in any case
+        Path(path).write_text(json.dumps(content), encoding="utf-8")

@@ -1,0 +1,51 @@
+"""Place of a rank in its program, as other ranks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+OUTSIDE = "the program outside of the engine"
+"""`Place.doing` between two calls of the engine."""
+
+
+class Place:
+    """Place of this rank in its program. The main thread writes it, that of heartbeats reads it.
+
+    Attributes:
+        doing: such as "forward of unit 3 (blocks.2)".
+        num_steps: steps that have ended.
+        waits_for: the collective that the host waits for, or an empty string.
+        num_changes: increases with each change of the others. A rank in which it does not change
+            is at one place.
+    """
+
+    __slots__ = ("doing", "num_changes", "num_steps", "waits_for")
+
+    def __init__(self) -> None:
+        self.doing = OUTSIDE
+        self.num_steps = 0
+        self.waits_for = ""
+        self.num_changes = 0
+
+    def enter(self, doing: str) -> None:
+        self.doing = doing
+        self.num_changes += 1
+
+    def begin_wait(self, what: str) -> None:
+        self.waits_for = what
+        self.num_changes += 1
+
+    def end_wait(self) -> None:
+        self.waits_for = ""
+        self.num_changes += 1
+
+    @contextmanager
+    def during(self, doing: str) -> Iterator[None]:
+        """Be at ``doing`` in this context, and afterwards where it was before."""
+        before = self.doing
+        self.enter(doing)
+        try:
+            yield
+        finally:
+            self.enter(before)

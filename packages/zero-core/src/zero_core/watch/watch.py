@@ -1,0 +1,253 @@
+"""Publishes where this rank is, and logs whom it waits for once a wait is long.
+
+One thread of the process looks after all engines. [Note: which rank the others wait for] in
+`zero_core.watch.beats` has the rules. Times are shares of the one that is set, ``within_s``: beats
+are published and compared every tenth, from 0.3 on others are observed, at 0.7 the line is logged.
+
+gloo raises where a collective is waited for. NCCL's ``wait`` returns at once, and a rank that hangs
+shows in torch's own watchdog alone, as a number of a collective. There `DeviceWaits` knows which
+collective the device waits for, and the thread asks it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from typing import Protocol
+
+from zero_core.watch.beats import Beat, Beats, Verdict
+from zero_core.watch.device_waits import DeviceWaits
+from zero_core.watch.error_file import write_error_file
+from zero_core.watch.place import OUTSIDE, Place
+from zero_core.watch.processes import process_namespace
+
+_log = logging.getLogger(__name__)
+
+_BEAT, _OBSERVE, _SILENCE, _LOG = 0.1, 0.3, 0.3, 0.7
+"""Shares of ``within_s``: between two beats; of a wait before others are observed; without a beat
+before a rank is without a sign of life; of a wait before a line is logged."""
+_LONG = 6
+"""What touches disks is named so many times later, if its rank is alive."""
+_LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
+_MIN_SILENCE_S = 0.5
+
+
+class Board(Protocol):
+    """Place where ranks put their beats. Errors of its connection are RuntimeErrors."""
+
+    def publish(self, beat: str) -> None:
+        """Replace this rank's beat."""
+
+    def read(self) -> dict[int, str]:
+        """Return the beats of all ranks that have published one."""
+
+
+class Watch:
+    """Watches the waits of one engine. See the top of this file."""
+
+    def __init__(
+        self,
+        board: Board,
+        place: Place,
+        *,
+        rank: int,
+        within_s: float,
+        device_waits: DeviceWaits | None = None,
+    ) -> None:
+        """Publish the first beat. ``within_s`` 0: publish failures alone, and log nothing."""
+        self.interval_s = _BEAT * within_s
+        self._board = board
+        self._place = place
+        self._rank = rank
+        self._within_s = within_s
+        self.device_waits = device_waits
+        self._beats = Beats(rank)
+        self._number = 0
+        self._cause = ""
+        self._has_given_up = False
+        self._is_lost = False
+        self._namespace = process_namespace()
+        self._lock = threading.Lock()
+        self._last_tick = time.monotonic()
+        self._still = (-1, self._last_tick)  # the place's number of changes, and since when
+        self._wait: tuple[object, float] = (None, self._last_tick)  # what is waited for, since when
+        self._logged: int = 0  # level of what was logged of it
+        self.publish(self._last_tick)
+
+    # ------------------------------------------------------------------ thread
+
+    def tick(self, now: float) -> None:
+        """Publish a beat, and log whom this rank waits for if it has done so for long.
+
+        ``now`` is in seconds. The thread calls it.
+        """
+        with self._lock:
+            self.publish(now)
+            identity, what = self._find_wait()
+            if identity != self._wait[0]:
+                self._wait = (identity, self._last_tick)
+                self._logged = 0
+                self._beats.forget()
+            waited_s = now - self._wait[1]
+            if identity is not None and waited_s >= _OBSERVE * self._within_s:
+                self._beats.add(self._read(), now)
+                if waited_s >= _LOG * self._within_s:
+                    self._log(what, waited_s, self._judge(now))
+            self._last_tick = now
+
+    def _find_wait(self) -> tuple[object, str]:
+        """Return the identity and the name of the wait under way. Those of the host are first."""
+        place = self._place
+        what, number = place.waits_for, place.num_changes
+        if what:
+            return number, what
+        oldest = None if self.device_waits is None else self.device_waits.oldest()
+        return (None, "") if oldest is None else (oldest, oldest[0])
+
+    def _log(self, what: str, waited_s: float, verdict: Verdict | None) -> None:
+        if verdict is None or verdict.level <= self._logged:
+            return
+        is_patient = verdict.level < logging.ERROR and any(p in verdict.text for p in _LONG_PHASES)
+        if is_patient and waited_s < _LONG * self._within_s:
+            return
+        self._logged = verdict.level
+        line = f"rank {self._rank}: {what} has not ended for {waited_s:.1f} s: {verdict.text}"
+        _log.log(verdict.level, "%s", line)
+        if verdict.level >= logging.ERROR and not self._place.waits_for:
+            write_error_file("CollectiveError", line)  # the library ends this process in silence
+
+    def _judge(self, now: float) -> Verdict | None:
+        within_s = self._within_s or math.inf
+        return self._beats.judge(
+            now, silence_s=_SILENCE * within_s, patience_s=_LOG * self._within_s
+        )
+
+    # ------------------------------------------------------------- both threads
+
+    def publish(self, now: float | None = None) -> None:
+        """Publish a beat."""
+        now = time.monotonic() if now is None else now
+        place = self._place
+        if place.num_changes != self._still[0]:
+            self._still = (place.num_changes, now)
+        _, waits_for = self._find_wait()
+        step = f" of step {place.num_steps + 1}"
+        after = f", after step {place.num_steps}"
+        self._number += 1
+        beat = Beat(
+            self._number,
+            place.doing + (after if place.doing == OUTSIDE else step),
+            waits_for and waits_for + step,
+            place.num_changes,
+            now - self._still[1],
+            self._cause,
+            self._has_given_up,
+            os.getpid(),
+            self._namespace,
+        )
+        if not self._is_lost:
+            try:
+                self._board.publish(beat.to_json())
+            except RuntimeError:  # its host, often a rank, has ended
+                self._is_lost = True
+
+    def _read(self) -> dict[int, Beat]:
+        if self._is_lost:
+            return {}
+        try:
+            return {rank: Beat.from_json(text) for rank, text in self._board.read().items()}
+        except RuntimeError:
+            self._is_lost = True
+            return {}
+
+    # -------------------------------------------------------------- main thread
+
+    def note_cause(self, cause: str) -> None:
+        """Have the others' errors name ``cause`` of this rank. An empty string takes it back."""
+        with self._lock:
+            self._cause = cause
+            self.publish()
+
+    def explain(self) -> str:
+        """Say which rank is the cause of this rank's failure in a collective, if it is known.
+
+        It may take as long as a rank must be silent to be without a sign of life.
+        """
+        silence_s = max(_SILENCE * self._within_s, _MIN_SILENCE_S)
+        deadline = time.monotonic() + silence_s + 2 * self.interval_s
+        with self._lock:
+            self._has_given_up = True
+            self.publish()
+            while True:
+                now = time.monotonic()
+                self._beats.add(self._read(), now)
+                verdict = self._judge(now)
+                is_late = now >= deadline or self._is_lost
+                if is_late or (verdict is not None and verdict.is_final):
+                    break
+                time.sleep(min(max(self.interval_s, 0.01), 0.1))
+        if verdict is None:
+            lost = "the store of the process group has ended, often with the rank that held it"
+            return lost if self._is_lost else ""
+        return verdict.text
+
+    def close(self, how: str) -> None:
+        """End: this rank publishes no beats any more. ``how`` it ended is what others read."""
+        _watches.discard(self)
+        self.note_cause(how)
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+_is_exiting = threading.Event()
+
+
+def start(watch: Watch) -> None:
+    """Have the thread of this process serve ``watch`` until its end."""
+    global _thread
+    with _lock:
+        _watches.add(watch)
+        if _thread is None:
+            # A daemon: it must not keep the process from ending.
+            _thread = threading.Thread(target=_serve, name="zero_core watch", daemon=True)
+            _thread.start()
+
+
+def _serve() -> None:
+    global _thread
+    while True:
+        with _lock:
+            intervals = [watch.interval_s for watch in _watches]
+            if not intervals:
+                _thread = None
+                return
+        if _is_exiting.wait(min(intervals)):
+            return
+        _tick_all()  # in a call: this thread keeps no watch while it sleeps
+
+
+def _tick_all() -> None:
+    for watch in list(_watches):
+        watch.tick(time.monotonic())
+
+
+def _end() -> None:
+    """End the thread before the interpreter does, and say how this process ends."""
+    thread = _thread
+    _is_exiting.set()
+    if thread is not None:
+        thread.join(2.0)
+    error = getattr(sys, "last_value", None)  # foreign: the interpreter's, of an uncaught error
+    how = "its program has ended" if error is None else f"{type(error).__name__}: {error}"
+    for watch in list(_watches):
+        watch.close(how)
+
+
+atexit.register(_end)

@@ -1,0 +1,197 @@
+"""Who is named when ranks wait for each other, in virtual time."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from zero_core.watch import beats
+from zero_core.watch.place import OUTSIDE, Place
+from zero_core.watch.watch import Watch
+
+WITHIN_S = 10.0
+FORWARD = [f"forward of unit {u} (blocks.{u - 1})" for u in range(1, 5)]
+_Stage = tuple[str, str, float]
+"""A place, the collective that all ranks meet in behind it, and how long a rank is there."""
+
+
+class _Ranks:
+    """Ranks that follow a program of places. Each collective ends when all ranks are in it."""
+
+    def __init__(self, size: int, *, within_s: float = WITHIN_S) -> None:
+        self.now = 0.0
+        self.table: dict[int, str] = {}
+        self.silent: set[int] = set()
+        """Ranks whose process is stopped."""
+        self.places = [Place() for _ in range(size)]
+        self.watches = []
+        for rank, place in enumerate(self.places):
+            self._publisher = rank
+            self.watches.append(
+                Watch(_Board(self.table, rank), place, rank=rank, within_s=within_s)
+            )
+            self.watches[-1].tick(0.0)
+
+    def tick(self, until: float) -> None:
+        """Let time pass up to ``until``, with the beats of the time between."""
+        step = self.watches[0].interval_s
+        while self.now + step <= until:
+            self.now += step
+            for rank, watch in enumerate(self.watches):
+                if rank not in self.silent:
+                    watch.tick(self.now)
+
+    def run(self, stages: Iterator[list[_Stage]]) -> None:
+        """Run stages: each has a rank's place, the collective behind it, and its seconds."""
+        for stage in stages:
+            start = self.now
+            for place, (doing, _, _) in zip(self.places, stage, strict=True):
+                place.enter(doing)
+            order = sorted(range(len(stage)), key=lambda rank: stage[rank][2])
+            for rank in order:
+                self.tick(start + stage[rank][2])
+                self.places[rank].begin_wait(stage[rank][1])
+            for place in self.places:
+                place.end_wait()
+            self.now = max(self.now, start + max(s for _, _, s in stage) - 1e-9)
+
+
+class _Board:
+    def __init__(self, table: dict[int, str], rank: int) -> None:
+        self._table = table
+        self._rank = rank
+
+    def publish(self, beat: str) -> None:
+        self._table[self._rank] = beat
+
+    def read(self) -> dict[int, str]:
+        return self._table
+
+
+@pytest.fixture(autouse=True)
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of different hosts: none sees another's process."""
+    monkeypatch.setattr(beats, "process_state", lambda pid: "")
+
+
+def healthy(num_steps: int, size: int) -> Iterator[list[_Stage]]:
+    """Steps of different length, with evaluations, saves, compilation and a slow rank."""
+    chance = random.Random(1)
+    for step in range(num_steps):
+        slow = 9.0 if step % 1000 == 7 else 0.0  # a rank that goes from unit to unit, slowly
+        for number, doing in enumerate(FORWARD):
+            compiled = 60.0 if step == 0 else 0.0  # on all ranks
+            yield [
+                (doing, f"all_gather of unit {number + 1}", compiled + chance.random() / 9)
+                for _ in range(size)
+            ]
+            if slow:
+                for _ in range(4):  # the other ranks wait for 24 s
+                    yield from _busy(size, doing, number)
+        if step % 500 == 499:  # all ranks save; rank 0 writes for 50 s
+            yield [
+                ("save_checkpoint()", "control exchange", 50.0 if r == 0 else 1.0)
+                for r in range(size)
+            ]
+        yield [("step()", "sum of the step's statistics", chance.random() / 9)] * size
+
+
+def _busy(size: int, doing: str, number: int) -> Iterator[list[_Stage]]:
+    yield [
+        (f"{doing}", f"all_gather of unit {number}", 6.0 if r == 1 else 0.1) for r in range(size)
+    ]
+
+
+@pytest.mark.parametrize("num_steps", [2000])
+def test_no_line_is_logged_in_healthy_steps(
+    num_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = _Ranks(3)
+    ranks.run(healthy(num_steps, 3))
+    assert ranks.now > 1000.0
+    assert not caplog.records
+
+
+def _hang(ranks: _Ranks, act: Callable[[_Ranks], None]) -> None:
+    ranks.run(healthy(5, len(ranks.places)))
+    for place in ranks.places:
+        place.num_steps = 5
+        place.enter(FORWARD[1])
+        place.begin_wait("all_gather of unit 3 (blocks.2)")
+    ranks.tick(ranks.now + 1.0)
+    act(ranks)
+    for rank, place in enumerate(ranks.places):
+        if rank != 1:
+            place.begin_wait("all_gather of unit 4 (blocks.3)")
+    ranks.tick(ranks.now + WITHIN_S)
+
+
+def _stop(ranks: _Ranks) -> None:
+    ranks.silent.add(1)
+
+
+def _turn(ranks: _Ranks) -> None:
+    ranks.places[1].begin_wait("reduce_scatter of unit 2 (blocks.1)")
+
+
+def _stay(ranks: _Ranks) -> None:
+    ranks.places[1].end_wait()
+    ranks.places[1].enter(FORWARD[2])
+
+
+def _leave(ranks: _Ranks) -> None:
+    ranks.places[1].end_wait()
+    ranks.places[1].enter(OUTSIDE)
+
+
+@pytest.mark.parametrize(
+    ("act", "level", "said"),
+    [
+        (_stop, logging.ERROR, "no sign of life of rank 1 for"),
+        (
+            _stop,
+            logging.ERROR,
+            "last seen in forward of unit 2 (blocks.1) of step 6, waiting",
+        ),
+        (_turn, logging.ERROR, "branches: they wait"),
+        (_turn, logging.ERROR, "rank 1 in reduce_scatter of unit 2 (blocks.1) of step 6"),
+        (_stay, logging.WARNING, "rank 1 has been in forward of unit 3 (blocks.2) of step 6 for"),
+        (_leave, logging.WARNING, "rank 1 has been in the program outside of the engine, after s"),
+    ],
+)
+def test_each_rank_that_waits_names_the_cause_once_in_time(
+    act: Any, level: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = _Ranks(3)
+    _hang(ranks, act)
+    waiting = [0, 1, 2] if act is _turn else [0, 2]
+    for rank in waiting:
+        (record,) = [r for r in caplog.records if r.getMessage().startswith(f"rank {rank}: ")]
+        assert record.levelno == level
+        assert said in record.getMessage()
+    ranks.tick(ranks.now + 100.0)
+    assert len(caplog.records) == len(waiting)
+
+
+def test_a_rank_that_gave_up_is_not_the_cause() -> None:
+    ranks = _Ranks(3, within_s=0.0)
+    ranks.watches[1].note_cause("the forward of unit 1 (blocks.0) raised ArithmeticError: NaN")
+    assert "rank 1: the forward of unit 1" in ranks.watches[2].explain()
+    ranks.watches[1].note_cause("")
+    ranks.watches[1].close("its engine was closed")
+    assert ranks.watches[0].explain() == "rank 1: its engine was closed"
+
+
+if __name__ == "__main__":  # 10**5 steps take a minute
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    world = _Ranks(3)
+    world.run(healthy(int(sys.argv[1]), 3))
+    print(f"{sys.argv[1]} steps, {world.now:.0f} s of virtual time, {len(found)} lines")
