@@ -25,7 +25,7 @@ import random
 import shutil
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -123,22 +123,19 @@ def save_checkpoint(
         row = [written, scalars, random.getstate(), wholes]
         rows = control.gather_bytes(json.dumps(row).encode())
 
-        def write_manifest() -> None:
+        def describe() -> None:
             if not is_first:
                 return
             gathered = [json.loads(row) for row in rows]
             manifest = _manifest(state, gathered, names, kept, client_state)
-            data = seal({**manifest, "has_frozen": has_frozen})
-            parse(data, MANIFEST)  # nothing is saved that could not be loaded
-            _write_synced(aside.folder / MANIFEST, data)
-            sync_folder(aside.folder)
+            write_manifest(aside.folder, {**manifest, "has_frozen": has_frozen})
 
         def finish() -> None:
             if is_first:
-                _swap_in(aside, place, is_latest=is_latest)
+                swap_in(aside, place, is_latest=is_latest)
                 prune(directory, keep_last=keep_last, keep_every=keep_every, newest=tag)
 
-        control.together("checkpoint: write", write_manifest)
+        control.together("checkpoint: write", describe)
         control.together("checkpoint: finish", finish)
     finally:
         aside.remove()
@@ -183,16 +180,16 @@ def _write_tensors(
             tensors = _slices(state, state.tier, name)
         else:
             tensors = {str(s): state.own_state(s, name) for s in trainable}
-        written |= _write_file(folder, file_name(name, rank), tensors)
+        written |= write_file(folder, file_name(name, rank), tensors)
     if has_frozen:
         tensors = {str(s): state.own_slice(s) for s in frozen}
-        written |= _write_file(folder, file_name(VALUE, rank), tensors)
+        written |= write_file(folder, file_name(VALUE, rank), tensors)
     rng = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    written |= _write_file(folder, file_name(RNG, rank), rng)
+    written |= write_file(folder, file_name(RNG, rank), rng)
     if rank == 0:
-        written |= _write_file(folder, BUFFERS, state.buffers())
+        written |= write_file(folder, BUFFERS, state.buffers())
     return written
 
 
@@ -224,7 +221,7 @@ def _write_whole_states(state: ShardedState, folder: Path, written: _Facts) -> d
         kept = tier.read_whole_state(param)
         if tier.owner_of(param) == rank:
             found[spec.name] = {"file": name, "state": flatten(kept, spec.name, tensors)}
-    written |= _write_file(folder, name, tensors)
+    written |= write_file(folder, name, tensors)
     return found
 
 
@@ -233,23 +230,36 @@ def _scalars(state: ShardedState) -> dict[str, dict[str, float]]:
     return {spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()}
 
 
-def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> _Facts:
-    """Write a safetensors file through to the disk, and return its size and checksums."""
+def write_file(
+    folder: Path, name: str, tensors: Mapping[str, Tensor | Sequence[Tensor]]
+) -> dict[str, dict[str, Any]]:
+    """Write a safetensors file through to the disk, and return its size and checksums.
+
+    A sequence of 1-D tensors stands for their concatenation, which is not made.
+
+    Raises:
+        CheckpointError: there is no room, or a file of that name.
+    """
     path = folder / name
+    parts = {key: (t,) if isinstance(t, Tensor) else tuple(t) for key, t in tensors.items()}
     # The order of the safetensors library: every tensor is aligned to its elements.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header = make_header(((key, t.dtype, t.shape) for key, t in ordered), {})
+    ordered = sorted(parts.items(), key=lambda item: (-item[1][0].dtype.itemsize, item[0]))
+    header = make_header(((key, ts[0].dtype, _joined_shape(ts)) for key, ts in ordered), {})
     summed = _Summed()
     try:
         with create(path) as file:
             summed.write(file, memoryview(header))
-            for _, tensor in ordered:
+            for tensor in (t for _, ts in ordered for t in ts):
                 value = tensor.contiguous()  # as long as its bytes are written
                 summed.write(file, bytes_of(value))
             os.fsync(file.fileno())
     except OSError as error:
         raise no_room(path, error, _ADVICE) from error
     return {name: {"bytes": summed.size, "crc32": summed.crcs}}
+
+
+def _joined_shape(parts: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(parts[0].shape) if len(parts) == 1 else (sum(t.numel() for t in parts),)
 
 
 class _Summed:
@@ -323,7 +333,7 @@ def _describe(spec: ParamSpec) -> dict[str, Any]:
     return {**found, "memory_order": list(spec.order)} if spec.is_opaque else found
 
 
-def _swap_in(aside: Aside, place: Path, *, is_latest: bool) -> None:
+def swap_in(aside: Aside, place: Path, *, is_latest: bool) -> None:
     """Rename ``aside`` to ``place``, whose old content stays readable until then."""
     directory, old = place.parent, place.with_name(f".{place.name}.old")
     mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
@@ -344,8 +354,16 @@ def _swap_in(aside: Aside, place: Path, *, is_latest: bool) -> None:
         mark.unlink(missing_ok=True)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
+    """Check a manifest, and write it and the names in ``folder`` through to the disk.
+
+    Raises:
+        CheckpointError: it could not be loaded, or there is no room.
+    """
+    data = seal(content)
+    parse(data, MANIFEST)  # nothing is saved that could not be loaded
     try:
-        write_synced(path, data)
+        write_synced(folder / MANIFEST, data)
+        sync_folder(folder)
     except OSError as error:
-        raise no_room(path, error, _ADVICE) from error
+        raise no_room(folder / MANIFEST, error, _ADVICE) from error
