@@ -24,12 +24,12 @@ class Program:
         pid: number of the process that was started.
     """
 
-    def __init__(self, *arguments: str) -> None:
-        """Run Python with ``arguments``."""
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        """Run Python with ``arguments``, and with ``variables`` in its environment."""
         self._output = Path(tempfile.mkdtemp(), "output")
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
             stdout=self._output.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -34,7 +34,8 @@ def run_ranks(arguments: Namespace) -> int:
         failed first.
     """
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_PERIOD_S))
-    if arguments.max_restarts:  # see `rendezvous`; a program that joins by itself needs it
+    # See `rendezvous`: for programs that join by themselves, and for nodes that come later.
+    if arguments.max_restarts or ":" in arguments.nnodes:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # torchrun tells at length what is said here in one line, or is part of a normal end.
     for name in logging.root.manager.loggerDict:  # each has a level of its own
