@@ -74,7 +74,8 @@ def load_checkpoint(
         _match(state, manifest, place, without)
         _check_frozen(manifest, place, without)
         progress.check(decode(manifest.progress), without)
-        decode(manifest.client_state)
+        if not isinstance(decode(manifest.client_state), dict):
+            raise CheckpointCorruptError(f"{place}: the client state is no mapping")
         return Reader(place, manifest)
 
     reader = control.together("checkpoint: find", look)

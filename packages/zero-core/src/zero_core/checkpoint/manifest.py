@@ -168,8 +168,8 @@ class Manifest(_Strict):
         _check_names(self)
         _check_layout(self)
         _check_states(self)
+        _check_rng(self)  # as many as there are ranks: before anything is made for each
         _check_files(self)
-        _check_rng(self)
         return self
 
     @cached_property
@@ -274,9 +274,9 @@ def _check_files(manifest: Manifest) -> None:
             raise ValueError(f"files.{name}: crc32 is not that of version {manifest.version}")
         if len(crcs) != max(-(-facts.bytes // chunk), 1):
             raise ValueError(f"files.{name} has {len(crcs)} checksums for {facts.bytes} bytes")
-    missing = [name for name in _needed_files(manifest) if name not in manifest.files]
-    if missing:
-        raise ValueError(f"files has no {missing[0]}")
+    missing = next((n for n in _needed_files(manifest) if n not in manifest.files), None)
+    if missing is not None:
+        raise ValueError(f"files has no {missing}")
 
 
 def _needed_files(manifest: Manifest) -> Iterator[str]:

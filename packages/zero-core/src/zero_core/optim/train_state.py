@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from zero_core.config import Config, Fp16Config
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.optim.schedules.base import Schedule, check_state, resume_rates
 
 _log = logging.getLogger(__name__)
 
+_NUMBER = int | float
 _MEANT = "; if that is meant, load without the schedule"
 _NO_SAVED = "the engine's schedule stays where it is: none was saved" + _MEANT
 _NO_OWN = "the schedule that was saved is not used: the engine has none" + _MEANT
@@ -165,6 +167,24 @@ class LossScaler:
             "steps_since_change": self.steps_since_change,
         }
 
+    def check(self, state: object) -> None:
+        """Refuse what `load_state_dict` could not restore.
+
+        Raises:
+            CheckpointCorruptError: it is not what `state_dict` returns.
+        """
+        names = ("hysteresis_left", "steps_since_change")
+        is_right = isinstance(state, Mapping) and (
+            not state
+            or (
+                isinstance(state.get("scale"), _NUMBER)
+                and 0 < state["scale"] < math.inf
+                and all(_is_count(state.get(name)) for name in names)
+            )
+        )
+        if not is_right:
+            raise CheckpointCorruptError(f"progress.loss_scaler is {state!r:.200}")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`. A constant scale stays what the configuration says."""
         if self.is_dynamic and state:
@@ -261,17 +281,57 @@ class TrainState:
 
         Raises:
             CheckpointError: the schedule's state is not one that the engine's can go on from.
+            CheckpointCorruptError: it is not what `state_dict` returned for such an optimizer.
         """
-        scheduler, state = self.lr_scheduler, saved["lr_scheduler"]
-        if "lr_scheduler" in without:
-            return
+        missing = sorted(self.state_dict().keys() - saved.keys())
+        if missing:
+            raise CheckpointCorruptError(f"progress has no {missing[0]}")
+        for name in ("global_steps", "micro_steps", "skipped_steps"):
+            if not _is_count(saved[name]):
+                raise CheckpointCorruptError(f"progress.{name} is {saved[name]!r:.100}")
+        self.scaler.check(saved["loss_scaler"])
+        if "optimizer" not in without:
+            self._check_hyperparameters(saved["param_groups"])
+        if "lr_scheduler" not in without:
+            self._check_schedule(saved["lr_scheduler"])
+
+    def _check_hyperparameters(self, saved: object) -> None:
+        if not isinstance(saved, list) or len(saved) != len(self._param_groups):
+            raise CheckpointCorruptError(
+                f"progress.param_groups must be {len(self._param_groups)} groups"
+            )
+        for number, (own, group) in enumerate(zip(self._param_groups, saved, strict=True)):
+            where = f"progress.param_groups.{number}"
+            if not isinstance(group, Mapping) or "params" in group:
+                raise CheckpointCorruptError(f"{where} is no group of hyperparameters")
+            for key, value in group.items():
+                if not isinstance(key, str) or (key in own and not _is_like(own[key], value)):
+                    raise CheckpointCorruptError(
+                        f"{where}.{key} is {value!r:.100}, the optimizer's is {own.get(key)!r:.100}"
+                    )
+            rate = group.get("lr", own.get("lr"))
+            if rate is not None and not math.isfinite(float(rate)):
+                raise CheckpointCorruptError(f"{where}.lr is {rate!r}")
+
+    def _check_schedule(self, state: Any) -> None:
+        scheduler = self.lr_scheduler
         if scheduler is None or state is None:
             if (scheduler is None) != (state is None) and self._rank == 0:
                 _log.warning(_NO_SAVED if state is None else _NO_OWN)
             return
         try:
+            if not isinstance(state, Mapping):
+                raise ValueError(f"its state is {state!r:.100}")
+            # torch's schedules take any key as an attribute
+            methods = [key for key in state if callable(getattr(type(scheduler), str(key), None))]
+            if methods or "optimizer" in state:
+                raise ValueError(f"its state has {methods or ['optimizer']}")
             check_state(scheduler, state)
-        except ValueError as error:
+            own = scheduler.state_dict()
+            for key in own.keys() & state.keys():
+                if not _is_like(own[key], state[key]):
+                    raise ValueError(f"{key} is {state[key]!r:.100}, expected as {own[key]!r:.100}")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"the schedule that was saved does not fit: {error}; "
                 'build with the schedule of the saved training, or load without=("lr_scheduler",)'
@@ -322,3 +382,28 @@ def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         if isinstance(value, int | float | str | tuple | None)
         or (isinstance(value, Tensor) and value.is_cpu)
     }
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _is_like(own: object, saved: object) -> bool:
+    """Whether ``saved`` can stand for ``own``: a number, a switch, text, a tensor, or several.
+
+    None stands for anything, and anything for None.
+    """
+    if own is None or saved is None:
+        return True
+    if isinstance(own, Tensor) or isinstance(saved, Tensor):
+        sizes = [v.numel() if isinstance(v, Tensor) else 1 for v in (own, saved)]
+        return sizes[0] == sizes[1] and all(isinstance(v, Tensor | _NUMBER) for v in (own, saved))
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and (
+            len(own) != len(saved) or all(map(_is_like, own, saved))
+        )
+    kinds: tuple[Any, ...] = (bool, _NUMBER, str, Mapping)
+    for kind in kinds:
+        if isinstance(own, kind):
+            return isinstance(saved, kind)
+    return True

@@ -1,0 +1,205 @@
+"""Manifests that somebody made up, under a right digest, and files that are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from checkpoints import rewrite
+
+from zero_core.checkpoint.manifest import MANIFEST
+
+BAD: tuple[Any, ...] = (None, True, -1, 2**63, 1e400, "x" * 50, [], {}, [[]], "../../etc/passwd")
+"""Values that hardly any place of a manifest may have."""
+_HUGE = 1 << 40
+Change = Callable[[dict[str, Any]], object]
+
+
+def manifests() -> Iterator[tuple[str, Change]]:
+    """Yield edits of a manifest, each of which must be refused, with a name."""
+    for key in ("format", "version", "world_size", "states", "params", "segments", "scalars"):
+        yield from _each_bad(key, lambda content, key=key: (content, key))
+    for key in ("python_rng", "files", "progress", "client_state", "chunk_bytes", "has_frozen"):
+        yield from _each_bad(key, lambda content, key=key: (content, key))
+    for key in ("name", "shape", "dtype", "is_trainable", "aliases"):
+        yield from _each_bad(f"params.{key}", lambda c, key=key: (c["params"][0], key))
+    for key in ("shard_numel", "slots", "is_trainable"):
+        yield from _each_bad(f"segments.{key}", lambda c, key=key: (c["segments"][0], key))
+    for key in (0, 1, 2):
+        yield from _each_bad(f"slot.{key}", lambda c, key=key: (c["segments"][0]["slots"][0], key))
+    for key in ("bytes", "crc32"):
+        yield from _each_bad(f"files.{key}", lambda c, key=key: (_first(c["files"]), key))
+    for key in ("global_steps", "param_groups", "loss_scaler", "skipped_steps", "micro_steps"):
+        yield from _each_bad(f"progress.{key}", lambda c, key=key: (c["progress"], key))
+    for key in ("num_steps",):
+        yield from _each_bad(f"scalars.{key}", lambda c, key=key: (_first(c["scalars"]), key))
+    yield from _own()
+
+
+def _first(rows: dict[str, Any]) -> Any:
+    return rows[min(rows)]
+
+
+def _each_bad(where: str, place: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Iterator[Any]:
+    for bad in BAD:
+
+        def change(content: dict[str, Any], bad: Any = bad) -> None:
+            owner, key = place(content)
+            owner[key] = bad
+
+        def is_allowed(bad: Any = bad) -> bool:
+            return (where, json.dumps(bad)) in ALLOWED
+
+        if not is_allowed():
+            yield f"{where} = {json.dumps(bad)[:30]}", change
+
+
+ALLOWED = {
+    ("has_frozen", "true"),
+    ("client_state", "{}"),
+    ("params.aliases", "[]"),
+    ("params.is_trainable", "true"),
+    ("segments.is_trainable", "true"),
+    ("progress.loss_scaler", "{}"),
+}
+"""Values of `BAD` that a manifest may have there."""
+
+
+def _own() -> Iterator[tuple[str, Change]]:
+    def rename_file(new: str) -> Change:
+        def change(content: dict[str, Any]) -> None:
+            files = content["files"]
+            files[new] = files.pop(min(files))
+
+        return change
+
+    for name in ("../x", "/etc/passwd", "/dev/zero", "a/b", "", ".", "..", ".hidden", "a\nb", "\0"):
+        yield f"a file called {name!r}", rename_file(name)
+
+    def grow(content: dict[str, Any]) -> None:
+        segment = content["segments"][0]
+        segment["shard_numel"] = _HUGE
+        name, start, _ = segment["slots"][-1]
+        segment["slots"][-1] = [name, start, start + _HUGE]
+        for param in content["params"]:
+            if param["name"] == name:
+                param["shape"] = [_HUGE]
+
+    yield "a parameter of 2^40 elements", grow
+
+    def overlap(content: dict[str, Any]) -> None:
+        slots = max((s["slots"] for s in content["segments"]), key=len)
+        slots[1][1:] = [slots[0][1], slots[0][1] + slots[1][2] - slots[1][1]]
+
+    yield "two parameters in one place", overlap
+
+    def swap(content: dict[str, Any]) -> None:
+        slots = max((s["slots"] for s in content["segments"]), key=len)
+        first, other = next((a, b) for a in slots for b in slots if a[2] - a[1] != b[2] - b[1])
+        first[0], other[0] = other[0], first[0]
+
+    yield "two parameters of other sizes have changed places", swap
+    yield "a parameter without a slot", lambda c: c["segments"][0]["slots"].pop()
+    yield "a parameter twice", lambda c: c["params"].append(c["params"][0])
+    yield "a segment twice", lambda c: c["segments"].append(c["segments"][0])
+    yield "a segment less", lambda c: c["segments"].pop()
+    yield "a rank less", lambda c: c["python_rng"].pop()
+    yield "more ranks", lambda c: c.update(world_size=c["world_size"] + 1)
+    yield "a million ranks", lambda c: c.update(world_size=10**6)
+    yield "another optimizer", lambda c: c.update(optimizer="Lion with 1 groups")
+    yield "a state twice", lambda c: c["states"].append(c["states"][0])
+    yield "a state more", lambda c: c["states"].append("evil")
+    yield "a state of a path", lambda c: c["states"].append("../evil")
+    yield "no master weights", lambda c: c["states"].remove("master_weight")
+    yield "a member more", lambda c: c.update(evil=1)
+    yield "no numbers", lambda c: c.update(scalars={})
+    yield "numbers of nobody", lambda c: c["scalars"].update(nobody={"num_steps": 1})
+    yield "a whole state", lambda c: c.update(whole_states={"nobody": {"file": "x", "state": {}}})
+    yield "parameters as hyperparameters", lambda c: _groups(c)[0].update(params=[])
+    yield "a rate of NaN", lambda c: _groups(c)[0].update(lr=float("nan"))
+    yield "a rate of text", lambda c: _groups(c)[0].update(lr="x")
+    yield "betas of text", lambda c: _groups(c)[0].update(betas=["a", "b"])
+    yield "a group less", lambda c: _groups(c).clear()
+    yield "a schedule of text", lambda c: c["progress"].update(lr_scheduler="x")
+    yield "a schedule of nothing", lambda c: c["progress"].update(lr_scheduler={})
+    yield "a count of text", lambda c: c["progress"].update(lr_scheduler=_count("x"))
+    yield "a scale of 0", lambda c: c["progress"].update(loss_scaler={"scale": 0.0})
+    for name, value in (
+        ("a tensor of another size", {"__tensor__": ["float32", [_HUGE], [1.0]]}),
+        ("a tensor of no dtype", {"__tensor__": ["nn", [1], [1.0]]}),
+        ("a tensor of text", {"__tensor__": ["float32", [1], ["x"]]}),
+        ("a tensor of nothing", {"__tensor__": 3}),
+        ("a mapping with lists as keys", {"__mapping__": [[[1], 2]]}),
+        ("a mapping of numbers", {"__mapping__": [1, 2]}),
+        ("a tuple of a number", {"__tuple__": 1}),
+        ("a counter of text", {"__counter__": "x"}),
+    ):
+        yield f"a client state with {name}", lambda c, v=value: c.update(client_state={"x": v})
+    deep: Any = 1
+    for _ in range(300):
+        deep = [deep]
+    yield "300 lists in lists", lambda c: c.update(client_state={"x": deep})
+
+
+def _groups(content: dict[str, Any]) -> Any:
+    return content["progress"]["param_groups"]
+
+
+def _count(value: object) -> dict[str, object]:
+    return {"last_batch_iteration": value}
+
+
+def _replace(place: Path, name: str, make: Callable[[Path], object]) -> None:
+    path = place / name
+    path.unlink()
+    make(path)
+
+
+def folders() -> Iterator[tuple[str, Callable[[Path], object]]]:
+    """Yield what somebody does to the files of a checkpoint, with a name."""
+    weights = "master_weight-00000.safetensors"
+    for name in (MANIFEST, weights, "buffers.safetensors", "rng-00000.safetensors"):
+        yield f"{name} is a pipe", lambda p, n=name: _replace(p, n, os.mkfifo)
+        yield f"{name} is missing", lambda p, n=name: (p / n).unlink()
+        yield f"{name} is a folder", lambda p, n=name: _replace(p, n, Path.mkdir)
+        yield f"{name} is a device", lambda p, n=name: _link(p, n, "/dev/zero")
+        yield f"{name} is a link", lambda p, n=name: _link_to_copy(p, n)
+        yield f"{name} is empty", lambda p, n=name: (p / n).write_bytes(b"")
+        yield f"{name} is 2^40 bytes long", lambda p, n=name: os.truncate(p / n, _HUGE)
+    for text in (b"[" * 10**5, b'{"a":' * 10**5, b"{", b"\xff" * 99, b"null", b"[]", b'"x"'):
+        yield f"a manifest {text[:9]!r}...", lambda p, t=text: (p / MANIFEST).write_bytes(t)
+    for header in (b"[" * 10**5, b'{"a":' * 10**5, b"null", b"{}", b'{"0": 1}'):
+        yield f"a header {header[:9]!r}...", lambda p, h=header: _with_header(p, weights, h)
+    yield (
+        "a header of 2^63 bytes",
+        lambda p: _with_bytes(p, weights, (2**63).to_bytes(8, "little") + b"{}"),
+    )
+
+
+def _link(place: Path, name: str, target: str) -> None:
+    _replace(place, name, lambda path: path.symlink_to(target))
+
+
+def _link_to_copy(place: Path, name: str) -> None:
+    copy = place.parent / f"copy-of-{name}"
+    copy.write_bytes((place / name).read_bytes())
+    _link(place, name, str(copy))
+
+
+def _with_header(place: Path, name: str, header: bytes) -> None:
+    _with_bytes(place, name, len(header).to_bytes(8, "little") + header)
+
+
+def _with_bytes(place: Path, name: str, data: bytes) -> None:
+    """Replace a file, with the right size and checksum in the manifest."""
+    (place / name).write_bytes(data)
+    facts = {"bytes": len(data), "crc32": [zlib.crc32(data)]}
+    rewrite(place, lambda content: content["files"].update({name: facts}))
+
+
+TAGS = ("../x", "/etc", "a/b", "..", ".", "", ".x", "a\nb", "a\0b", "x" * 300, "latest", "a\\b")
+"""Tags that no checkpoint has."""
