@@ -82,6 +82,24 @@ def test_killed_rank_is_started_anew_and_the_run_ends_with_the_same_bits(
     assert steps_of(folder) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_run_that_is_told_to_stop_saves_and_goes_on(
+    signum: signal.Signals, straight: RunFolder, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    command = ("-m", "zero_engine", *program(folder)[2:], "--ranks=2")
+    with Program(*command) as run:
+        run.wait_for(lambda: last_step(folder) >= 15)
+        os.kill(run.pid, signum)
+        assert run.end() == 128 + signum, run.output
+        assert f"stopped by {signum.name}, checkpoint saved" in run.output
+        assert "Traceback" not in run.output
+    assert last_step(folder) < STEPS
+    with Program(*ONE_NODE, *program(folder, "--resume")) as run:
+        assert run.end() == 0, run.output
+    assert weights(folder) == weights(straight)
+
+
 def test_ranks_of_a_killed_launcher_save_and_leave_and_the_run_goes_on(
     straight: RunFolder, tmp_path: Path
 ) -> None:
