@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ def _round(engine: zero_core.Engine, folder: Path) -> None:
     """Train, save, evaluate and meet, as programs do."""
     for _ in range(3):
         _step(engine)
-    engine.clip_grad_norm_  # noqa: B018 - an attribute of every engine
     engine.save_checkpoint(folder / "checkpoints", "newest")
     engine.full_state_dict()
     engine.sharded_state.control.barrier()
@@ -84,7 +84,7 @@ def _hang(rank: int, world_size: int, folder: str, fault: str, stage: int) -> No
     is_faulty = rank == world_size - 1
     if is_faulty and fault == "exits":
         (root / "moment").write_text(repr(time.time()))
-        os._exit(7)
+        os._exit(0)
     if is_faulty and fault == "branches":
         (root / "moment").write_text(repr(time.time()))
         with pytest.raises(zero_core.CollectiveError):
@@ -102,7 +102,7 @@ def _hang(rank: int, world_size: int, folder: str, fault: str, stage: int) -> No
     names = [root / f"found-{r}" for r in range(world_size - 1)]
     while rank == 0 and not all(name.exists() for name in names):
         time.sleep(0.05)
-    if rank == 0 and fault not in ("exits",):
+    if rank == 0 and fault != "exits":
         os.kill(int(pids[-1]), signal.SIGKILL)
     time.sleep(1.0 if rank else 0.0)
     os._exit(0)
@@ -126,7 +126,8 @@ def test_the_others_name_a_rank_that_hangs(
 ) -> None:
     if fault == "branches" and stage != 3:
         pytest.skip("a forward waits for no rank at stage 1")
-    with pytest.raises(Exception, match=r"SIGKILL|exit code 7"):
+    ends = nullcontext() if fault == "exits" else pytest.raises(Exception, match="SIGKILL")
+    with ends:
         spawn(_hang, world_size, str(tmp_path), fault, stage)
     moment = float((tmp_path / "moment").read_text())
     faulty = world_size - 1

@@ -47,7 +47,7 @@ def _communicator(work: Any, watch: Any = None) -> Communicator:
         return work
 
     transport: Any = SimpleNamespace(all_gather=start, reduce_scatter=start)
-    library: Any = SimpleNamespace(rank=1, world_size=2)
+    library: Any = SimpleNamespace(rank=1, world_size=2, all_reduce=lambda values: _Work())
     control = LibraryControlGroup(library, torch.device("cpu"), watch=watch)
     return Communicator(transport, control, {7: "unit 3 (blocks.2)"})
 
@@ -197,12 +197,11 @@ def test_a_collective_that_hangs_on_a_device_is_logged_by_name_once(
 
 def test_the_sum_of_a_steps_statistics_is_noted(events: list[_Event]) -> None:
     communicator, watch, _ = _watched()
-    communicator.control.world_size = 1
     communicator.sum_statistics(EMPTY)
     assert watch.device_waits is not None
     oldest = watch.device_waits.oldest()
     assert oldest is not None
-    assert oldest[0] == "sum of the step's statistics"
+    assert oldest[0] == "control exchange (sum of 0 bytes) in sum of the step's statistics"
     events[0].has_fired = True
     communicator.close()
 

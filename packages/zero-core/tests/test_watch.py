@@ -80,7 +80,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def healthy(num_steps: int, size: int) -> Iterator[list[_Stage]]:
-    """Steps of different length, with evaluations, saves, compilation and a slow rank."""
+    """Steps of different length, with compilation, saves, and a rank that is slow or evaluates."""
     chance = random.Random(1)
     for step in range(num_steps):
         slow = 9.0 if step % 1000 == 7 else 0.0  # a rank that goes from unit to unit, slowly

@@ -216,8 +216,6 @@ class Communicator:
         name = "sum of the step's statistics"
         with profiled_range(f"rank {self.rank}: {name}"), self.place.during(name):
             self.control.sum(values)
-        if self.device_waits is not None:
-            self.device_waits.note(name)
 
     def close(self) -> None:
         """End the watch, on this rank alone."""

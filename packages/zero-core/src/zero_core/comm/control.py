@@ -247,7 +247,7 @@ class LibraryControlGroup(ControlGroup):
 
     @contextmanager
     def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
-        """Have others know of this wait, and name what fails in it."""
+        """Have others know of this wait, of the host or the device, and name what fails in it."""
         place = self.place
         what = f"control exchange ({verb} of {tensor.nbytes} bytes) in {place.doing}"
         place.begin_wait(what)
@@ -259,6 +259,8 @@ class LibraryControlGroup(ControlGroup):
             raise self.error(what, error) from error
         finally:
             place.end_wait()
+        if self.watch is not None and self.watch.device_waits is not None:
+            self.watch.device_waits.note(what)
 
     def gather_into(self, out: Tensor, tensor: Tensor) -> None:
         """Gather by the library, on hosts without a copy in between."""

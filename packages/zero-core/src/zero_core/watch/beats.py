@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         text: names ranks.
-        level: of `logging`: ERROR for what does not heal by itself.
+        level: of `logging`: ERROR for what does not heal by itself, INFO for what is no cause.
         is_final: whether waiting longer would not change it.
     """
 
@@ -135,7 +135,7 @@ class Beats:
             waits.setdefault(seen.beat.waits_for, []).append(rank)
         waits.pop("", None)
         if others and not at_work:
-            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.ERROR, True)
+            return Verdict(f"{count_ranks(sorted(others))} gave up before", logging.INFO, True)
         if len(waits) < 2:
             return None
         said = [f"{count_ranks(ranks)} in {what}" for what, ranks in waits.items()]

@@ -18,10 +18,11 @@ def write_error_file(kind: str, message: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    line = f"{kind}: {message}"
     details = {
-        "py_callstack": "".join(traceback.format_stack()),
+        "py_callstack": "".join([*traceback.format_stack(), line]),  # all that torchrun prints
         "timestamp": str(int(time.time())),
     }
-    content = {"message": {"message": f"{kind}: {message}", "extraInfo": details}}
+    content = {"message": {"message": line, "extraInfo": details}}
     with suppress(OSError):  # the error itself is raised or logged in any case
         Path(path).write_text(json.dumps(content), encoding="utf-8")

@@ -77,7 +77,7 @@ class Watch:
         self._last_tick = time.monotonic()
         self._still = (-1, self._last_tick)  # the place's number of changes, and since when
         self._wait: tuple[object, float] = (None, self._last_tick)  # what is waited for, since when
-        self._logged: int = 0  # level of what was logged of it
+        self._logged: Verdict | None = None  # what was logged of it
         self.publish(self._last_tick)
 
     # ------------------------------------------------------------------ thread
@@ -92,7 +92,7 @@ class Watch:
             identity, what = self._find_wait()
             if identity != self._wait[0]:
                 self._wait = (identity, self._last_tick)
-                self._logged = 0
+                self._logged = None
                 self._beats.forget()
             waited_s = now - self._wait[1]
             if identity is not None and waited_s >= _OBSERVE * self._within_s:
@@ -111,12 +111,13 @@ class Watch:
         return (None, "") if oldest is None else (oldest, oldest[0])
 
     def _log(self, what: str, waited_s: float, verdict: Verdict | None) -> None:
-        if verdict is None or verdict.level <= self._logged:
+        before = logging.INFO if self._logged is None else self._logged.level
+        if verdict is None or verdict.level <= before:
             return
         is_patient = verdict.level < logging.ERROR and any(p in verdict.text for p in _LONG_PHASES)
         if is_patient and waited_s < _LONG * self._within_s:
             return
-        self._logged = verdict.level
+        self._logged = verdict
         line = f"rank {self._rank}: {what} has not ended for {waited_s:.1f} s: {verdict.text}"
         _log.log(verdict.level, "%s", line)
         if verdict.level >= logging.ERROR and not self._place.waits_for:
@@ -192,14 +193,17 @@ class Watch:
                 if is_late or (verdict is not None and verdict.is_final):
                     break
                 time.sleep(min(max(self.interval_s, 0.01), 0.1))
-        if verdict is None:
+        known = [found for found in (verdict, self._logged) if found is not None]
+        if not known:
             lost = "the store of the process group has ended, often with the rank that held it"
             return lost if self._is_lost else ""
-        return verdict.text
+        # Ranks that waited for each other give up at once: what was logged before has the cause.
+        return max(known, key=lambda found: found.level).text
 
     def close(self, how: str) -> None:
         """End: this rank publishes no beats any more. ``how`` it ended is what others read."""
-        _watches.discard(self)
+        with _lock:
+            _watches.discard(self)
         self.note_cause(how)
 
 
@@ -234,7 +238,9 @@ def _serve() -> None:
 
 
 def _tick_all() -> None:
-    for watch in list(_watches):
+    with _lock:
+        watches = list(_watches)
+    for watch in watches:
         watch.tick(time.monotonic())
 
 
