@@ -8,8 +8,11 @@ with dropout. A run on one rank is the reference, and plain torch that of it.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -209,6 +212,36 @@ def test_a_run_killed_on_4_then_2_then_1_rank_ends_on_4_as_if_nothing_had_been(
             spawn(train_until_killed, world_size, killed, until, False, stage)
     spawn(train_until_killed, 4, killed, 30, True, stage)
     assert count_differing_bits(killed / "end-4.safetensors", alone / "end-1.safetensors") == 0
+
+
+def train(output: Path, config: Path, ranks: int, steps: int, *more: str) -> None:
+    """Run ``zero-engine train`` with a tiny model."""
+    sizes = ["--layers=1", "--width=32", "--heads=2", "--context=16", "--vocab=300"]
+    times = ["--eval-every=100", "--eval-windows=8", f"--steps={steps}", f"--ranks={ranks}"]
+    given = [*sizes, f"--config={config}", *times, f"--data={__file__}"] if not more else times[2:]
+    command = [sys.executable, "-m", "zero_engine", "train", f"--output={output}", *given, *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, env=environment, timeout=300, capture_output=True)
+
+
+def logged(output: Path) -> list[tuple[int, float, float]]:
+    """Return step, loss and gradient norm of each step that a run has logged."""
+    rows = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row]
+
+
+def test_the_train_program_logs_and_exports_the_same_when_it_moves_between_ranks(
+    tmp_path: Path,
+) -> None:
+    given = {**config(2, "none", "clipped", tmp_path), "gradient_clipping": 0.5}
+    (tmp_path / "zero.json").write_text(json.dumps(given))
+    train(tmp_path / "alone", tmp_path / "zero.json", 1, 9)
+    train(tmp_path / "moved", tmp_path / "zero.json", 4, 3)
+    train(tmp_path / "moved", tmp_path / "zero.json", 2, 6, "--resume")
+    train(tmp_path / "moved", tmp_path / "zero.json", 1, 9, "--resume")
+    assert logged(tmp_path / "moved") == logged(tmp_path / "alone")
+    moved, alone = (tmp_path / run / "hf/model.safetensors" for run in ("moved", "alone"))
+    assert count_differing_bits(moved, alone) == 0
 
 
 def compare_with_torch(rank: int, world_size: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
 from zero_core.sharded.exact_sums import NUM_BINS, bin_powers, chunk_norms, sum_bins
-from zero_core.testing import make_model, simulate
+from zero_core.testing import late_device, make_model, run_alone, simulate
 from zero_core.testing.models import seeded
 from zero_core.testing.simulated import SimulatedRanks
 
@@ -51,18 +51,19 @@ def train(ranks: SimulatedRanks, changed: dict[str, Any]) -> Bits:
     for step in range(STEPS):
         for micro in range(engine.gradient_accumulation_steps):
             number = micro * ranks.size + ranks.rank
-            loss = engine(**batch(step, number))["loss"]
+            given = batch(step, number)
+            loss = engine(**{**given, "ids": given["ids"].to(engine.device)})["loss"]
             engine.backward(loss)
             engine.step()
-            losses.append((step * MICRO_BATCHES + number, loss.detach()))
+            losses.append((step * MICRO_BATCHES + number, loss.detach().cpu()))
         norms.append(engine.get_global_grad_norm())
-    values = engine.full_state_dict(dtype=torch.float32)
+    values = {n: v.cpu() for n, v in engine.full_state_dict(dtype=torch.float32).items()}
     engine.close()
     return losses, norms, values
 
 
-def run(world_size: int, changed: dict[str, Any]) -> Bits:
-    found = simulate(train, world_size, changed)
+def run(world_size: int, changed: dict[str, Any], **simulated: Any) -> Bits:
+    found = simulate(train, world_size, changed, **simulated)
     losses = sorted(itertools.chain(*(own for own, _, _ in found)), key=lambda pair: pair[0])
     for _, norms, values in found[1:]:
         assert norms == found[0][1]
@@ -116,6 +117,21 @@ def test_losses_norms_and_weights_have_the_bits_of_one_rank(kind: str) -> None:
     if kind == "fp32":
         expected = plain_torch()
         assert all(torch.equal(alone[2][name], expected[name]) for name in expected)
+
+
+def _compare_with_device() -> None:
+    late_device.load()
+    for kind in ({**KINDS["narrow"], "zero_optimization": {"stage": 3}}, {}):
+        alone = run(1, kind)
+        late_device.set_delays(seed=0, kernel_s=5e-5, copy_s=2e-3)
+        assert_same_bits(run(4, kind, device="late", ranks_per_node=2), alone)
+    offload = {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    with pytest.raises(zero_core.ConfigError, match="border elsewhere"):
+        run(1, {"zero_optimization": offload}, device="late")
+
+
+def test_accelerators_on_nodes_have_the_bits_of_one_host() -> None:
+    run_alone(_compare_with_device)
 
 
 def _split(numel: int, world_size: int) -> list[slice]:
@@ -176,6 +192,14 @@ def test_chunks_are_on_one_rank_whatever_the_world_size() -> None:
                 }
             },
             "ratio 'auto'",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "offload_optimizer": {"device": "cpu", "state_dtype": "int8"},
+                }
+            },
+            "state_dtype 'int8'",
         ),
     ],
 )

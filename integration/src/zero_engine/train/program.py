@@ -178,14 +178,14 @@ def run_steps(
         is_accelerated = engine.device.type != "cpu"
         sent = torch.tensor(shared, dtype=torch.float64, pin_memory=is_accelerated)
         sums = sent.to(engine.device, non_blocking=True)
-        sums[0] = loss / engine.world_size
-        mean_loss, *sums_of_flags_and_memory = sum_over_ranks(sums).tolist()
+        sums[0] = loss
+        total_loss, *sums_of_flags_and_memory = sum_over_ranks(sums).tolist()
         stop = StopRequest.from_flags(sums_of_flags_and_memory[: len(StopRequest.HANDLED)])
         if reporter:
             num_tokens = engine.config.train_batch_size * settings.context
             record = StepRecord(
                 step=step,
-                loss=mean_loss,
+                loss=total_loss / (engine.world_size * engine.gradient_accumulation_steps),
                 learning_rate=learning_rate,
                 grad_norm=engine.get_global_grad_norm(),
                 loss_scale=engine.loss_scale,
@@ -204,7 +204,8 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
     """Take one optimizer step.
 
     Returns:
-        The mean loss of this rank's micro-batches: 0-dim, float64, on the device, not read yet.
+        The sum of the losses of this rank's micro-batches: 0-dim, float64, on the device, not read
+        yet. It is exact, so that the mean over all ranks does not depend on how many there are.
     """
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_step in range(engine.gradient_accumulation_steps):
@@ -218,7 +219,7 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
         engine.backward(loss)
         engine.step()  # updates the weights after the last micro-batch, counts the others
         total += loss.detach()
-    return total / engine.gradient_accumulation_steps
+    return total
 
 
 @torch.no_grad()

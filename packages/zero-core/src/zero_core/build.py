@@ -19,7 +19,7 @@ from zero_core.comm.device import DeviceCollectives, make_transport, share_memor
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Meter
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
-from zero_core.config import load_config
+from zero_core.config import Config, load_config
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
@@ -163,11 +163,8 @@ def build(
         used = make_collectives(collectives, transport, resolved, layout, per_node)
         communicator = Communicator(used, control, layout.describe_segments())
 
-        if is_invariant and not communicator.can_add:
-            raise ConfigError(
-                f"world_size_invariant needs collectives with reduce_add, as of "
-                f"zero_core.protocols.AddingCollectives: {type(used).__name__} has none"
-            )
+        if is_invariant:
+            _check_invariance(resolved, communicator, ranks)
 
         memory = Memory(
             found,
@@ -265,6 +262,25 @@ def build(
                 raise
         control.place.enter(OUTSIDE)
         return engine
+
+
+def _check_invariance(config: Config, communicator: Communicator, ranks: Ranks) -> None:
+    """Refuse what cannot give the same bits at any world size."""
+    if not communicator.can_add:
+        raise ConfigError(
+            "world_size_invariant needs collectives with reduce_add, as of "
+            f"zero_core.protocols.AddingCollectives: {type(communicator.transport).__name__} has "
+            "none"
+        )
+    offload = config.zero_optimization.offload_optimizer
+    is_split = offload.device_budget is not None or offload.ratio not in (0.0, 1.0, None)
+    if offload.device != "none" and is_split and ranks.device.type != "cpu":
+        raise ConfigError(
+            f"world_size_invariant on {ranks.device.type} with a part of the optimizer on the "
+            "host: host and device differ by units in the last place, and each world size has the "
+            "border elsewhere. Set zero_optimization.offload_optimizer.ratio to 0 or 1, or name "
+            "the host's parameters in offload_optimizer.parameters"
+        )
 
 
 @contextmanager

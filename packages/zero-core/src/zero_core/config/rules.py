@@ -212,6 +212,12 @@ def _of_invariance(config: Config) -> Iterator[_Rule]:
         "world_size_invariant with zero_optimization.offload_optimizer.ratio 'auto': the ratio is "
         "measured, so another run may choose another one: give a number",
     )
+    yield (
+        is_asked and zero.offload_optimizer.state_dtype != "float32",
+        "world_size_invariant with zero_optimization.offload_optimizer.state_dtype "
+        f"{zero.offload_optimizer.state_dtype!r}: moments of fewer bits are rounded by the place "
+        "of an element on its rank: leave one of the two out",
+    )
 
 
 def _unserved(config: Config) -> Iterator[_Rule]:
