@@ -292,3 +292,26 @@ def test_a_nan_of_one_micro_step_skips_the_step_and_is_named(
 ) -> None:
     simulate(_names_who, 2)
     assert "batch of rank 1" in caplog.text
+
+
+def _in_order_of_micro_batches(
+    ranks: SimulatedRanks, stage: int, ratio: float
+) -> tuple[dict[str, Tensor], list[float | None]]:
+    top = {"train_batch_size": 16, "gradient_clipping": 0.1, "world_size_invariant": True}
+    config = _config(stage, "bf16", 4 // ranks.size, ratio, **top)
+    engine = zero_core.build(copy.deepcopy(MODEL), config, process_group=ranks)
+    norms = []
+    for step in range(STEPS):
+        for first in range(0, 4, ranks.size):
+            engine.backward(engine(_batch(step, first + ranks.rank, 0, torch.bfloat16)))
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return engine.full_state_dict(dtype=torch.float32), norms
+
+
+def test_the_bits_are_those_of_one_rank_when_asked() -> None:
+    values, norms = simulate(_in_order_of_micro_batches, 1, 1, 1.0)[0]
+    for world_size, stage, ratio in ((2, 2, 0.4), (4, 3, 1.0), (4, 0, 0.4)):
+        for found in simulate(_in_order_of_micro_batches, world_size, stage, ratio):
+            assert found[1] == norms
+            assert all(torch.equal(found[0][name], value) for name, value in values.items())
