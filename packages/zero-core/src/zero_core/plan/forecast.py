@@ -310,7 +310,8 @@ class Forecast:
             return 0
         units: Counter[int] = Counter()
         for s in self._layout.segments:
-            if s.is_trainable and self._gradients[s.index].is_shard_kept:
+            plan = self._gradients.get(s.index)
+            if plan is not None and plan.is_shard_kept and not plan.is_sequential:
                 units[s.unit] += s.shard_numel * accumulated_dtype(s, self._config).itemsize
         return max(units.values(), default=0)
 

@@ -16,8 +16,8 @@ views       one per parameter, into ``full``, in the parameter's shape: ``param.
 placeholder one NaN (0 for integer dtypes), expanded to the parameter's shape: ``param.data`` while
             sharded, so that a read of a released parameter shows up as NaN.
 full_grad   [padded_numel], communication dtype: this rank's own gradients, before their reduction.
-            Already multiplied by ``predivide`` (1 / world size, or 1 for a sum). Accumulation dtype
-            if they add up over several backwards.
+            Already multiplied by ``predivide`` (1 / world size; 1 for a sum, or where the loss is
+            divided by all micro-batches). Accumulation dtype if they add up over several backwards.
 grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of the micro-steps so
             far. Absent where the state tier copies gradients and a step has one micro-step.
 grad_sum    [padded_numel], accumulation dtype: at stage 0, all ranks' ``grad_shard``, gathered.
