@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -126,8 +127,11 @@ def _dropped(rank: int, world_size: int) -> None:
     before = held()
     for stage in range(4):
         use(stage)
-    assert held() == before
     assert before[-1] == 0
+    deadline = time.monotonic() + 60.0
+    while any(now > then for now, then in zip(held(), before, strict=True)):
+        assert time.monotonic() < deadline, f"{held()} held, {before} before"
+        time.sleep(0.05)  # the thread of heartbeats is at work
 
 
 def test_engines_that_are_dropped_without_close_are_freed():
