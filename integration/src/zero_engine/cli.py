@@ -1,4 +1,4 @@
-"""The command line: ``zero-engine train | run | plan | doctor | config | version``."""
+"""The command line: ``zero-engine train | run | plan | verify | export | doctor | ...``."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def train(
     eval_every: Annotated[_Number, _option("Steps between evaluations.")] = None,
     eval_windows: Annotated[_Number, _option("Held-out samples per evaluation.")] = None,
     save_every: Annotated[_Number, _option("Steps between checkpoints.")] = None,
+    keep_last: Annotated[_Number, _option("Checkpoints that stay. Default: 3.")] = None,
     log_every: Annotated[_Number, _option("Steps between lines without a terminal.")] = None,
     seed: Annotated[_Number, _option("Seed of weights and data order.")] = None,
 ) -> None:
@@ -201,6 +202,59 @@ def plan(
     show_plan(planned, Console())
     if planned.best is None:
         sys.exit(1)
+
+
+_Folder = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
+_Tag = Annotated[_Text, _option("Name of the checkpoint. Default: the newest.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def verify(directory: _Folder, tag: _Tag = None, as_json: _Json = False) -> None:
+    """Check every byte of a checkpoint. Ends with code 1 if it is damaged."""
+    from zero_engine.checkpoints import verify as run_verify
+
+    sys.exit(run_verify(directory, tag, as_json=as_json))
+
+
+@app.command()
+def inspect(directory: _Folder, tag: _Tag = None, as_json: _Json = False) -> None:
+    """Show what a checkpoint holds, without reading its tensors."""
+    from zero_engine.checkpoints import inspect as run_inspect
+
+    sys.exit(run_inspect(directory, tag, as_json=as_json))
+
+
+@app.command()
+def export(
+    directory: _Folder,
+    output: Annotated[str, typer.Argument(metavar="OUT", show_default=False)],
+    tag: _Tag = None,
+    dtype: Annotated[
+        _Text, _option("float32, bfloat16 or float16. Default: as it was trained.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Write a checkpoint's model as model.safetensors, in Hugging Face's layout."""
+    from zero_engine.checkpoints import export as run_export
+
+    sys.exit(run_export(directory, output, tag, dtype, as_json=as_json))
+
+
+@app.command()
+def prune(
+    directory: _Folder,
+    keep_last: Annotated[int, typer.Option(min=1, help="How many stay.", show_default=False)],
+    keep_every: Annotated[
+        _Number, typer.Option(min=1, help="Steps whose multiples stay too.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove older checkpoints whose names end with their step; others always stay."""
+    from zero_engine.checkpoints import prune as run_prune
+
+    sys.exit(run_prune(directory, keep_last, keep_every, is_trial=dry_run, as_json=as_json))
 
 
 @app.command()

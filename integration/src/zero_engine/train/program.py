@@ -196,7 +196,10 @@ def run_steps(
         if step % settings.eval_every == 0 or step == settings.steps:
             evaluate(engine, corpus, settings, reporter, step)
         if step % settings.save_every == 0 or step == settings.steps or stop is not None:
-            engine.save_checkpoint(folder.checkpoint, client_state={"step": step})
+            client_state = {"step": step}
+            engine.save_checkpoint(
+                folder.checkpoint, client_state=client_state, keep_last=settings.keep_last
+            )
     return stop if step < settings.steps else None  # a run that is complete was not stopped
 
 

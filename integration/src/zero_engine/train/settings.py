@@ -70,6 +70,8 @@ class RunSettings:
     """Held-out samples per evaluation."""
     save_every: int = 250
     """Steps between checkpoints."""
+    keep_last: int = 3
+    """Checkpoints that stay; older ones are removed."""
     log_every: int = 10
     """Steps between lines where there is no terminal to draw a progress bar on."""
     seed: int = 0
@@ -82,7 +84,7 @@ class RunSettings:
         """
         smallest = {"context": 2, "vocab": 257, "seed": 0}
         smallest |= dict.fromkeys(("steps", "layers", "width", "heads", "eval_every"), 1)
-        smallest |= dict.fromkeys(("eval_windows", "save_every", "log_every"), 1)
+        smallest |= dict.fromkeys(("eval_windows", "save_every", "keep_last", "log_every"), 1)
         for name, least in smallest.items():
             value = getattr(self, name)
             if value < least:
@@ -249,7 +251,7 @@ def read_resolved(folder: RunFolder) -> dict[str, Any]:
     try:
         content = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
         known = {field.name for field in fields(RunSettings)}
-        if set(content["run"]) == known:
+        if set(content["run"]) <= known:  # versions before had fewer
             return dict(content)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # one message for every way of not being ours

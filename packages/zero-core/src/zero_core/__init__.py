@@ -3,6 +3,12 @@
 from zero_core import _aliases
 from zero_core._aliases import give_back
 from zero_core.build import build
+from zero_core.checkpoint.offline import (
+    export_checkpoint,
+    inspect_checkpoint,
+    prune_checkpoints,
+    verify_checkpoint,
+)
 from zero_core.checkpoint.pretrained import Loaded, load_pretrained
 from zero_core.config import Config, load_config
 from zero_core.engine import Engine
@@ -49,11 +55,15 @@ __all__ = [
     "check_config",
     "deferred_init",
     "engine_of",
+    "export_checkpoint",
     "give_back",
+    "inspect_checkpoint",
     "load_config",
     "load_pretrained",
     "plan",
+    "prune_checkpoints",
     "quantize_blocks",
+    "verify_checkpoint",
 ]
 
 __version__ = "0.1.0"
