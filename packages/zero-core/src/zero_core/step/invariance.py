@@ -64,8 +64,8 @@ class InvarianceCheck:
     def run(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
         """Return a line for each kind of dependence, none if nothing was found.
 
-        Every rank must call it, with the same two micro-batches. Buffers, gradients and the states
-        of random numbers are left as they were, and nothing is updated.
+        Every rank must call it, with the same two micro-batches. Buffers, gradients and the host's
+        random numbers are left as they were, and nothing is updated.
         """
         buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
         drawn = random.getstate(), torch.get_rng_state()
@@ -81,11 +81,10 @@ class InvarianceCheck:
                 self._restore(buffers, drawn[0])
                 self._compute(second)
                 after = self._compute(first)
-                if once == again:
-                    found += _compare(
-                        once, after, "depends on what was computed before: after another one"
-                    )
-                    found += self._compare_ranks(once)
+                why = "depends on what was computed before: after another one"
+                of_history, of_rank = _compare(once, after, why), self._compare_ranks(once)
+                if once == again:  # else each of them only shows it once more
+                    found += [*of_history, *of_rank]
         finally:
             self._restore(buffers, drawn[0])
             torch.set_rng_state(drawn[1])
@@ -138,6 +137,7 @@ class InvarianceCheck:
         random.setstate(drawn)
 
     def _compare_ranks(self, own: Sequence[_Result]) -> list[str]:
+        """Compare with the results of all ranks. Every rank must call it."""
         text = "\n".join(f"{checksum} {name}" for name, checksum in own)
         for rank, row in enumerate(self._control.gather_bytes(text.encode())):
             pairs = [line.split(" ", 1) for line in row.decode().splitlines()]
