@@ -221,7 +221,7 @@ def _check_tested(settings: Settings, given: torch.optim.Optimizer) -> None:
 
     Where the key is missing, which means the same to DeepSpeed, it is served.
     """
-    is_allowed = settings.zero_allow_untested_optimizer in (None, True)
+    is_allowed = settings.allows_untested_optimizer in (None, True)
     if not is_allowed and settings.zero_stage > 0 and type(given).__name__ not in TESTED:
         raise UntestedOptimizerError(
             f"zero_allow_untested_optimizer is false, and {type(given).__name__} is none of those "

@@ -92,7 +92,7 @@ def read(config: Source) -> Settings:
         ),
         has_sanity_checks=bool(zero.get("enable_sanity_checks", False)),
         fp16_auto_cast=bool(sorter.core.get("fp16", {}).get("auto_cast", False)),
-        zero_allow_untested_optimizer=own.get("zero_allow_untested_optimizer"),
+        allows_untested_optimizer=own.get("zero_allow_untested_optimizer"),
         log_level=own.get("log_level"),
         notes=tuple(sorter.notes),
         **flags,

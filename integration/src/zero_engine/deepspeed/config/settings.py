@@ -25,6 +25,7 @@ PATHS: Mapping[str, str] = {
     "monitors": "",
     "tag_validation": "checkpoint.tag_validation",
     "throughput": "timers.throughput",
+    "allows_untested_optimizer": "zero_allow_untested_optimizer",
 }
 """Where in a configuration fields of `Settings` come from; "" is the top."""
 
@@ -65,7 +66,8 @@ class Settings:
         dump_state: print the whole configuration, not only what was asked for.
         managed_gradient_accumulation: False: each ``step()`` ends an optimizer step, however many
             backwards came before it.
-        zero_allow_untested_optimizer: False: refuse an optimizer that DeepSpeed calls untested.
+        allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested; None
+            is a key that is missing, which allows it here.
         log_level: for this project's loggers, or None.
         disable_python_gc: switch Python's cyclic garbage collector off.
         notes: keys without effect, each with the reason.
@@ -88,7 +90,7 @@ class Settings:
     fp16_auto_cast: bool = False
     dump_state: bool = False
     managed_gradient_accumulation: bool = True
-    zero_allow_untested_optimizer: bool | None = None
+    allows_untested_optimizer: bool | None = None
     log_level: str | None = None
     disable_python_gc: bool = False
     notes: tuple[Note, ...] = ()
