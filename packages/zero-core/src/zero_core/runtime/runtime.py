@@ -483,6 +483,7 @@ class Runtime:
         if not self._is_backward_open:
             self.begin_backward()
         index = unit.index
+        self._place.enter(self._backwards[index])  # without shards nothing enters it before
         if index in self._recomputed:
             self._recomputed[index] -= 1
         num_missing = self._order.gradient_ready(index)
