@@ -1,4 +1,4 @@
-"""The command line: ``zero-engine train | run | plan | verify | export | doctor | ...``."""
+"""The command line: ``zero-engine train | run | plan | verify | import | doctor | ...``."""
 
 from __future__ import annotations
 
@@ -255,6 +255,34 @@ def prune(
     from zero_engine.checkpoints import prune as run_prune
 
     sys.exit(run_prune(directory, keep_last, keep_every, is_trial=dry_run, as_json=as_json))
+
+
+@app.command("import")
+def import_from_deepspeed(
+    directory: _Folder,
+    output: Annotated[str, typer.Argument(metavar="OUT", show_default=False)],
+    tag: _Tag = None,
+    optimizer: Annotated[
+        _Text, _option("Class of the optimizer. Default: that of the saved configuration.")
+    ] = None,
+    frozen: Annotated[
+        list[str] | None,
+        _option("A parameter that was frozen, for a checkpoint of stage 0 in fp32. Repeatable."),
+    ] = None,
+) -> None:
+    """Write a checkpoint of DeepSpeed's, of any ZeRO stage or universal, as one of this engine's.
+
+    The files are read without network, and nothing in them is called.
+    """
+    from zero_core.errors import ZeroError
+    from zero_engine.deepspeed_import.importing import import_checkpoint
+    from zero_engine.launch.ranks import fail
+
+    try:
+        place = import_checkpoint(directory, output, tag, optimizer=optimizer, frozen=frozen or ())
+    except ZeroError as error:
+        fail(error)
+    print(f"wrote {place}")
 
 
 @app.command()

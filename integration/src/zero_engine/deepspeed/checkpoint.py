@@ -79,11 +79,8 @@ def refuse_foreign(directory: str | Path, tag: object = None) -> None:
     found = min((path.name for path in place.glob(_FILES)), default=None)
     if found is not None:
         raise CheckpointError(
-            f"{place} was written by DeepSpeed itself (it holds {found}): its pickled optimizer "
-            "state is not read here, but the weights can be taken over. With DeepSpeed installed "
-            f"and without zero-engine run, call `python {Path(directory, 'zero_to_fp32.py')} "
-            f"{directory} WEIGHTS --safe_serialization`, then "
-            "zero_core.load_pretrained(engine.core, 'WEIGHTS') on a new engine; a checkpoint of "
-            "stage 0 has the whole model as the entry 'module' of its file, for "
-            "engine.load_module_state_dict()"
+            f"{place} was written by DeepSpeed itself (it holds {found}), as pickles, which are "
+            f"not read here. `zero-engine import {directory} NEW_FOLDER` writes weights, optimizer "
+            "state and counters as a checkpoint for load_checkpoint('NEW_FOLDER'); "
+            "load_checkpoint(..., from_deepspeed='NEW_FOLDER') does both"
         )

@@ -22,10 +22,10 @@ from zero_core.checkpoint.files import find, read_latest, read_manifest
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties, write_stand_ins
 from zero_engine.deepspeed.engine.facts import Facts
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed_import.importing import import_checkpoint
+from zero_engine.deepspeed_import.source import OWN_STATE
 
 _log = logging.getLogger(__name__)
-_OWN = "zero_engine.deepspeed"
-"""Key of the client state under which the DeepSpeed engine's own counters are kept."""
 _SCRIPT = '''"""Writes a checkpoint's model in fp32: python zero_to_fp32.py . OUTPUT_DIR"""
 
 from zero_engine.deepspeed.utils.zero_to_fp32 import main
@@ -71,7 +71,7 @@ class Checkpoints(Facts):
         place = self._training_core("save_checkpoint").save_checkpoint(
             save_dir,
             name,
-            {**(client_state or {}), _OWN: {"global_samples": self.global_samples}},
+            {**(client_state or {}), OWN_STATE: {"global_samples": self.global_samples}},
             has_frozen=not exclude_frozen_parameters,
             is_latest=save_latest,
             drops_partial=True,
@@ -104,6 +104,8 @@ class Checkpoints(Facts):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
+        *,
+        from_deepspeed: str | Path | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Restore a checkpoint. Returns its folder and the client state, or (None, None).
 
@@ -118,6 +120,9 @@ class Checkpoints(Facts):
             load_lr_scheduler_states: False leaves the scheduler alone.
             load_module_only: True loads parameters and buffers alone.
             custom_load_fn: not served.
+            from_deepspeed: ``load_dir`` was written by DeepSpeed itself: import it first into this
+                folder, which all ranks see. Rank 0 does, and the others wait; for a checkpoint that
+                takes longer than the process group's timeout, call ``zero-engine import`` before.
 
         Raises:
             CheckpointError: there is none of that tag, or it does not fit the model.
@@ -125,6 +130,9 @@ class Checkpoints(Facts):
         """
         if custom_load_fn is not None:
             raise NotServedError("load_checkpoint(custom_load_fn=...)")
+        if from_deepspeed is not None:
+            tag = _import(self, load_dir, tag, from_deepspeed)
+            load_dir = from_deepspeed
         if tag is None and read_latest(Path(load_dir)) is None:
             _log.warning("%s holds no checkpoint: there is no file 'latest' in it", load_dir)
             return None, None
@@ -140,7 +148,7 @@ class Checkpoints(Facts):
         without = [part for part, is_out in left_out.items() if is_out]
         with _in_deepspeeds_words():
             place, client_state = self.core.load_checkpoint(load_dir, name, without=without)
-        own = client_state.pop(_OWN, {})
+        own = client_state.pop(OWN_STATE, {})
         if not load_module_only:
             samples = self.global_steps * self.train_batch_size()
             self.global_samples = own.get("global_samples", samples)
@@ -240,6 +248,22 @@ class Checkpoints(Facts):
             raise NotServedError(what, "use strict=False")
         with self.core.gathered(modifier_rank=0) as module:
             module.load_state_dict(checkpoint["module"], strict=strict)
+
+
+def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | Path) -> str:
+    """Import DeepSpeed's checkpoint into ``output`` on rank 0, and return its tag on every rank."""
+    state = engine.core.sharded_state
+
+    def on_rank_0() -> str:
+        if engine.core.rank != 0:
+            return ""
+        frozen = [spec.name for spec in engine.core.layout.params if not spec.is_trainable]
+        kind = state.optimizer.rpartition(" with ")[0]
+        name = None if tag is None else str(tag)
+        return import_checkpoint(source, output, name, optimizer=kind, frozen=frozen).name
+
+    found = state.control.together("checkpoint: import", on_rank_0)
+    return state.control.gather_bytes(found.encode())[0].decode()
 
 
 @contextmanager

@@ -1,0 +1,147 @@
+"""Content of a checkpoint of DeepSpeed's, whatever its stage and form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core import CheckpointError
+from zero_core.errors import CheckpointCorruptError
+from zero_engine.deepspeed_import.torch_files import flat
+
+MASTER = "master_weight"
+OWN_STATE = "zero_engine.deepspeed"
+"""Key of the client state under which the DeepSpeed engine's own counters are kept."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""States of Adam's. A checkpoint with others is refused: their meaning differs between packages."""
+_NOT_HYPERPARAMETERS = {
+    *("params", "param_names", "step"),
+    *("foreach", "fused", "capturable", "differentiable"),  # how, not what
+}
+_KEYS = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
+    *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size"),
+    *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info"),
+    *("num_experts", "ds_autoep_layers", "autoep_layers", "sparse_tensor_module_names"),
+    *("csr_tensor_module_names", "folding"),
+}
+"""DeepSpeed's entries of a file of model states. The others are the client state."""
+
+
+@dataclass(frozen=True)
+class SourceParam:
+    """A parameter.
+
+    Attributes:
+        names: its first name and those tied to it.
+        shape: of the whole.
+        dtype: compute dtype.
+        states: fragments of each state, 1-D and mapped, whose concatenation is the whole; the
+            master weight is one. None for a frozen parameter.
+        value: fragments of the value of a frozen parameter.
+        step: optimizer steps that it has had.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    states: Mapping[str, Sequence[Tensor]] | None = None
+    value: Sequence[Tensor] = ()
+    step: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __post_init__(self) -> None:
+        kinds = {"value": self.value} if self.states is None else self.states
+        for kind, fragments in kinds.items():
+            found = sum(fragment.numel() for fragment in fragments)
+            if found != self.numel or len({fragment.dtype for fragment in fragments}) > 1:
+                raise CheckpointCorruptError(
+                    f"{kind} of {self.names[0]}: the files have {found} elements of the "
+                    f"{self.numel} of shape {self.shape}, or of several dtypes"
+                )
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint.
+
+    Attributes:
+        params: in the model's order.
+        buffers: persistent ones, by name.
+        groups: hyperparameters of each group.
+        model: content of a file of model states.
+        loss_scale: state of a dynamic loss scale, as `zero_core` has it; else empty.
+    """
+
+    params: Sequence[SourceParam]
+    buffers: Mapping[str, Tensor]
+    groups: Sequence[Mapping[str, Any]]
+    model: Mapping[str, Any]
+    loss_scale: Mapping[str, float]
+
+    def client_state(self) -> dict[str, Any]:
+        """Return the user's entries."""
+        return {k: v for k, v in self.model.items() if k not in _KEYS}
+
+
+def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], int]:
+    """Return the elementwise states of an optimizer's ``state``, flat, and its number of steps.
+
+    Raises:
+        CheckpointError: it is not of an Adam.
+    """
+    found = {k: v for k, v in state.items() if k != "step" and v is not None}
+    strange = sorted(found.keys() - set(MOMENTS))
+    if strange or (found and not set(MOMENTS[:2]) <= found.keys()):
+        raise CheckpointError(
+            f"{where} has the optimizer states {sorted(found)}: states of Adam and AdamW are "
+            f"imported ({', '.join(MOMENTS)}). The weights alone can be taken over by "
+            "DeepSpeed's zero_to_fp32.py and zero_core.load_pretrained"
+        )
+    return {k: flat(v, f"{where}: {k}") for k, v in found.items()}, int(state.get("step", 0))
+
+
+def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups' hyperparameters, without parameters and choices of a kernel."""
+    kept = [{k: v for k, v in g.items() if k not in _NOT_HYPERPARAMETERS} for g in groups]
+    return [{k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in kept]
+
+
+def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the persistent buffers of a file of model states."""
+    return {name: model["module"][name] for name in model["buffer_names"]}
+
+
+def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return all names of each parameter by its first one, in the model's order.
+
+    ``ties`` has the first name of names that are tied to one.
+    """
+    buffers, found = set(model["buffer_names"]), {}
+    for name in model["module"]:
+        if name not in buffers and name not in ties:
+            found[name] = [name]
+    for name, first in ties.items():
+        found[first].append(name)
+    return {first: tuple(names) for first, names in found.items()}
+
+
+def storage_ties(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names whose values share memory with an earlier one's: torch.save keeps that."""
+    seen: dict[Any, str] = {}
+    ties: dict[str, str] = {}
+    for name, value in model["module"].items():
+        if isinstance(value, Tensor) and value.numel() and name not in model["buffer_names"]:
+            first = seen.setdefault((value.data_ptr(), value.shape, value.dtype), name)
+            if first != name:
+                ties[name] = first
+    return ties

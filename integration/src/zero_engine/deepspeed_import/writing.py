@@ -1,0 +1,173 @@
+"""Writes a `Source` as a checkpoint of zero-core's, which any stage and number of ranks loads."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core import CheckpointError
+from zero_core.checkpoint.files import check_tag
+from zero_core.checkpoint.json_values import encode
+from zero_core.checkpoint.manifest import (
+    BUFFERS,
+    CHUNK_BYTES,
+    FORMAT,
+    RNG,
+    VALUE,
+    VERSION,
+    file_name,
+)
+from zero_core.checkpoint.retention import Aside, remove_stale
+from zero_core.checkpoint.save import swap_in, write_file, write_manifest
+from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source, SourceParam
+
+_SEED = 0
+"""Seed of the random generators: DeepSpeed does not save theirs."""
+
+
+def write_source(source: Source, directory: Path, tag: str, optimizer: str | None) -> Path:
+    """Write checkpoint ``tag`` into ``directory``, whose file ``latest`` names it, and return it.
+
+    One fragment of a parameter at a time is in memory. ``optimizer`` is the optimizer's class;
+    None is the one that the saved configuration names.
+
+    Raises:
+        CheckpointError: a value cannot be kept, or there is no room.
+    """
+    check_tag(tag)
+    directory.mkdir(parents=True, exist_ok=True)
+    remove_stale(directory)
+    aside = Aside(directory, tag)
+    try:
+        aside.make()
+        files: dict[str, dict[str, Any]] = {}
+        states = _state_names(source)
+        for name in states:
+            _note(f"writing {name}")
+            files |= write_file(aside.folder, file_name(name, 0), _fragments(source, name))
+        _note("writing what was frozen, and buffers")
+        files |= write_file(aside.folder, file_name(VALUE, 0), _frozen(source))
+        files |= write_file(aside.folder, BUFFERS, dict(source.buffers))
+        rng = {"torch": torch.Generator().manual_seed(_SEED).get_state()}
+        files |= write_file(aside.folder, file_name(RNG, 0), rng)
+        kind = optimizer or _optimizer_of(source)
+        described = f"{kind} with {len(source.groups)} groups"
+        write_manifest(aside.folder, _manifest(source, states, described, files))
+        swap_in(aside, directory / tag, is_latest=True)
+    finally:
+        aside.remove()
+    return directory / tag
+
+
+def _state_names(source: Source) -> list[str]:
+    """Return the states that any parameter has, the master weights first."""
+    found = [name for param in source.params for name in param.states or ()]
+    return list(dict.fromkeys([MASTER, *found]))
+
+
+def _fragments(source: Source, name: str) -> dict[str, Sequence[Tensor]]:
+    """Return one state of the trained parameters by their segment. Some were never updated."""
+    found: dict[str, Sequence[Tensor]] = {}
+    for index, param in enumerate(source.params):
+        if param.states is not None:
+            given = param.states.get(name)
+            found[str(index)] = given or (torch.zeros(param.numel),)
+    return found
+
+
+def _frozen(source: Source) -> dict[str, Sequence[Tensor]]:
+    return {str(i): param.value for i, param in enumerate(source.params) if param.states is None}
+
+
+def _optimizer_of(source: Source) -> str:
+    """Return the class that the saved configuration names, as `zero_core` names it.
+
+    A script that made the optimizer itself has left no name: AdamW is the most usual one.
+    """
+    config = source.model.get("ds_config")
+    given = config.get("optimizer") if isinstance(config, Mapping) else None
+    if not isinstance(given, Mapping):
+        return "AdamW"
+    params = given.get("params") or {}
+    if not params.get("bias_correction", True):
+        return "Adam"
+    is_adam = str(given.get("type")).lower() == "adam" and not params.get("adam_w_mode", True)
+    return "Adam" if is_adam else "AdamW"
+
+
+def _client_state(source: Source) -> dict[str, Any]:
+    """Return the user's entries that JSON can keep, encoded."""
+    own = {"global_samples": int(source.model.get("global_samples", 0))}
+    kept: dict[str, Any] = {}
+    for name, value in {**source.client_state(), OWN_STATE: own}.items():
+        try:
+            kept |= encode({name: value}, "client_state")
+        except CheckpointError as error:
+            _note(f"left out: {error}")
+    return kept
+
+
+def _manifest(
+    source: Source, states: Sequence[str], optimizer: str, files: Mapping[str, Any]
+) -> dict[str, Any]:
+    steps = int(source.model.get("global_steps", 0))
+    progress = {
+        "global_steps": steps,
+        "micro_steps": steps,
+        "skipped_steps": int(source.model.get("skipped_steps", 0)),
+        "loss_scaler": dict(source.loss_scale),
+        "param_groups": list(source.groups),
+        "lr_scheduler": source.model.get("lr_scheduler"),
+    }
+    numbered = list(enumerate(source.params))
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "chunk_bytes": CHUNK_BYTES,
+        "world_size": 1,
+        "optimizer": optimizer,
+        "states": list(states),
+        "params": [_describe(param) for _, param in numbered],
+        # A segment for each parameter: its fragments are written one after another.
+        "segments": [
+            {
+                "is_trainable": param.states is not None,
+                "shard_numel": param.numel,
+                "slots": [[param.names[0], 0, param.numel]],
+            }
+            for _, param in numbered
+        ],
+        "scalars": {
+            param.names[0]: {"num_steps": param.step, "step": param.step}
+            if param.step
+            else {"num_steps": 0}
+            for _, param in numbered
+            if param.states is not None
+        },
+        "whole_states": {},
+        "python_rng": [random.Random(_SEED).getstate()],
+        "files": dict(files),
+        "progress": encode(progress, "progress"),
+        "client_state": _client_state(source),
+        "has_frozen": True,
+    }
+
+
+def _describe(param: SourceParam) -> dict[str, Any]:
+    return {
+        "name": param.names[0],
+        "aliases": list(param.names[1:]),
+        "shape": list(param.shape),
+        "dtype": str(param.dtype).removeprefix("torch."),
+        "is_trainable": param.states is not None,
+    }
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

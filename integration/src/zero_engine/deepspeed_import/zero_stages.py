@@ -1,0 +1,214 @@
+"""Files of stages 1 to 3: one of optimizer states per rank, and of model states.
+
+[Note: DeepSpeed's partitions]
+Stages 1 and 2 flatten each group's parameters one after another and cut the group into equal
+parts, one per rank. Each rank's file says which elements of its part belong to which parameter
+(``param_slice_mappings``). Stage 3 cuts each parameter into equal parts, padded to a whole number
+of elements, and each rank flattens its parts, sub-group by sub-group.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zero_core import CheckpointError
+from zero_core.errors import CheckpointCorruptError
+from zero_engine.deepspeed_import import loss_scale
+from zero_engine.deepspeed_import.source import (
+    MASTER,
+    Source,
+    SourceParam,
+    buffers_of,
+    hyperparameters,
+    named_like,
+    split_states,
+    storage_ties,
+)
+from zero_engine.deepspeed_import.torch_files import Record, flat, load_file
+
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
+
+
+def read_zero(place: Path, optim_files: Sequence[Path]) -> Source:
+    """Read a checkpoint of stage 1, 2 or 3 from its files of optimizer states.
+
+    Raises:
+        CheckpointError: it has what is not imported: see the messages.
+        CheckpointCorruptError: a file is missing or is not as DeepSpeed writes it.
+    """
+    files = in_rank_order(optim_files)
+    states = [load_file(file)["optimizer_state_dict"] for file in files]
+    counts = states[0]["partition_count"]
+    expected = max(counts) if isinstance(counts, list) else counts
+    if expected != len(files):
+        raise CheckpointCorruptError(
+            f"{place} has optimizer states of {len(files)} ranks, {expected} wrote it: "
+            "copy the files of all ranks into one folder"
+        )
+    if "fp32_flat_groups" in states[0]:
+        return _read_stage_3(place, states)
+    return _read_stages_1_and_2(place, states)
+
+
+def in_rank_order(files: Sequence[Path]) -> list[Path]:
+    """Return one file per data-parallel rank, in their order.
+
+    Raises:
+        CheckpointError: a name is not DeepSpeed's, a rank is missing, or there are several
+            model-parallel ranks.
+    """
+    by_rank: dict[int, Path] = {}
+    for file in files:
+        found = _RANK.search(file.name)
+        if found is None:
+            raise CheckpointError(f"{file} is not one of the files of ZeRO's ranks")
+        if int(found[2]) != 0:
+            raise CheckpointError(
+                f"{file} is of model-parallel rank {int(found[2])}: checkpoints of tensor and "
+                "pipeline parallelism are not imported; convert it with DeepSpeed first"
+            )
+        by_rank[int(found[1])] = file
+    missing = sorted(set(range(max(by_rank) + 1)) - by_rank.keys())
+    if missing:
+        raise CheckpointCorruptError(f"{files[0].parent} has no file of rank {missing[0]}")
+    return [by_rank[rank] for rank in range(len(by_rank))]
+
+
+def param_groups(state: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return name and shape of the trained parameters of a list of groups' or sub-groups'."""
+    return [
+        (name, tuple(shape)) for group in state["param_shapes"] for name, shape in group.items()
+    ]
+
+
+# ------------------------------------------------------------------------- stages 1 and 2
+
+
+def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
+    model = load_file(place / "mp_rank_00_model_states.pt")
+    if "param_slice_mappings" not in states[0]:
+        raise CheckpointError(
+            f"{place} was written by DeepSpeed {model.get('ds_version')}, whose optimizer states "
+            "do not say which parameter they are of: load and save it with DeepSpeed 0.9 or later"
+        )
+    base = states[0]["base_optimizer_state"]
+    if not isinstance(base, dict):
+        raise CheckpointError(
+            f"{place} is an elastic checkpoint (zero_optimization.elastic_checkpoint), which does "
+            "not keep the groups' hyperparameters: load and save it without that key"
+        )
+    fragments: dict[str, dict[str, list[Tensor]]] = {}
+    steps: dict[str, int] = {}
+    for rank, state in enumerate(states):
+        masters = state["single_partition_of_fp32_groups"]
+        for group, master in enumerate(masters):
+            where = f"{place}: group {group} of rank {rank}"
+            kept = state["base_optimizer_state"]["state"].get(group, {})
+            whole, step = split_states(kept, where)
+            whole[MASTER] = flat(master, f"{where}: master weights")
+            for name, address in state["param_slice_mappings"][group].items():
+                start, stop = _span(address, where)
+                steps[name] = step
+                for kind, values in whole.items():
+                    if not 0 <= start <= stop <= values.numel():
+                        raise CheckpointCorruptError(
+                            f"{where}: {kind} of {name} is at {start} to {stop} of {values.numel()}"
+                        )
+                    by_kind = fragments.setdefault(name, {})
+                    by_kind.setdefault(kind, []).append(values[start:stop])
+    ties = {**storage_ties(model), **model["shared_params"]}
+    params = []
+    trained = dict(param_groups(model))
+    for first, names in named_like(model, ties).items():
+        value = model["module"][first]
+        if first in trained:
+            found = fragments.get(first, {MASTER: []})
+            params.append(
+                SourceParam(names, trained[first], value.dtype, found, step=steps.get(first, 0))
+            )
+        else:
+            parts = (flat(value, f"{place}: {first}"),)
+            params.append(SourceParam(names, tuple(value.shape), value.dtype, value=parts))
+    scale = loss_scale.of_zero(states[0])
+    groups = hyperparameters(base["param_groups"])
+    return Source(params, buffers_of(model), groups, model, scale)
+
+
+def _span(address: Any, where: str) -> tuple[int, int]:
+    """Return the range of a ``fragment_address``."""
+    if not isinstance(address, Record):
+        raise CheckpointCorruptError(f"{where}: {address!r:.100} is no address of a fragment")
+    found = {**dict(zip(("numel", "start"), address.args, strict=False)), **vars(address)}
+    return int(found["start"]), int(found["start"]) + int(found["numel"])
+
+
+# ------------------------------------------------------------------------- stage 3
+
+
+def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
+    world = len(states)
+    if states[0].get("ds_zero_partition_groups"):
+        raise CheckpointError(f"{place} has experts over other ranks (AutoEP), not imported")
+    models = [
+        load_file(place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        for rank in range(world)
+    ]
+    model = models[0]
+    found: dict[str, tuple[tuple[int, ...], dict[str, list[Tensor]], int]] = {}
+    for rank, state in enumerate(states):
+        for index, shapes in enumerate(model["param_shapes"]):
+            where = f"{place}: sub-group {index} of rank {rank}"
+            kept = state["optimizer_state_dict"]["state"].get(index, {})
+            whole, step = split_states(kept, where)
+            whole[MASTER] = flat(state["fp32_flat_groups"][index], f"{where}: master weights")
+            start = 0
+            for name, shape in shapes.items():
+                numel = math.prod(shape)
+                part = -(-numel // world)
+                real = max(0, min(part, numel - rank * part))
+                _, by_kind, _ = found.setdefault(name, (tuple(shape), {}, step))
+                for kind, values in whole.items():
+                    if start + real > values.numel():
+                        raise CheckpointCorruptError(f"{where}: {kind} ends before {name}")
+                    by_kind.setdefault(kind, []).append(values[start : start + real])
+                start += part
+    params = []
+    for first, names in named_like(model, model["shared_params"]).items():
+        dtype = model["module"][first].dtype
+        if first in found:
+            shape, by_kind, step = found[first]
+            params.append(SourceParam(names, shape, dtype, by_kind, step=step))
+        else:
+            params.append(frozen_of_stage_3(place, names, dtype, models))
+    scale = loss_scale.of_zero(states[0])
+    groups = hyperparameters(states[0]["optimizer_state_dict"]["param_groups"])
+    return Source(params, buffers_of(model), groups, model, scale)
+
+
+def frozen_of_stage_3(
+    place: Path, names: tuple[str, ...], dtype: Any, models: Sequence[Mapping[str, Any]]
+) -> SourceParam:
+    """Join the parts of a frozen parameter in the model states of stage 3's ranks.
+
+    Raises:
+        CheckpointError: they are not there.
+    """
+    first = names[0]
+    if first not in (models[0].get("frozen_param_shapes") or {}):
+        raise CheckpointError(
+            f"{place} has no value of {first}, which was frozen: it was saved with "
+            "exclude_frozen_parameters; save it again without"
+        )
+    shape = tuple(models[0]["frozen_param_shapes"][first])
+    left, parts = math.prod(shape), []
+    for rank, model in enumerate(models):
+        part = flat(model["frozen_param_fragments"][first], f"{place}: {first} of rank {rank}")
+        parts.append(part[: max(left, 0)])
+        left -= part.numel()
+    return SourceParam(names, shape, dtype, value=parts)

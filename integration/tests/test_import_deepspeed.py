@@ -1,0 +1,438 @@
+"""Import of DeepSpeed's checkpoints: hostile files, the reader's process, and the forms of files.
+
+The files are made here by torch.save, with stand-ins of DeepSpeed's classes. Those that DeepSpeed
+wrote itself are imported by integration/compat/checks/test_import_deepspeed.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zero_core import CheckpointError
+from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read_weights
+from zero_core.errors import CheckpointCorruptError
+from zero_engine import deepspeed
+from zero_engine.deepspeed_import.importing import import_checkpoint
+from zero_engine.deepspeed_import.isolation import leave_network
+from zero_engine.deepspeed_import.reading import find_place, read_source
+from zero_engine.deepspeed_import.source import MASTER
+from zero_engine.deepspeed_import.torch_files import Record, load_file
+from zero_engine.deepspeed_import.writing import write_source
+
+GROUP = {"lr": 0.01, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+STATES = (MASTER, "exp_avg", "exp_avg_sq")
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen parameter and a buffer; 11 trained elements."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.frozen = nn.Parameter(torch.arange(3.0), requires_grad=False)
+        self.last = nn.Parameter(torch.ones(2))
+        self.tied = self.last
+        self.register_buffer("seen", torch.tensor(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.first(x) * self.frozen).sum() * (self.last + self.tied).sum()
+        return y
+
+
+SHAPES = {"first.weight": (3, 2), "first.bias": (3,), "last": (2,)}
+
+
+@pytest.fixture
+def classes() -> Iterator[dict[str, type]]:
+    """Stand-ins of DeepSpeed's classes, importable while files are written."""
+    found: dict[str, type] = {}
+    for path in (
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    ):
+        module, _, name = path.rpartition(".")
+        found[name] = type(name, (), {"__module__": module})
+    with pytest.MonkeyPatch.context() as patch:
+        for name, cls in found.items():
+            parts = cls.__module__.split(".")
+            for length in range(1, len(parts)):
+                parent = ".".join(parts[:length])
+                patch.setitem(sys.modules, parent, ModuleType(parent))
+            stand_in = ModuleType(cls.__module__)
+            setattr(stand_in, name, cls)
+            patch.setitem(sys.modules, cls.__module__, stand_in)
+        yield found
+
+
+def instance(cls: type, **attributes: Any) -> Any:
+    made = cls()
+    vars(made).update(attributes)
+    return made
+
+
+def values() -> dict[str, dict[str, Tensor]]:
+    """Return distinct values of every state by parameter."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: {state: torch.rand(shape, generator=generator) for state in STATES}
+        for name, shape in SHAPES.items()
+    }
+
+
+def model_states(**more: Any) -> dict[str, Any]:
+    last = torch.ones(2, dtype=torch.bfloat16)
+    module = {
+        "frozen": torch.arange(3.0),
+        "last": last,
+        "tied": last,
+        "seen": torch.tensor(5),
+        "first.weight": torch.zeros(3, 2, dtype=torch.bfloat16),
+        "first.bias": torch.zeros(3, dtype=torch.bfloat16),
+    }
+    return {
+        "module": module,
+        "buffer_names": ["seen"],
+        "optimizer": None,
+        "shared_params": {"tied": "last"},
+        "param_shapes": [{n: torch.Size(s) for n, s in SHAPES.items()}],
+        "lr_scheduler": {"last_batch_iteration": 3},
+        "global_steps": 4,
+        "skipped_steps": 1,
+        "global_samples": 32,
+        "ds_config": {"optimizer": {"type": "AdamW"}},
+        "ds_version": "0.19.8",
+        "mp_world_size": 1,
+        "epoch": (7, {"best": torch.tensor([0.5])}),
+        **more,
+    }
+
+
+def write_stage_2(folder: Path, classes: dict[str, type], num_ranks: int) -> None:
+    """Write a checkpoint of stage 2: see [Note: DeepSpeed's partitions]."""
+    folder.mkdir(parents=True)
+    torch.save(model_states(), folder / "mp_rank_00_model_states.pt")
+    folder.parent.joinpath("latest").write_text(folder.name)
+    scaler = instance(
+        classes["DynamicLossScaler"],
+        cur_scale=64.0,
+        cur_iter=9,
+        last_overflow_iter=2,
+        scale_window=4,
+        cur_hysteresis=2,
+        dtype=torch.half,
+    )
+    whole = {s: torch.cat([v[s].reshape(-1) for v in values().values()]) for s in STATES}
+    part = -(-whole[MASTER].numel() // num_ranks)
+    for rank in range(num_ranks):
+        addresses, start = {}, 0
+        for name, by_state in values().items():
+            stop = start + by_state[MASTER].numel()
+            low, high = max(start, rank * part), min(stop, (rank + 1) * part)
+            if low < high:
+                addresses[name] = instance(
+                    classes["fragment_address"], numel=high - low, start=low - rank * part
+                )
+            start = stop
+        mine = {
+            state: flat[rank * part : (rank + 1) * part].clone() for state, flat in whole.items()
+        }
+        state = {
+            "loss_scaler": scaler,
+            "dynamic_loss_scale": True,
+            "base_optimizer_state": {
+                "state": {0: {"step": 4, **{s: mine[s] for s in STATES[1:]}}},
+                "param_groups": [{**GROUP, "params": [0]}],
+            },
+            "single_partition_of_fp32_groups": [mine[MASTER]],
+            "zero_stage": 2,
+            "partition_count": [num_ranks],
+            "param_slice_mappings": [addresses],
+        }
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state}, folder / name)
+
+
+def read_into(source: Path, output: Path, frozen: tuple[str, ...] = ()) -> Path:
+    """Import in this process, which costs less than one of its own."""
+    place = find_place(source, None)
+    return write_source(read_source(place, frozen), output, place.name, None)
+
+
+def check_values(output: Path, expected: dict[str, dict[str, Tensor]]) -> None:
+    manifest = read_manifest(output / "global_step4")
+    reader = Reader(output / "global_step4", manifest)
+    for name, by_state in expected.items():
+        for state, value in by_state.items():
+            found = reader.read(state, name, 0, value.numel())
+            assert torch.equal(found, value.reshape(-1)), (name, state)
+    by_name = {weight.names[0]: weight for weight in read_weights(output)}
+    assert by_name["last"].names == ("last", "tied")
+    assert not by_name["frozen"].is_trainable
+    assert torch.equal(by_name["frozen"].value, torch.arange(3.0))
+    assert read_buffers(output)["seen"] == 5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_fragments_of_any_number_of_ranks_are_joined(
+    num_ranks: int, classes: dict[str, type], tmp_path: Path
+) -> None:
+    write_stage_2(tmp_path / "saved" / "global_step4", classes, num_ranks)
+    read_into(tmp_path / "saved", tmp_path / "out")
+    check_values(tmp_path / "out", values())
+
+
+def test_command_writes_what_the_engine_loads(
+    classes: dict[str, type], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_stage_2(tmp_path / "saved" / "global_step4", classes, 2)
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True, "loss_scale_window": 4},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    with pytest.raises(CheckpointError, match=r"zero-engine import .*from_deepspeed"):
+        engine.load_checkpoint(tmp_path / "saved")
+    _, client_state = engine.load_checkpoint(tmp_path / "saved", from_deepspeed=tmp_path / "new")
+    assert client_state == {"epoch": (7, {"best": torch.tensor([0.5])})}
+    assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (4, 1, 32)
+    assert engine.lr_scheduler.state_dict() == {"last_batch_iteration": 3}
+    assert (engine.optimizer.param_groups[0]["lr"], engine.optimizer.loss_scale) == (0.01, 64.0)
+    for name, value in values().items():
+        param = model.get_parameter(name)
+        moment = deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg_sq")
+        assert torch.equal(moment, value["exp_avg_sq"]), name
+    engine.destroy()
+    assert "reading" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------ stage 0
+
+
+def test_names_of_stage_0_in_fp32_follow_from_shapes_or_are_asked_for(tmp_path: Path) -> None:
+    expected = values()
+    order = ["last", "first.weight", "first.bias"]  # the model's
+    module = {**model_states()["module"], **{n: expected[n][MASTER] for n in order}}
+    module["tied"] = module["last"]
+    state = {
+        i: {"step": torch.tensor(4.0), **{s: expected[n][s] for s in STATES[1:]}}
+        for i, n in enumerate(order)
+    }
+    saved = {"state": state, "param_groups": [{**GROUP, "params": [0, 1, 2]}]}
+    folder = tmp_path / "global_step4"
+    folder.mkdir()
+    (tmp_path / "latest").write_text(folder.name)
+    content = model_states(module=module, optimizer=saved, shared_params=None, param_shapes=None)
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"\['frozen', 'first.bias'\] have the shape \(3,\)"):
+        read_into(tmp_path, tmp_path / "out")
+    read_into(tmp_path, tmp_path / "out", frozen=("frozen",))
+    check_values(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_names_of_stage_0_in_16_bits_follow_from_master_weights(
+    is_flat: bool, tmp_path: Path
+) -> None:
+    expected = values()
+    order = (
+        ["first.bias", "last", "first.weight"]
+        if not is_flat
+        else ["last", "first.weight", "first.bias"]
+    )
+    rounded = {n: expected[n][MASTER].bfloat16() for n in order}
+    module = {**model_states()["module"], **rounded, "tied": rounded["last"]}
+    if is_flat:
+        whole = {s: torch.cat([expected[n][s].reshape(-1) for n in order]) for s in STATES}
+        state = {0: {"step": 4, **{s: whole[s] for s in STATES[1:]}}}
+        masters: dict[str, Any] = {"fp32_groups_flat": [whole[MASTER]]}
+    else:
+        state = {
+            i: {"step": 4, **{s: expected[n][s] for s in STATES[1:]}} for i, n in enumerate(order)
+        }
+        masters = {"fp32_groups": [[expected[n][MASTER] for n in order]]}
+    groups = [{**GROUP, "params": list(state)}]
+    inner = {"state": state, "param_groups": groups}
+    saved = {"dynamic_loss_scale": False, "optimizer_state_dict": inner, **masters}
+    folder = tmp_path / "global_step4"
+    folder.mkdir()
+    content = model_states(module=module, optimizer=saved, shared_params=None, param_shapes=None)
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+    read_into(folder, tmp_path / "out")
+    check_values(tmp_path / "out", expected)
+
+
+# ------------------------------------------------------------------------------ hostile files
+
+
+class _Call:
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def _hostile(folder: Path) -> dict[str, tuple[Any, str]]:
+    mark = str(folder / "mark")
+    return {
+        "command": (_Call(os.system, f"touch {mark}"), "posix.system"),
+        "within a list": ([{"a": (1, _Call(os.mkdir, mark))}], "posix.mkdir"),
+        "eval": (_Call(eval, f"open({mark!r}, 'w')"), "builtins.eval|names eval"),
+        "open": (_Call(open, mark, "w"), "io.open"),
+        "import": (_Call(__import__, "antigravity"), "__import__"),
+        "subprocess": (_Call(subprocess.Popen, ["touch", mark]), "Popen"),
+        "a path": (Path(mark), "pathlib"),
+    }
+
+
+@pytest.mark.parametrize("name", _hostile(Path()))
+def test_file_that_names_anything_else_is_refused_with_its_name(name: str, tmp_path: Path) -> None:
+    content, match = _hostile(tmp_path)[name]
+    path = tmp_path / "states.pt"
+    torch.save({"module": content}, path)
+    with pytest.raises(CheckpointError, match=match):
+        load_file(path)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_objects_of_deepspeed_are_records_of_what_was_pickled(
+    classes: dict[str, type], tmp_path: Path
+) -> None:
+    torch.save([instance(classes["fragment_address"], numel=3, start=1)], tmp_path / "a.pt")
+    (found,) = load_file(tmp_path / "a.pt")
+    assert isinstance(found, Record)
+    assert (vars(found)["numel"], vars(found)["start"]) == (3, 1)
+    assert "deepspeed.utils.tensor_fragment" not in type(found).__module__
+
+
+def _with_pickle(path: Path, pickled: bytes) -> None:
+    """Write a file of torch.save's form with other instructions."""
+    torch.save({}, path)
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, pickled if name.endswith("data.pkl") else data)
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02cdeepspeed.os\nsystem\n(X\x04\x00\x00\x00trueo.",  # OBJ calls a class
+        b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + b"\xff" * 7 + b"\x7f\x85R.",  # 8 exabytes
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",  # a newer protocol
+        b"\x80\x02X\xff\xff\xff\x7fabc.",  # a string longer than the file
+        b"\x80\x02" + b"]" * 100,  # no end
+        b"(" * 100_000,
+        b"",
+    ],
+)
+def test_instructions_that_torch_save_does_not_write_are_refused(
+    pickled: bytes, tmp_path: Path
+) -> None:
+    _with_pickle(tmp_path / "a.pt", pickled)
+    with pytest.raises(CheckpointError, match=r"a\.pt"):
+        load_file(tmp_path / "a.pt")
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "text.pt").write_text("no pickle")
+    os.mkfifo(tmp_path / "pipe.pt")
+    for name in ("old", "text", "pipe"):
+        with pytest.raises(CheckpointCorruptError, match=f"{name}.pt is not"):
+            load_file(tmp_path / f"{name}.pt")
+    with pytest.raises(CheckpointError, match="there is no file"):
+        load_file(tmp_path / "none.pt")
+
+
+def test_tensor_that_is_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
+    torch.save(torch.zeros(7), tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data.replace(b"K\x07", b"J\x00\x00\x00\x10"))
+    with pytest.raises(CheckpointError, match=r"b\.pt"):
+        load_file(tmp_path / "b.pt")
+
+
+def test_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.full((100,), 1.0)}, path)
+    data = path.read_bytes()
+    at = data.index(torch.full((100,), 1.0).numpy().tobytes())
+    for position in (at, at + 199, at + 399):
+        path.write_bytes(data[:position] + b"\x07" + data[position + 1 :])
+        with pytest.raises(CheckpointCorruptError, match=r"a\.pt is damaged: .*data/0"):
+            load_file(path)
+
+
+def test_missing_rank_and_foreign_forms_are_told(classes: dict[str, type], tmp_path: Path) -> None:
+    folder = tmp_path / "global_step4"
+    write_stage_2(folder, classes, 3)
+    (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointCorruptError, match="no file of rank 1"):
+        read_source(folder, ())
+    (folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointCorruptError, match="of 1 ranks, 3 wrote it"):
+        read_source(folder, ())
+    (folder / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="mixtures of experts"):
+        read_source(folder, ())
+    for tag in ("..", "a/b", "/etc"):
+        with pytest.raises(CheckpointError, match="is no tag"):
+            find_place(tmp_path, tag)
+    with pytest.raises(CheckpointError, match="neither a file 'latest'"):
+        import_checkpoint(tmp_path / "global_step5", tmp_path / "out")
+
+
+_CONNECT = """
+import socket, sys
+from zero_engine.deepspeed_import.isolation import leave_network
+assert leave_network()
+try:
+    socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5)
+except OSError as error:
+    print("no network:", error)
+"""
+
+
+def test_reader_has_no_network() -> None:
+    if os.fork() == 0:
+        os._exit(0 if leave_network() else 1)
+    if os.wait()[1] != 0:
+        pytest.skip("this system permits no network namespace, which the reader says")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        command = [sys.executable, "-c", _CONNECT, port]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("no network:"), found.stdout
+
+
+def test_file_that_asks_for_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "global_step4").mkdir()
+    # bytearray(2**38): more than the limit of the reader's process.
+    huge = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (2**38).to_bytes(5, "little") + b"\x85R."
+    _with_pickle(tmp_path / "global_step4" / "mp_rank_00_model_states.pt", huge)
+    with pytest.raises(CheckpointError, match="MemoryError"):
+        import_checkpoint(tmp_path / "global_step4", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
