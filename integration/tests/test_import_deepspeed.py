@@ -402,7 +402,7 @@ def test_missing_rank_and_foreign_forms_are_told(classes: dict[str, type], tmp_p
         with pytest.raises(CheckpointError, match="is no tag"):
             find_place(tmp_path, tag)
     with pytest.raises(CheckpointError, match="neither a file 'latest'"):
-        import_checkpoint(tmp_path / "global_step5", tmp_path / "out")
+        find_place(tmp_path / "nothing", None)
 
 
 _CONNECT = """
