@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,11 +18,19 @@ from conftest import STEPS, TIME_LIMIT_S, command, environment, refusal_of, trai
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import destroy_process_group, init_process_group
 
+from zero_core.errors import ConfigError
 from zero_engine.launch.rendezvous import agree_on_prefix
 from zero_engine.train.launch import check_request, default_ranks
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.run_lock import RunLock, belongs_to, launch_numbers, note_launch
-from zero_engine.train.settings import RunFolder, Start, read_resolved
+from zero_engine.train.settings import (
+    RunFolder,
+    RunSettings,
+    Start,
+    read_resolved,
+    resumed_run,
+    write_resolved,
+)
 
 TIMING = {"tokens_per_s", "memory_bytes"}
 
@@ -156,12 +165,27 @@ def test_ranks_that_torchrun_starts_anew_are_of_the_launch_that_began_the_run(
 
 
 def test_a_folder_in_which_a_program_trains_is_refused_to_others(tmp_path: Path) -> None:
-    lock = RunLock(RunFolder(tmp_path))
-    lock.acquire()
-    said = refusal_of("train", "--resume=auto", f"--output={tmp_path}")
-    assert f"another program trains in this folder (process {os.getpid()} on" in said
+    lock, other = (RunLock(RunFolder(tmp_path)) for _ in range(2))
+    lock.acquire(wait_s=0)
+    with pytest.raises(ConfigError, match=rf"trains in this folder \(process {os.getpid()} on"):
+        other.acquire(wait_s=0.01)
     lock.release()
-    assert check_request({"output": str(tmp_path)}, Start.NEW, 1) == 1
+    other.acquire(wait_s=0)
+    other.release()
+
+
+def test_settings_of_saving_and_of_the_end_may_change_and_versions_before_had_fewer(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    write_resolved(folder, RunSettings(seed=3), config={})
+    before = json.loads(folder.resolved_config.read_text())
+    del before["run"]["keep_last"]
+    folder.resolved_config.write_text(json.dumps(before))
+    folder.checkpoint.mkdir()
+    (folder.checkpoint / "latest").write_text("step-1")
+    changed = resumed_run({"output": str(tmp_path), "keep_last": 7, "save_every": 9, "steps": 11})
+    assert (changed.keep_last, changed.save_every, changed.steps, changed.seed) == (7, 9, 11, 3)
 
 
 def test_a_rank_ends_when_its_launcher_is_gone() -> None:

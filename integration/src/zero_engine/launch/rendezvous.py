@@ -14,7 +14,11 @@ import uuid
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from zero_core.errors import CollectiveError
+
 _INTERVAL_S = 0.02
+_LIMIT_S = 300.0
+"""As long as torch's stores wait by default."""
 
 
 def fresh_store() -> Store | None:
@@ -36,6 +40,9 @@ def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
 
     Rank 0 makes it. Another rank may read the one of before: it adds a number of its own, and takes
     the prefix only when rank 0 has confirmed it with that number.
+
+    Raises:
+        CollectiveError: rank 0 has not within five minutes.
     """
     if rank == 0:
         prefix = f"zero_engine/{uuid.uuid4().hex}"
@@ -44,11 +51,16 @@ def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
         store.set(f"{prefix}/confirmed", json.dumps(numbers))
         return prefix
     own = uuid.uuid4().hex
-    while True:
+    limit = time.monotonic() + _LIMIT_S
+    while time.monotonic() < limit:
         prefix = store.get("zero_engine/prefix").decode()
         store.set(f"{prefix}/number/{rank}", own)
-        while store.get("zero_engine/prefix").decode() == prefix:
+        while store.get("zero_engine/prefix").decode() == prefix and time.monotonic() < limit:
             confirmed = f"{prefix}/confirmed"
             if store.check([confirmed]) and own in json.loads(store.get(confirmed)):
                 return prefix
             time.sleep(_INTERVAL_S)
+    raise CollectiveError(
+        f"rank {rank} of {world_size}: rank 0 has not confirmed this start within "
+        f"{_LIMIT_S:.0f} s: is a rank of an earlier start still running?"
+    )

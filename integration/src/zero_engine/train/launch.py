@@ -16,7 +16,7 @@ from zero_core.errors import ConfigError
 from zero_engine.launch.torchrun import local_address_only, run_ranks
 from zero_engine.machine import available_cores
 from zero_engine.train.data import read_text
-from zero_engine.train.run_lock import RunLock
+from zero_engine.train.run_lock import RunLock, longest_wait_s
 from zero_engine.train.settings import (
     RunFolder,
     RunSettings,
@@ -60,9 +60,9 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
     if num_ranks is not None and num_ranks > max(num_gpus, MAX_CPU_RANKS):
         raise ConfigError(f"--ranks {num_ranks}: at most {MAX_CPU_RANKS} processes are started")
     folder = RunFolder(Path(options.get("output") or RunSettings.output))
-    if folder.root.is_dir():
+    if folder.resolved_config.is_file():
         lock = RunLock(folder)
-        lock.acquire(wait_s=0)
+        lock.acquire(wait_s=longest_wait_s(start))
         lock.release()
     if start is Start.RESUME or (start is Start.AUTO and folder.has_checkpoint):
         settings = resumed_run(options)

@@ -42,7 +42,13 @@ from zero_engine.machine import used_bytes
 from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 from zero_engine.train.metrics import Reporter, StepRecord
-from zero_engine.train.run_lock import RunLock, belongs_to, launch_numbers, note_launch
+from zero_engine.train.run_lock import (
+    RunLock,
+    belongs_to,
+    launch_numbers,
+    longest_wait_s,
+    note_launch,
+)
 from zero_engine.train.settings import (
     RunFolder,
     RunSettings,
@@ -77,11 +83,14 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
     folder = RunFolder(Path(options.get("output") or RunSettings.output))
     lock, launch = RunLock(folder), launch_numbers(device)
 
+    is_resumed = torch.zeros(1, device=device)
+
     def prepare() -> None:
-        lock.acquire()
+        lock.acquire(wait_s=longest_wait_s(start))
         again = Start.AUTO if belongs_to(folder, launch) else start
         if again is Start.RESUME or (again is Start.AUTO and folder.has_checkpoint):
             resumed_run(options)
+            is_resumed.fill_(1)
         else:
             settings = fresh_run(options, again)
             config, text = engine_config(settings), read_text(settings.data)
@@ -91,9 +100,12 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
         note_launch(folder, launch)
 
     on_first_rank(prepare, device)
-    is_resumed = folder.has_checkpoint
-    settings = resumed_run(options) if is_resumed else RunSettings(**read_resolved(folder)["run"])
-    stop = train_in(folder, settings, device, request, is_resumed=is_resumed)
+    # Rank 0 alone has looked: another machine may see the folder as it was before.
+    should_resume = bool(sum_over_ranks(is_resumed))
+    settings = (
+        resumed_run(options) if should_resume else RunSettings(**read_resolved(folder)["run"])
+    )
+    stop = train_in(folder, settings, device, request, should_resume=should_resume)
     leave_ranks()
     lock.release()
     return 0 if stop is None else 128 + stop
@@ -105,7 +117,7 @@ def train_in(
     device: torch.device,
     request: StopRequest,
     *,
-    is_resumed: bool,
+    should_resume: bool,
 ) -> signal.Signals | None:
     """Train the run that is prepared in ``folder``, and leave the results there.
 
@@ -119,7 +131,7 @@ def train_in(
     model = build_model(settings, corpus.vocab_size)
     engine = zero_core.build(model, fill_auto(config, settings.steps))
     first_step = 0
-    if is_resumed:
+    if should_resume:
         _, client_state = engine.load_checkpoint(folder.checkpoint)
         first_step = int(client_state["step"])
         if settings.steps < first_step:

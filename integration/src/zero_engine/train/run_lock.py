@@ -1,4 +1,4 @@
-"""Who trains in a run's folder: one program at a time, and again after a restart of its ranks.
+"""Lock of a run's folder, and the launch that a run belongs to.
 
 torchrun starts the ranks anew when one has failed (``--max-restarts``) or when nodes come and go
 (``--nnodes 1:2``), each time with the first start's command line. So the folder keeps the numbers
@@ -12,17 +12,26 @@ import hashlib
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
+from zero_core.checkpoint.disk import write_synced
 from zero_core.errors import ConfigError
-from zero_engine.train.settings import RunFolder
+from zero_engine.launch.orphans import GRACE_PERIOD_S
+from zero_engine.train.settings import RunFolder, Start
 
-_WAIT_S = 10.0
-"""A rank of before may still be ending."""
+
+def longest_wait_s(start: Start) -> float:
+    """Return how many seconds a start waits for another program in its folder to end.
+
+    Ranks whose launcher was killed save before they end. A run that is not to be continued waits
+    for a process alone that is ending already.
+    """
+    return GRACE_PERIOD_S if start in (Start.RESUME, Start.AUTO) else 10.0
 
 
 class RunLock:
@@ -32,8 +41,8 @@ class RunLock:
         self._path = folder.lock
         self._lock = FileLock(folder.lock)
 
-    def acquire(self, *, wait_s: float = _WAIT_S) -> None:
-        """Take the lock, waiting for at most ``wait_s`` seconds.
+    def acquire(self, *, wait_s: float) -> None:
+        """Take the lock, and if it is held say so and wait for at most ``wait_s`` seconds.
 
         Raises:
             ConfigError: another process holds it, or the folder cannot be written to.
@@ -41,7 +50,7 @@ class RunLock:
         folder = self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=wait_s)
+            self._acquire(wait_s)
         except Timeout:
             raise ConfigError(
                 f"--output {folder}: another program trains in this folder ({self._holder()}). "
@@ -50,6 +59,17 @@ class RunLock:
         except OSError as error:
             raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from None
         self._who.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+
+    def _acquire(self, wait_s: float) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            print(
+                f"another program trains in {self._path.parent} ({self._holder()}): waiting for "
+                f"its end, for at most {wait_s:.0f} s",
+                file=sys.stderr,
+            )
+            self._lock.acquire(timeout=wait_s)
 
     def release(self) -> None:
         self._lock.release()
@@ -101,4 +121,6 @@ def belongs_to(folder: RunFolder, numbers: list[int]) -> bool:
 
 def note_launch(folder: RunFolder, numbers: list[int]) -> None:
     """Write down that the launchers ``numbers`` train in ``folder``."""
-    folder.launchers.write_text(json.dumps(numbers), encoding="utf-8")
+    aside = folder.launchers.with_name(f"{folder.launchers.name}.tmp")
+    write_synced(aside, json.dumps(numbers).encode())
+    aside.replace(folder.launchers)

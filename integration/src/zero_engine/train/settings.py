@@ -21,6 +21,8 @@ from zero_core.errors import ConfigError
 
 DEFAULT_CONFIG = "default_config.json"
 AUTO = "auto"
+CHANGEABLE = ("output", "steps", "save_every", "keep_last", "log_every")
+"""Settings that a resumed run may have others of."""
 MAX_SEED = 2**44
 """Largest seed whose multiples by epoch torch takes: see `zero_engine.train.data.Corpus.batch`."""
 
@@ -175,7 +177,7 @@ def _check_can_be_made(folder: Path) -> None:
 def resumed_run(options: Mapping[str, Any]) -> RunSettings:
     """Return the settings that the run in ``options["output"]`` was started with.
 
-    Only ``steps`` may be changed; ``data`` and ``config`` are not read again.
+    Only `CHANGEABLE` settings may be changed; ``data`` and ``config`` are not read again.
 
     Raises:
         ConfigError: there is nothing to continue, or an option contradicts the run.
@@ -189,12 +191,13 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
         )
     saved = RunSettings(**read_resolved(folder)["run"])
     for name, value in given.items():
-        if name not in ("output", "steps") and _canonical(name, value) != getattr(saved, name):
+        if name not in CHANGEABLE and _canonical(name, value) != getattr(saved, name):
             raise ConfigError(
                 f"--resume: --{name.replace('_', '-')} {value} contradicts the run, which has "
                 f"{getattr(saved, name)}; leave the option out, or start a new run"
             )
-    return replace(saved, output=str(folder.root), steps=given.get("steps", saved.steps)).check()
+    changed = {name: given[name] for name in CHANGEABLE if name in given}
+    return replace(saved, **{**changed, "output": str(folder.root)}).check()
 
 
 def engine_config(settings: RunSettings) -> dict[str, Any]:

@@ -352,7 +352,8 @@ class Engine(ShardedModel):
         Raises:
             CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
         """
-        has_any = torch.tensor([float(holds_checkpoint(Path(directory)))], device=self.device)
-        if not self.sharded_state.control.sum(has_any).item():
+        control = self.sharded_state.control
+        is_here = control.together("checkpoint: find", lambda: holds_checkpoint(Path(directory)))
+        if not control.sum(torch.tensor([float(is_here)], device=self.device)).item():
             return None
         return self.load_checkpoint(directory)[1]

@@ -51,7 +51,6 @@ _VALIDATIONS: Mapping[str, TagValidation] = {"IGNORE": "IGNORE", "WARN": "WARN",
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "checkpoint.tag_validation": tuple(_VALIDATIONS),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
-    "zero_allow_untested_optimizer": ("TRUE", "FALSE", "1", "0"),
 }
 
 _Parsed = TypeVar("_Parsed", bound=pydantic.BaseModel)
@@ -178,11 +177,12 @@ _FLAGS = frozenset(
         "wall_clock_breakdown",
     }
 )
+_BOOLEANS = _FLAGS | {"zero_allow_untested_optimizer"}
 
 
 def _checked(path: str, value: Any) -> Any:
     """Return the value of an honoured key if it is of the right kind."""
-    if path in _FLAGS and not isinstance(value, bool):
+    if path in _BOOLEANS and not isinstance(value, bool):
         raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
     if path in _CHOICES and str(value).upper() not in _CHOICES[path]:
         raise ConfigError(
