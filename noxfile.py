@@ -10,6 +10,9 @@
                docs/compat.md; arguments go to ``integration/compat/compare.py``. Without any, TRL's
                trainers too: docs/trl.md. ``scars``: releases of DeepSpeed in which docs/scars.md
                saw bugs
+    faults     tests that break checkpoints, processes and configurations: the counts in
+               docs/faults.md; arguments go to pytest
+    soak       runs that are killed at random moments, ``-- --minutes 20 --seed 1``
     wheels     cpu-adam's wheel and sdist, tested where there is no compiler
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
@@ -65,6 +68,7 @@ CHECKED = ("noxfile.py", ".ci", "packages", "integration")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 PIP_FLAGS = ("--quiet", "--progress-bar=off")
 RUNNER = "pytest-xdist>=3.6"
+PYTEST_FAULTS = ("python", "-m", "pytest", "-q", "faults", "--write")
 TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100", RUNNER)
 # Files of tests go to several processes: most tests start ranks, which wait for each other more
 # than they compute. A file stays together, for what its tests share.
@@ -211,6 +215,22 @@ def compat(session: nox.Session) -> None:
     run_compat(session, "compare.py", *session.posargs)
     if not session.posargs:
         run_compat(session, "trl_grid.py")
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Break things and count what held, beside torch and DeepSpeed: ``-- -k X`` for a part."""
+    install_everything(session, *TEST_TOOLS, extras="[bench,test]")
+    with session.chdir("integration"):
+        session.run(*PYTEST_FAULTS, *session.posargs, env={"DS_ACCELERATOR": "cpu"})
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Kill training at random moments and compare what it ends with, bit by bit."""
+    install_everything(session)
+    with session.chdir("integration"):
+        session.run("python", "-m", "faults.soak", *session.posargs)
 
 
 @nox.session

@@ -1,0 +1,141 @@
+"""The results of ``nox -s faults`` and ``nox -s soak`` as a page of the documentation."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = DOCS / "benchmarks" / "faults.json"
+PAGE = DOCS / "faults.md"
+Counts = dict[str, dict[str, list[int]]]
+"""By what a file of tests is about, and by test: how many faults were tried, and how many held."""
+HEAD = """# What is tried to break it
+
+    nox -s faults
+    nox -s faults -- -k checkpoint
+    nox -s soak -- --minutes 20
+
+Each test starts something that works, breaks it, and says what must hold. `nox -s faults` writes
+this page from [what it counted](benchmarks/faults.json); a part that is run alone (`-k`) keeps
+the counts of the others.
+"""
+
+
+def read() -> dict[str, Any]:
+    """Return what was written before: "tests", "beside" and "soak"."""
+    if not RESULTS.exists():
+        return {}
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8")))
+
+
+def write(part: str, content: Any) -> None:
+    """Replace a part of the results, and write the page."""
+    found = {**read(), part: content}
+    RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(page(found), encoding="utf-8")
+
+
+def update(found: Counts, existing: Collection[str]) -> None:
+    """Write the counts of a run; those of other ``existing`` tests stay."""
+    before = read().get("tests", {})
+    merged: Counts = {}
+    for counts in (before, found):
+        for what, tests in counts.items():
+            kept = {test: pair for test, pair in tests.items() if test in existing}
+            if kept:
+                merged.setdefault(what, {}).update(kept)
+    write("tests", merged)
+
+
+def total(tests: Mapping[Any, Sequence[int]]) -> tuple[int, int]:
+    """Return how many faults some tests tried, and how many held."""
+    return sum(pair[0] for pair in tests.values()), sum(pair[1] for pair in tests.values())
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """Return the whole page."""
+    lines = [HEAD, *_tests(found.get("tests", {})), *_beside(found.get("beside", {}))]
+    return "\n".join([*lines, *_soak(found.get("soak", {}))])
+
+
+def _tests(counts: Counts) -> list[str]:
+    totals = {what: total(tests) for what, tests in counts.items()}
+    tried = sum(pair[0] for pair in totals.values())
+    held = sum(pair[1] for pair in totals.values())
+    lines = [f"**{held:,} of {tried:,} faults held.**\n"]
+    for what, tests in sorted(counts.items()):
+        lines += [f"## {what}\n", "| | tried | held |", "|---|---:|---:|"]
+        by_sentence: dict[str, dict[str, list[int]]] = {}
+        for test, pair in tests.items():
+            sentence = test.partition("::test_")[2].partition("[")[0].replace("_", " ")
+            by_sentence.setdefault(sentence, {})[test] = pair
+        for sentence, own in sorted(by_sentence.items()):
+            a, b = total(own)
+            lines.append(f"| {sentence} | {a:,} | {f'{b:,}' if a == b else f'**{b:,}**'} |")
+        lines.append("")
+    return lines
+
+
+OUTCOMES = {
+    "refused": "refused",
+    "error": "error without the file",
+    "written": "...already written",
+    "harmless": "harmless",
+    "hangs": "hangs or dies",
+    "wrong": "**wrong, unnoticed**",
+}
+BESIDE = """## Beside torch.distributed.checkpoint and DeepSpeed
+
+One training (two linear layers, AdamW, two gloo ranks) under three kinds of checkpoints:
+zero-core's at stage 2, `torch.distributed.checkpoint` with FSDP2, and DeepSpeed 0.19.8's at stage
+2. Each fault changes a copy of the files, or ends a save; then both ranks load.
+
+- *refused*: an error that names the file, the tag or the folder. *error without the file*:
+  another one. *already written*: how many of these errors came when the weights or states in
+  memory had been changed already.
+- *harmless*: the state is, bit for bit, what was saved. After a save that did not end, it may be
+  the one before, too.
+- *hangs or dies*: no answer in 15 s, or the process died.
+- *wrong, unnoticed*: the load returns, and weights, moments, counters or the user's own state are
+  not what was saved. Or a program within the file was run.
+
+What each promises: zero-core, that a checkpoint is whole or refused. torch's documents a
+`.metadata` that is written last, and says of `dcp.load` that it unpickles; it promises no
+checksums. DeepSpeed's documentation asks to load trusted checkpoints only, and promises no
+checksums; that `load_checkpoint` returns None where there is nothing to load counts as refused
+here. Neither promises that a save over the name that is there leaves the one before. A file
+system that keeps checksums finds changed bytes for all three.
+"""
+
+
+def _beside(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
+    if not found:
+        return []
+    lines = [BESIDE, "| what happens | to | " + " | ".join(OUTCOMES.values()) + " |"]
+    lines.append("|---|---|" + "---:|" * len(OUTCOMES))
+    totals: dict[str, Counter[str]] = {}
+    rows = list(dict.fromkeys(row for side in found.values() for row in side))
+    for row in rows:
+        for name, side in sorted(found.items(), key=_ours_first):
+            if row in side:
+                lines.append(f"| {row} | {name} | {_outcomes(side[row])} |")
+                totals.setdefault(name, Counter()).update(side[row])
+    for name, counts in totals.items():
+        lines.append(f"| **all** | {name} | {_outcomes(counts)} |")
+    return [*lines, ""]
+
+
+def _ours_first(side: tuple[str, object]) -> tuple[bool, str]:
+    return side[0] != "zero-core", side[0]
+
+
+def _outcomes(counts: Mapping[str, int]) -> str:
+    return " | ".join(str(counts.get(outcome) or "") for outcome in OUTCOMES)
+
+
+def _soak(found: Mapping[str, Any]) -> list[str]:
+    return []
