@@ -44,22 +44,23 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     found: faults_page.Counts = {}
-    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
-    for report in reports:
+    kinds = ("passed", "failed", "error")
+    for report in [r for kind in kinds for r in terminalreporter.stats.get(kind, [])]:
         if report.when == "call" or report.failed:
             said = dict(report.user_properties)
             found.setdefault(said[_WHAT], {})[_key(report.nodeid)] = _counts(report)
     for what, tests in found.items():
-        tried, held = faults_page.total(tests)
+        tried, held = faults_page.total(tests.values())
         terminalreporter.write_line(f"{held} of {tried} held: {what}")
-    tried, held = faults_page.total(dict(enumerate(map(faults_page.total, found.values()))))
+    tried, held = faults_page.total(map(faults_page.total, map(dict.values, found.values())))
     terminalreporter.write_line(f"{held} of {tried} faults held")
     if config.getoption("--write"):
         faults_page.update(found, config.stash[_COLLECTED])
 
 
 def _counts(report: Report) -> list[int]:
-    tried, held = dict(report.user_properties).get(_TRIED, (1, 1))
+    pairs = [pair for name, pair in report.user_properties if name == _TRIED] or [(1, 1)]
+    tried, held = faults_page.total(pairs)
     return [tried, min(held, tried - 1) if report.failed else held]
 
 

@@ -48,11 +48,16 @@ class Program:
     def output(self) -> str:
         return self._output.read_text()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process that was started is over."""
+        return self._process.poll() is not None
+
     def wait_for(self, has_come: Callable[[], bool]) -> None:
         """Wait until ``has_come``, while the program runs."""
         limit = time.monotonic() + END_S
         while not has_come():
-            assert self._process.poll() is None, self.output
+            assert not self.has_ended, self.output
             assert time.monotonic() < limit, f"the moment has not come: {self.output}"
             time.sleep(0.02)
 
@@ -70,7 +75,7 @@ class Program:
 
         torchrun starts each rank in a session of its own.
         """
-        for pid in [*self.ranks(), self.pid] if self._process.poll() is None else []:
+        for pid in [*self.ranks(), self.pid] if not self.has_ended else []:
             os.kill(pid, signal.SIGKILL)
 
     def ranks(self) -> list[int]:

@@ -37,8 +37,8 @@ OPTIONS = (
 )
 OFFLOADS = (0.0, 0.5, 1.0)
 RANKS = (1, 2, 4)
-MOST_KILLS = 6
-LONGEST_PAUSE_S, LONGEST_DELAY_S = 3.0, 0.2
+MOST_KILLS, MOST_STEPS = 6, 15
+LONGEST_START_S, LONGEST_PAUSE_S, LONGEST_DELAY_S = 8.0, 3.0, 0.2
 LEAVE_WITHIN_S = 60.0
 """How long ranks may take to save and leave when their launcher is gone."""
 KILLED_RANK = "SIGKILL of a rank"
@@ -116,35 +116,31 @@ class Soak:
             self._straight[key] = weights(folder)
         return self._straight[key]
 
-    def _launch(
-        self, run: Run, folder: RunFolder, fault: str | None, draw: random.Random
-    ) -> int:
+    def _launch(self, run: Run, folder: RunFolder, fault: str | None, draw: random.Random) -> int:
         """Start the run or go on with it, let something happen, and wait. Return the exit code."""
         num_ranks = draw.choice(RANKS)
-        after_s, at_step, share = draw.uniform(0, 8), draw.randrange(STEPS), draw.random()
-        is_early, victim = draw.random() < 0.3, draw.randrange(num_ranks)
+        is_early, after_s = draw.random() < 0.3, draw.uniform(0, LONGEST_START_S)
+        num_steps, victim, share = draw.randint(1, MOST_STEPS), draw.randrange(4), draw.random()
         restarts = 1 if fault == KILLED_RANK else 0
         self.counts["launches"] += 1
         began, first = time.monotonic(), last_step(folder)
-
-        def has_come() -> bool:
-            if is_early:
-                return time.monotonic() - began > after_s and len(program.ranks()) == num_ranks
-            return last_step(folder) > max(at_step, first)
-
         with Program(*command(run, folder, num_ranks, restarts)) as program:
             ranks: list[int] = []
-            while fault and not program.has_ended and not has_come():
-                time.sleep(0.01)
-                assert time.monotonic() - began < END_S, program.output
-            time.sleep(share * LONGEST_DELAY_S)
-            ranks = program.ranks() if fault else []
+            if fault and has_ranks(program):
+                limit = time.monotonic() + (after_s if is_early else END_S)
+                while time.monotonic() < limit and not program.has_ended:
+                    if not is_early and last_step(folder) >= first + num_steps:
+                        time.sleep(share * LONGEST_DELAY_S)
+                        break
+                    time.sleep(0.01)
+                ranks = [] if program.has_ended else program.ranks()
+            step = last_step(folder)
             if fault and ranks:
                 self._strike(program, ranks, victim, fault, share * LONGEST_PAUSE_S)
             code = self._end(program)
             self._wait_for(ranks)
             took = time.monotonic() - began
-            said = f"{fault or 'nothing'} at step {last_step(folder)}"
+            said = f"{fault} at step {step}" if ranks else "nothing happens"
             print(f"  {num_ranks} ranks: {said}; code {code} after {took:.0f} s", flush=True)
             if code and fault in (None, KILLED_RANK, PAUSED):
                 self.counts["failed launches"] += 1
@@ -197,6 +193,15 @@ def command(run: Run, folder: RunFolder, num_ranks: int, restarts: int) -> tuple
         *(f"--save-every={run.save_every}", f"--ranks={num_ranks}", "--resume=auto"),
         f"--max-restarts={restarts}",
     )
+
+
+def has_ranks(program: Program) -> bool:
+    """Wait until there are ranks, and return False if there never are."""
+    while not program.has_ended:
+        if program.ranks():
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def last_step(folder: RunFolder) -> int:

@@ -18,6 +18,7 @@ from zero_core.checkpoint.load import read_client_state
 
 _SAMPLE = int(os.environ.get("ZERO_FAULTS_SAMPLE", "0"))
 """Bytes of each file that are tried. 0: all."""
+Count = Callable[[int, int], None]
 
 
 class _Small(nn.Module):
@@ -52,7 +53,7 @@ def _positions(size: int) -> list[int]:
     return sorted(random.Random(0).sample(every, _SAMPLE)) if 0 < _SAMPLE < size else list(every)
 
 
-def _check(path: Path, readers: list[Callable[[], object]]) -> None:
+def _check(path: Path, readers: list[Callable[[], object]], count_faults: Count) -> None:
     """Change each byte of a file, its length too, and require all readers to refuse it."""
     data, wrong, count = path.read_bytes(), [], 0
     flips = [(at, mask) for at in _positions(len(data)) for mask in (1 << at % 8, 0xFF)]
@@ -74,19 +75,21 @@ def _check(path: Path, readers: list[Callable[[], object]]) -> None:
                 wrong.append(f"{path.name}, {name}: reader {number} raised {error!r:.100}")
     path.write_bytes(data)
     print(f"{path.name}: {count - len(wrong)} of {count} reads were refused")
+    count_faults(count, count - len(wrong))
     assert not wrong, "\n".join(wrong[:20])
 
 
-def test_every_byte_of_the_manifest(saved: Path, tmp_path: Path) -> None:
+def test_every_byte_of_the_manifest(saved: Path, tmp_path: Path, count_faults: Count) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
     engine = _build()
     path = folder / "t" / "manifest.json"
-    _check(path, [lambda: engine.load_checkpoint(folder), lambda: read_client_state(folder)])
+    readers = [lambda: engine.load_checkpoint(folder), lambda: read_client_state(folder)]
+    _check(path, readers, count_faults)
     engine.load_checkpoint(folder)
     engine.close()
 
 
-def test_every_byte_of_every_file(saved: Path, tmp_path: Path) -> None:
+def test_every_byte_of_every_file(saved: Path, tmp_path: Path, count_faults: Count) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
     engine = _build()
     for path in sorted(folder.joinpath("t").glob("*.safetensors")):
@@ -95,6 +98,6 @@ def test_every_byte_of_every_file(saved: Path, tmp_path: Path) -> None:
             readers.append(lambda: list(read_weights(folder)))
         if path.name.startswith("buffers"):
             readers.append(lambda: read_buffers(folder))
-        _check(path, readers)
+        _check(path, readers, count_faults)
     engine.load_checkpoint(folder)
     engine.close()

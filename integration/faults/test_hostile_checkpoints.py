@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,7 +65,7 @@ def _refused(engine: zero_core.Engine, folder: Path, tag: str | None = None) -> 
 
 
 def test_manifests_under_a_right_digest_are_refused(
-    saved: Path, engine: zero_core.Engine, tmp_path: Path
+    saved: Path, engine: zero_core.Engine, tmp_path: Path, count_faults: Callable[[int, int], None]
 ) -> None:
     found, count = [], 0
     for name, change in manifests():
@@ -77,12 +77,13 @@ def test_manifests_under_a_right_digest_are_refused(
         count += 1
         shutil.rmtree(folder)
     print(f"{count - len(found)} of {count} hostile manifests were refused")
+    count_faults(count, count - len(found))
     assert count >= 200
     assert not found, "\n".join(found)
 
 
 def test_files_that_are_none_are_refused(
-    saved: Path, engine: zero_core.Engine, tmp_path: Path
+    saved: Path, engine: zero_core.Engine, tmp_path: Path, count_faults: Callable[[int, int], None]
 ) -> None:
     found, count = [], 0
     for name, change in folders():
@@ -102,6 +103,7 @@ def test_files_that_are_none_are_refused(
         count += 1
         shutil.rmtree(folder)
     print(f"{count - len(found)} of {count} hostile folders were refused")
+    count_faults(count, count - len(found))
     assert not found, "\n".join(found)
 
 

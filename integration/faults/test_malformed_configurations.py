@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,14 @@ def outcome(reader: Any, case: Malformed, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("reader", [_as_zero_core, _as_deepspeed])
-def test_every_malformed_configuration_is_refused_with_its_key(reader: Any, tmp_path: Path) -> None:
+def test_every_malformed_configuration_is_refused_with_its_key(
+    reader: Any, tmp_path: Path, count_faults: Callable[[int, int], None]
+) -> None:
     tried = [c for c in malformed_configurations() if reader is _as_zero_core or c.is_for_deepspeed]
     found = [(case, outcome(reader, case, tmp_path)) for case in tried]
     wrong = [f"{case.name} -> {what}" for case, what in found if what != "refused"]
     kinds = Counter(what.partition(":")[0].partition(" ")[0] for _, what in found)
     print(f"{reader.__name__}: {len(tried)} malformed configurations: {dict(kinds)}")
+    count_faults(len(tried), len(tried) - len(wrong))
     assert not wrong, f"{len(wrong)} of {len(tried)}:\n" + "\n".join(wrong)
     assert len(tried) >= 400

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-WIDTH = 24
+WIDTH = 96
 RATE = 1e-2
 
 

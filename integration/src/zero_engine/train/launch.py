@@ -69,7 +69,7 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
         saved = read_resolved(folder)
         config, before = saved["config"], int(saved["world_size"])
         num_ranks = num_ranks or before
-        if num_ranks != before:
+        if num_ranks != before and not config.get("world_size_invariant"):
             print(
                 f"the run had {before} ranks and goes on with {num_ranks}: other samples make a "
                 "step, so the numbers will differ from those of an uninterrupted run",
