@@ -37,7 +37,7 @@ def write(part: str, content: Any) -> None:
     """Replace a part of the results, and write the page."""
     found = {**read(), part: content}
     RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    PAGE.write_text(page(found), encoding="utf-8")
+    PAGE.write_text(page(read()), encoding="utf-8")
 
 
 def update(found: Counts, collected: Collection[str]) -> None:
@@ -166,3 +166,7 @@ def _soak(found: Mapping[str, Any]) -> list[str]:
     lines += [f"| {what} | {count} |" for what, count in counted.items()]
     lines += [f"| {what} | {count} |" for what, count in sorted(faults.items())]
     return [*lines, ""]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(read()), encoding="utf-8")

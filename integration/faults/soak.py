@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +42,13 @@ LONGEST_START_S, LONGEST_PAUSE_S, LONGEST_DELAY_S = 8.0, 3.0, 0.2
 LEAVE_WITHIN_S = 60.0
 """How long ranks may take to save and leave when their launcher is gone."""
 KILLED_RANK = "SIGKILL of a rank"
+LOST_RANK = "SIGKILL of a rank, without a restart"
 PAUSED = "SIGSTOP and SIGCONT of a rank"
+OUTLIVED = (KILLED_RANK, PAUSED)
+"""Faults after which a launch goes on."""
 FAULTS = (
     KILLED_RANK,
-    "SIGKILL of a rank, without a restart",
+    LOST_RANK,
     "SIGKILL of the launcher",
     "SIGKILL of all",
     "SIGTERM of the launcher",
@@ -76,6 +79,40 @@ class Run:
         }
 
 
+@dataclass(frozen=True)
+class Moment:
+    """When something happens to a launch, and to which rank."""
+
+    is_early: bool
+    after_s: float
+    num_steps: int
+    victim: int
+    share: float
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> Moment:
+        """Return one early in the life of the ranks, or one after some steps."""
+        is_early, after_s = draw.random() < 0.3, draw.uniform(0, LONGEST_START_S)
+        return cls(is_early, after_s, draw.randint(1, MOST_STEPS), draw.randrange(4), draw.random())
+
+    def wait(self, program: Program, folder: RunFolder, gone: list[int]) -> list[int]:
+        """Wait for it and return the ranks: none if the program has ended before.
+
+        Args:
+            gone: ranks of before, whose successors are waited for.
+        """
+        while not program.has_ended and (not program.ranks() or set(program.ranks()) & set(gone)):
+            time.sleep(0.05)
+        first = last_step(folder)
+        limit = time.monotonic() + (self.after_s if self.is_early else END_S)
+        while time.monotonic() < limit and not program.has_ended:
+            if not self.is_early and last_step(folder) >= first + self.num_steps:
+                time.sleep(self.share * LONGEST_DELAY_S)
+                break
+            time.sleep(0.01)
+        return [] if program.has_ended else program.ranks()
+
+
 class Soak:
     """Runs in a folder, and counts of what came of them."""
 
@@ -95,11 +132,9 @@ class Soak:
         folder = RunFolder(self._folder / f"run-{self.counts['runs']}")
         faults = [draw.choice(FAULTS) for _ in range(draw.randint(1, MOST_KILLS))]
         print(f"run {self.counts['runs']}: {run}, {len(faults)} faults", flush=True)
-        for fault in faults:
-            if self._launch(run, folder, fault, draw) == 0:
-                break  # the moment came too late
-        else:
-            self._launch(run, folder, None, draw)
+        for own in launches(faults):
+            if self._launch(run, folder, own, draw) == 0:
+                break  # it came to its end before all of them
         found, wanted = weights(folder), self._straight_weights(run)
         differing = sum((a ^ b).bit_count() for a, b in zip(found, wanted, strict=True))
         self.counts["runs"] += 1
@@ -116,48 +151,39 @@ class Soak:
             self._straight[key] = weights(folder)
         return self._straight[key]
 
-    def _launch(self, run: Run, folder: RunFolder, fault: str | None, draw: random.Random) -> int:
-        """Start the run or go on with it, let something happen, and wait. Return the exit code."""
+    def _launch(self, run: Run, folder: RunFolder, faults: list[str], draw: random.Random) -> int:
+        """Start the run or go on with it, and let ``faults`` happen. Return the exit code."""
         num_ranks = draw.choice(RANKS)
-        is_early, after_s = draw.random() < 0.3, draw.uniform(0, LONGEST_START_S)
-        num_steps, victim, share = draw.randint(1, MOST_STEPS), draw.randrange(4), draw.random()
-        restarts = 1 if fault == KILLED_RANK else 0
+        moments = [Moment.drawn(draw) for _ in faults]
         self.counts["launches"] += 1
-        began, first = time.monotonic(), last_step(folder)
-        with Program(*command(run, folder, num_ranks, restarts)) as program:
+        began, last = time.monotonic(), "nothing"
+        with Program(*command(run, folder, num_ranks, faults.count(KILLED_RANK))) as program:
+            print(f"  {num_ranks} ranks", flush=True)
             ranks: list[int] = []
-            if fault and has_ranks(program):
-                limit = time.monotonic() + (after_s if is_early else END_S)
-                while time.monotonic() < limit and not program.has_ended:
-                    if not is_early and last_step(folder) >= first + num_steps:
-                        time.sleep(share * LONGEST_DELAY_S)
-                        break
-                    time.sleep(0.01)
-                ranks = [] if program.has_ended else program.ranks()
-            step = last_step(folder)
-            if fault and ranks:
-                self._strike(program, ranks, victim, fault, share * LONGEST_PAUSE_S)
+            for fault, moment in zip(faults, moments, strict=True):
+                ranks = moment.wait(program, folder, gone=ranks if last == KILLED_RANK else [])
+                if not ranks:
+                    break
+                print(f"    {fault} at step {last_step(folder)}", flush=True)
+                self._strike(program, ranks, fault, moment)
+                last = fault
             code = self._end(program)
             self._wait_for(ranks)
-            took = time.monotonic() - began
-            said = f"{fault} at step {step}" if ranks else "nothing happens"
-            print(f"  {num_ranks} ranks: {said}; code {code} after {took:.0f} s", flush=True)
-            if code and fault in (None, KILLED_RANK, PAUSED):
+            print(f"    code {code} after {time.monotonic() - began:.0f} s", flush=True)
+            if code and last in ("nothing", *OUTLIVED):
                 self.counts["failed launches"] += 1
                 print(program.output, flush=True)
         return code
 
-    def _strike(
-        self, program: Program, ranks: list[int], victim: int, fault: str, pause_s: float
-    ) -> None:
+    def _strike(self, program: Program, ranks: list[int], fault: str, moment: Moment) -> None:
         self.faults[fault] += 1
-        one = ranks[victim % len(ranks)]
+        one = ranks[moment.victim % len(ranks)]
         with suppress(ProcessLookupError):
             if fault == PAUSED:
                 os.kill(one, signal.SIGSTOP)
-                time.sleep(pause_s)
+                time.sleep(moment.share * LONGEST_PAUSE_S)
                 os.kill(one, signal.SIGCONT)
-            elif fault.startswith(KILLED_RANK):
+            elif fault in (KILLED_RANK, LOST_RANK):
                 os.kill(one, signal.SIGKILL)
             elif fault == "SIGKILL of the launcher":
                 program.kill()
@@ -195,13 +221,15 @@ def command(run: Run, folder: RunFolder, num_ranks: int, restarts: int) -> tuple
     )
 
 
-def has_ranks(program: Program) -> bool:
-    """Wait until there are ranks, and return False if there never are."""
-    while not program.has_ended:
-        if program.ranks():
-            return True
-        time.sleep(0.05)
-    return False
+def launches(faults: list[str]) -> Iterator[list[str]]:
+    """Yield the faults of each launch: of all but the last, the last fault ends it."""
+    own: list[str] = []
+    for fault in faults:
+        own.append(fault)
+        if fault not in OUTLIVED:
+            yield own
+            own = []
+    yield own
 
 
 def last_step(folder: RunFolder) -> int:
