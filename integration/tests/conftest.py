@@ -7,12 +7,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from forked_python import forked_python
 from ports import free_port
 from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
@@ -24,7 +25,10 @@ from zero_engine.train.settings import RunFolder
 
 # What ranks of several test files import, and what takes seconds.
 preload(
+    "benchmarks.harness.rank",
+    "benchmarks.harness.train",
     "peft",
+    "torch.distributed.fsdp",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.t5.modeling_t5",
@@ -60,16 +64,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def run_program(*arguments: str, expected_code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS`` to its end."""
-    done = subprocess.run(
-        command(*arguments),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=False,
-    )
+def run_program(
+    *arguments: str, expected_code: int = 0, more: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``zero-engine ARGUMENTS`` in a forked process, with ``more`` set. Its ranks are new ones.
+
+    `test_stop_and_resume` and `test_started_ranks` start the program as a user does.
+    """
+    done = run_forked(*arguments, more=more)
     assert done.returncode == expected_code, done.stdout + done.stderr
     return done
 
@@ -134,6 +136,14 @@ def train_forked(*arguments: str, ranks: int = 2) -> None:
         list(pool.map(train, range(ranks)))
 
 
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Have the ranks that the benchmarks' harness starts forked, see `forked_python`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", forked_python())
+        yield
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few hundred kilobytes of text."""
@@ -160,6 +170,7 @@ def finished_run(
     root, said = shared / "finished run", shared / "finished run.txt"
     with FileLock(shared / "finished run.lock"):
         if not said.exists():
-            done = run_program("train", *tiny_options, f"--output={root}")
+            ranks = {"PYTHON_EXEC": forked_python()}
+            done = run_program("train", *tiny_options, f"--output={root}", more=ranks)
             said.write_text(done.stdout + done.stderr, encoding="utf-8")
     return RunFolder(root), said.read_text(encoding="utf-8")

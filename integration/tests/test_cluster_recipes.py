@@ -6,10 +6,10 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_python import forked_python
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def _executable(path: Path, text: str) -> None:
 
 
 def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
-    torchrun = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"\n'
+    torchrun = f'#!/bin/bash\nexec {shlex.quote(forked_python())} -m torch.distributed.run "$@"\n'
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", torchrun)):
         _executable(tmp_path / name, text)
     _executable(tmp_path / "job.sh", _sbatch_script())

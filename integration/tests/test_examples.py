@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_python import forked_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "integration" / "examples").glob("*.py"))
@@ -38,8 +39,9 @@ def test_example_is_short_and_asserts_that_its_loss_falls(path: Path) -> None:
 
 @pytest.mark.parametrize("path", HERE, ids=lambda path: path.stem)
 def test_loss_falls(path: Path, tmp_path: Path) -> None:
+    _, *arguments = _command(path)
     done = subprocess.run(
-        _command(path),
+        [forked_python(), *arguments],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,

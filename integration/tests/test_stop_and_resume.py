@@ -70,6 +70,7 @@ def interrupted_run(
     assert code == 128 + signal.SIGTERM, output
     assert "stopped by SIGTERM, checkpoint saved" in output
     assert "Traceback" not in output
+    assert "warning" not in output.lower()
     steps = [entry["step"] for entry in numbers(folder)]
     assert steps[-1] != STEPS, "the signal came too late to interrupt anything"
     train_forked("--resume", f"--output={folder.root}")

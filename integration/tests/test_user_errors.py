@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import refusal_of, run_program
+from forked_python import forked_python
 
 from faults.malformed_configurations import malformed_configurations
 from zero_core import check_config
@@ -103,7 +104,8 @@ def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("a few words\n")
     output = tmp_path / "run"
-    done = run_program("train", f"--data={path}", f"--output={output}", expected_code=2)
+    command = ("train", f"--data={path}", f"--output={output}")
+    done = run_program(*command, expected_code=2, more={"PYTHON_EXEC": forked_python()})
     assert "too short for one window of 128" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     fresh_run({"output": str(output)}, Start.NEW)  # nothing there to be kept

@@ -30,6 +30,7 @@ from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Place, Runner
 from benchmarks.harness.sides import SIDES
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 ROOT = Path(__file__).parents[3]
 MEASURED = ("correct", "twin_flow_1b", "roofline", "largest", "single", "quantizers")
 SHAPE = GptShape(layers=2, width=32, heads=2, vocab=50, context=12)
@@ -40,7 +41,7 @@ def run(name: str, *arguments: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def dry_run(forked_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run of most parts, and its output."""
     folder = tmp_path_factory.mktemp("gpu")
     names = (f"--only={name}" for name in MEASURED)

@@ -22,7 +22,9 @@ from benchmarks.experiments.comm.race import rows_of, section, summed_up, verdic
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row, own_environment
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 RATE = 200
+PYTHON = sys.executable
 KEEP_A_LINK = (
     "import sys\n"
     "from benchmarks.experiments.comm.link import Link\n"
@@ -175,7 +177,7 @@ def test_link_limits_what_nodes_send_each_other_and_not_what_ranks_of_a_node_do(
 @pytest.mark.usefixtures("_can_link")
 def test_nodes_are_gone_when_the_bench_is_killed() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", KEEP_A_LINK],
+        [PYTHON, "-c", KEEP_A_LINK],
         env=own_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

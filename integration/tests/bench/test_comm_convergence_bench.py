@@ -45,7 +45,7 @@ def small_text(monkeypatch: pytest.MonkeyPatch, text_file: Path) -> None:
     monkeypatch.setattr(text, "read_text", lambda _: text_file.read_text())
 
 
-@pytest.mark.usefixtures("small_text")
+@pytest.mark.usefixtures("small_text", "forked_ranks")
 def test_runs_that_are_there_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 TINY = ("--rounds=1", "--steps=1", "--warmup=1", "--size=1x64", "--ranks=1", "--context=16")
 
 
