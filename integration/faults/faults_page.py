@@ -107,7 +107,7 @@ zero-core's at stage 2, `torch.distributed.checkpoint` with FSDP2, and DeepSpeed
   another one. *already written*: how many of these errors came when the weights or states in
   memory had been changed already.
 - *harmless*: the state is, bit for bit, what was saved. After a save that did not end, it may be
-  the one before, too.
+  the one before, too; an error then means that neither is left.
 - *hangs or dies*: no answer in 15 s, or the process died.
 - *wrong, unnoticed*: the load returns, and weights, moments, counters or the user's own state are
   not what was saved. Or a program within the file was run.

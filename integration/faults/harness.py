@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from zero_engine.train.metrics import read_metrics
+from zero_engine.train.settings import RunFolder
+
 END_S = 300.0
 """Time after which a program is said to hang."""
 
@@ -91,6 +94,18 @@ class Program:
             if b"LOCAL_RANK" in values:
                 found[int(values[b"LOCAL_RANK"])] = child
         return [found[rank] for rank in sorted(found)]
+
+
+def last_step(folder: RunFolder) -> int:
+    """Return the last step that the log of a run holds."""
+    if not folder.metrics.exists():
+        return 0
+    return max((int(entry["step"]) for entry in read_metrics(folder.metrics)), default=0)
+
+
+def weights(folder: RunFolder) -> bytes:
+    """Return what a run that is complete leaves for transformers."""
+    return (folder.hf / "model.safetensors").read_bytes()
 
 
 def is_running(pid: int) -> bool:

@@ -4,7 +4,7 @@
 host and an interval between checkpoints; each of its launches has a number of ranks. All are drawn
 from the seed, and so are what happens to a launch and when. A run that came to its end is compared
 with one that nothing happened to, on one rank: every byte of the weights. Ends with code 1 if a
-byte differs, a launch hangs, or a process stays.
+bit differs, a launch hangs or fails by itself, or a process stays.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from faults import faults_page
-from faults.harness import END_S, Program, is_running
-from zero_engine.train.metrics import read_metrics
+from faults.harness import END_S, Program, is_running, last_step, weights
 from zero_engine.train.settings import RunFolder
 
 STEPS = 60
@@ -100,6 +99,9 @@ class Moment:
 
         Args:
             gone: ranks of before, whose successors are waited for.
+
+        Raises:
+            TimeoutError: the steps do not come.
         """
         while not program.has_ended and (not program.ranks() or set(program.ranks()) & set(gone)):
             time.sleep(0.05)
@@ -110,6 +112,9 @@ class Moment:
                 time.sleep(self.share * LONGEST_DELAY_S)
                 break
             time.sleep(0.01)
+        else:
+            if not self.is_early and not program.has_ended:
+                raise TimeoutError(f"no {self.num_steps} steps in {END_S:.0f} s")
         return [] if program.has_ended else program.ranks()
 
 
@@ -132,12 +137,15 @@ class Soak:
         folder = RunFolder(self._folder / f"run-{self.counts['runs']}")
         faults = [draw.choice(FAULTS) for _ in range(draw.randint(1, MOST_KILLS))]
         print(f"run {self.counts['runs']}: {run}, {len(faults)} faults", flush=True)
-        for own in launches(faults):
-            if self._launch(run, folder, own, draw) == 0:
+        for own in launches(faults):  # the last one is not ended
+            code = self._launch(run, folder, own, draw)
+            if code == 0:
                 break  # it came to its end before all of them
+        self.counts["runs"] += 1
+        if code:
+            return  # which is counted
         found, wanted = weights(folder), self._straight_weights(run)
         differing = sum((a ^ b).bit_count() for a, b in zip(found, wanted, strict=True))
-        self.counts["runs"] += 1
         self.counts["differing bits"] += differing
         print(f"  {differing} of {8 * len(wanted):,} bits differ", flush=True)
 
@@ -160,14 +168,19 @@ class Soak:
         with Program(*command(run, folder, num_ranks, faults.count(KILLED_RANK))) as program:
             print(f"  {num_ranks} ranks", flush=True)
             ranks: list[int] = []
-            for fault, moment in zip(faults, moments, strict=True):
-                ranks = moment.wait(program, folder, gone=ranks if last == KILLED_RANK else [])
-                if not ranks:
-                    break
-                print(f"    {fault} at step {last_step(folder)}", flush=True)
-                self._strike(program, ranks, fault, moment)
-                last = fault
-            code = self._end(program)
+            try:
+                for fault, moment in zip(faults, moments, strict=True):
+                    ranks = moment.wait(program, folder, gone=ranks if last == KILLED_RANK else [])
+                    if not ranks:
+                        break
+                    print(f"    {fault} at step {last_step(folder)}", flush=True)
+                    self._strike(program, ranks, fault, moment)
+                    last = fault
+                code = program.end()
+            except (TimeoutError, subprocess.TimeoutExpired) as error:
+                self.counts["hangs"] += 1
+                print(f"{error}\n{program.output}", flush=True)
+                return 1
             self._wait_for(ranks)
             print(f"    code {code} after {time.monotonic() - began:.0f} s", flush=True)
             if code and last in ("nothing", *OUTLIVED):
@@ -191,14 +204,6 @@ class Soak:
                 program.kill_all()
             else:
                 os.kill(program.pid, signal.SIGTERM)
-
-    def _end(self, program: Program) -> int:
-        try:
-            return program.end()
-        except subprocess.TimeoutExpired:
-            self.counts["hangs"] += 1
-            print(program.output, flush=True)
-            return -1
 
     def _wait_for(self, ranks: list[int]) -> None:
         """Wait until no rank runs that was there when something happened."""
@@ -230,17 +235,6 @@ def launches(faults: list[str]) -> Iterator[list[str]]:
             yield own
             own = []
     yield own
-
-
-def last_step(folder: RunFolder) -> int:
-    """Return the last step that the log of a run holds."""
-    if not folder.metrics.exists():
-        return 0
-    return max((int(entry["step"]) for entry in read_metrics(folder.metrics)), default=0)
-
-
-def weights(folder: RunFolder) -> bytes:
-    return (folder.hf / "model.safetensors").read_bytes()
 
 
 def main(arguments: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.harness import Program, is_running
+from faults.harness import Program, is_running, last_step, weights
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.settings import RunFolder
 
@@ -33,13 +33,6 @@ def program(folder: RunFolder, *options: str, steps: int = STEPS) -> tuple[str, 
     return ("-m", "zero_engine", "train", *OPTIONS, *own)
 
 
-def last_step(folder: RunFolder) -> int:
-    """Return the last step that the log of a run holds."""
-    if not folder.metrics.exists():
-        return 0
-    return max((int(entry["step"]) for entry in read_metrics(folder.metrics)), default=0)
-
-
 def num_ranks(folder: RunFolder) -> list[int]:
     """Return the number of ranks at each step of the log."""
     if not folder.metrics.exists():
@@ -50,10 +43,6 @@ def num_ranks(folder: RunFolder) -> list[int]:
 def steps_of(folder: RunFolder) -> list[int]:
     """Return the steps of the log, as often as it has them."""
     return [int(e["step"]) for e in read_metrics(folder.metrics) if "loss" in e]
-
-
-def weights(folder: RunFolder) -> bytes:
-    return (folder.hf / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -28,13 +28,13 @@ Rows = dict[str, dict[str, int]]
 """By what is done: how often what came of it."""
 
 
-def try_all(name: str, folder: Path) -> Rows:
-    """Try all faults on a side, in a process of its own."""
+def attempt(name: str, faults_of: str, folder: Path) -> Rows:
+    """Try the faults of one kind on a side, in a process of its own."""
     preload(name)
     pair = RankPair(name)
     try:
         found: dict[str, Counter[str]] = {}
-        for row, outcomes in [*_changed(pair, folder), *_unfinished(pair, folder)]:
+        for row, outcomes in KINDS[faults_of](pair, folder):
             found.setdefault(row, Counter()).update(outcomes)
         return {row: dict(counts) for row, counts in found.items()}
     finally:
@@ -80,6 +80,7 @@ def _changed(pair: RankPair, root: Path) -> Iterator[tuple[str, list[str]]]:
 def _unfinished(pair: RankPair, root: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield what can be loaded after a save that did not come to its end."""
     saved, copy = root / "saved", root / "copy"
+    _digests(pair.ask("save", saved, TAG))
     size = max(saved.joinpath(file).stat().st_size for file in files_of(saved))
     for row, tag, is_killed in (
         (KILLED_OVER, TAG, True),
@@ -113,31 +114,41 @@ def outcome(answers: list[Answer | None], wanted: list[list[str]], names: tuple[
     return "harmless" if _digests(answers) in wanted else "wrong"
 
 
-def measured(name: str, folder: Path, config: pytest.Config) -> Rows:
+KINDS = {"files": _changed, "saves": _unfinished}
+
+
+def measured(name: str, faults_of: str, folder: Path, config: pytest.Config) -> Rows:
     """Return what came of each fault on a side, written to the page if that was asked for."""
     # Each side's libraries are imported by a process that runs nothing else.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        rows = pool.submit(try_all, name, folder).result()
+        rows = pool.submit(attempt, name, faults_of, folder).result()
     if config.getoption("--write"):
-        faults_page.write("beside", {**faults_page.read().get("beside", {}), name: rows})
+        before = faults_page.read().get("beside", {})
+        faults_page.write("beside", {**before, name: {**before.get(name, {}), **rows}})
     return rows
 
 
+@pytest.mark.parametrize("faults_of", KINDS)
 def test_damaged_checkpoint_is_refused_or_loads_what_was_saved(
-    tmp_path: Path, count_faults: Callable[[int, int], None], pytestconfig: pytest.Config
+    faults_of: str,
+    tmp_path: Path,
+    count_faults: Callable[[int, int], None],
+    pytestconfig: pytest.Config,
 ) -> None:
-    rows = measured(OURS, tmp_path, pytestconfig)
+    rows = measured(OURS, faults_of, tmp_path, pytestconfig)
     ours = sum((Counter(counts) for counts in rows.values()), Counter[str]())
     count_faults(sum(ours.values()) - ours["written"], ours["refused"] + ours["harmless"])
     assert set(ours) <= {"refused", "harmless"}, rows
 
 
+@pytest.mark.parametrize("faults_of", KINDS)
 @pytest.mark.parametrize("name", sorted(set(SIDES) - {OURS}))
 def test_peers_are_given_the_same_checkpoints(
     name: str,
+    faults_of: str,
     tmp_path: Path,
     count_faults: Callable[[int, int], None],
     pytestconfig: pytest.Config,
 ) -> None:
-    assert measured(name, tmp_path, pytestconfig)
+    assert measured(name, faults_of, tmp_path, pytestconfig)
     count_faults(0, 0)  # what others do is measured, not held to anything
