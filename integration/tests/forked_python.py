@@ -26,8 +26,10 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,6 +78,7 @@ def forked_python() -> str:
 def _end(folder: str, address: str) -> None:
     with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
+        connection.sendall(b" {}\n")
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -98,9 +101,13 @@ def _serve(listener: socket.socket, program: str) -> None:
                     ended.recv(4096)
                 elif source is listener:
                     connection, _ = listener.accept()
-                    child = _start(connection)
-                    if not child:
+                    request, files = _request_of(connection)
+                    if request == {}:
                         return
+                    if request is None:
+                        connection.close()
+                        continue
+                    child = _start(request, files, connection)
                     children[child] = connection
                     selector.register(connection, selectors.EVENT_READ)
                 else:  # its client was killed
@@ -117,13 +124,20 @@ def _serve(listener: socket.socket, program: str) -> None:
                         connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def _start(connection: socket.socket) -> int:
-    """Fork what the other end asks for and tell it the process. Returns that, or 0 for nothing."""
-    data, files, _, _ = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))
-    if not data:
-        return 0
-    with connection.makefile() as text:
-        request = json.loads(text.readline())
+def _request_of(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Read what the other end asks for, and its files. None if it was killed meanwhile."""
+    files: list[int] = []
+    with suppress(OSError, ValueError):
+        _, files, _, _ = socket.recv_fds(connection, 1, 3 + len(NAMESPACES))
+        with connection.makefile() as text:
+            return json.loads(text.readline()), files
+    for file in files:
+        os.close(file)
+    return None, []
+
+
+def _start(request: dict[str, Any], files: list[int], connection: socket.socket) -> int:
+    """Fork what the other end asks for, tell it the process, and return that."""
     child = os.fork()
     if not child:
         signal.set_wakeup_fd(-1)
@@ -132,7 +146,8 @@ def _start(connection: socket.socket) -> int:
         _run(files, **request)
     for file in files:
         os.close(file)
-    connection.sendall(b"%d\n" % child)
+    with suppress(OSError):
+        connection.sendall(b"%d\n" % child)
     return child
 
 
@@ -156,8 +171,9 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
         os.environ.update(variables)
         torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
         sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep)
-        if arguments[0] == "-u":
-            del arguments[0]
+        while arguments[0] in ("-u", "-W"):
+            if arguments.pop(0) == "-W":
+                warnings.simplefilter(arguments.pop(0))  # type: ignore[arg-type]
         is_module = arguments[0] == "-m"
         sys.argv[:] = arguments[is_module:]
         if is_module:

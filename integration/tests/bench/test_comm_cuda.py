@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_python import forked_python
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -35,7 +35,7 @@ SMALL = Settings(("int4",), (512, 1024), 512, rounds=1, calls=1)
 
 
 def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(PROGRAM), "comm_cuda", *arguments]
+    command = [forked_python(), "-W", "error", str(PROGRAM), "comm_cuda", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python import forked_python
 
 from benchmarks.harness import memory, ranks, rounds
 from benchmarks.harness.job import Job
@@ -133,7 +134,7 @@ def test_models_of_both_kinds_have_the_size_of_their_shape() -> None:
 
 def test_old_command_names_the_new_one_and_runs_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "zero_engine.bench.gpu.document", "--help"],
+        [forked_python(), "-m", "zero_engine.bench.gpu.document", "--help"],
         capture_output=True,
         text=True,
         check=False,

@@ -14,16 +14,25 @@ threads order themselves (a queue, a lock), the trace says so by `HappensBefore.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
-from torch.cuda._sanitizer import EventHandler, UnsynchronizedAccessError
+from torch.cuda._sanitizer import EventHandler
 
 from zero_core.testing.late_device import TraceRecord
 
 Range = tuple[int, int]
 """Address and number of bytes."""
+
+
+class _Access(NamedTuple):
+    """An operation's place in the trace."""
+
+    stream: int
+    number: int
+    operation: str
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class HappensBefore:
         self._numbers: dict[tuple[str, int], int] = {}
         self._fresh = count(1)
         self._seen: set[tuple[str, str]] = set()
+        self._last_write: dict[int, _Access] = {}  # of each part
+        self._reads: dict[int, list[_Access]] = {}  # since that
         self._readers: dict[Range, set[int]] = {}  # streams that `record_stream` named
 
     def launch(
@@ -143,8 +154,8 @@ class HappensBefore:
     def forget(self, memory: Range) -> None:
         """Memory that nothing uses any more has new contents from now on."""
         for part in self._parts(memory):
-            if part in self._handler.tensors_accessed.accesses:
-                self._handler._handle_memory_deallocation(part)
+            self._last_write.pop(part, None)
+            self._reads.pop(part, None)
 
     def _parts(self, memory: Range) -> range:
         start, nbytes = memory
@@ -153,16 +164,30 @@ class HappensBefore:
     def _access(
         self, stream: int, operation: str, reads: Iterable[Range], writes: Iterable[Range]
     ) -> None:
+        # Not by the handler's own method, which takes the Python stack of each operation.
+        self._handler.seq_num += 1
+        now = _Access(stream, self._handler.seq_num, operation)
+        self._handler.syncs.update_seq_num(stream, now.number)
         written = {part for memory in writes for part in self._parts(memory)}
         read = {part for memory in reads for part in self._parts(memory)} - written
-        names = {part: [""] for part in read | written}
-        found = self._handler._handle_kernel_launch(stream, read, written, set(), operation, names)
-        for error in found:
-            assert isinstance(error, UnsynchronizedAccessError)
-            first, second = error.previous_access.operator, error.current_access.operator
-            if (first, second) not in self._seen:
-                self._seen.add((first, second))
-                self.races.append(Race(self._bounds[error.data_ptr], first, second))
+        for part in read:
+            if part in self._last_write:
+                self._compare(part, self._last_write[part], now)
+            self._reads.setdefault(part, []).append(now)
+        for part in written:
+            before = self._reads.pop(part, None)
+            if before is None and part in self._last_write:
+                before = [self._last_write[part]]
+            for access in before or ():
+                self._compare(part, access, now)
+            self._last_write[part] = now
+
+    def _compare(self, part: int, first: _Access, second: _Access) -> None:
+        syncs, pair = self._handler.syncs, (first.operation, second.operation)
+        is_ordered = syncs.is_ordered_after(second.stream, first.number, first.stream)
+        if not is_ordered and pair not in self._seen:
+            self._seen.add(pair)
+            self.races.append(Race(self._bounds[part], *pair))
 
     def _order(self, source: int, target: int) -> None:
         event = next(self._fresh)
@@ -217,8 +242,8 @@ def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
 
 def find_races(
     trace: Sequence[TraceRecord], *, workers: Collection[int] = (), without: Collection[int] = ()
-) -> list[Race]:
-    """Return the races of a trace of the late device, device by device.
+) -> Iterator[Race]:
+    """Yield the races of a trace of the late device.
 
     Threads of one device take turns (a thread of autograd's works while its caller waits), except
     for ``workers``.
@@ -248,8 +273,10 @@ def find_races(
         if record.stream >= 0:
             streams[device].add(record.stream)
         thread = record.thread if record.thread in workers else 0
-        _feed(checkers[device], record, thread, streams[device])
-    return [race for checker in checkers.values() for race in checker.races]
+        checker = checkers[device]
+        num_known = len(checker.races)
+        _feed(checker, record, thread, streams[device])
+        yield from checker.races[num_known:]
 
 
 def _devices_of_threads(trace: Sequence[TraceRecord]) -> dict[int, int]:
