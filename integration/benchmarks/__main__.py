@@ -14,6 +14,7 @@ EXPERIMENTS = {
     "schedule": "length of a step with offload in virtual time",
     "late": "random delays on an accelerator made of threads; results must be the CPU's",
     "memory": "memory and start-up against formula and plan",
+    "checkpoint": "saves at once and beside training, beside torch.distributed.checkpoint",
     "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
     "comm_convergence": "the loss of a small GPT with quantized communication; hours",
     "cpu_adam": "one optimizer step on host memory, beside other libraries' kernels",

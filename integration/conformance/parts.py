@@ -40,6 +40,7 @@ from zero_core.protocols import (
     ParamTierFactory,
     PartitionedParam,
     ReservingTier,
+    SnapshotTier,
     StatefulCollectives,
     StateTier,
     StateTierFactory,
@@ -65,6 +66,7 @@ from zero_offload.protocols import AdamKernel as OffloadKernel
 from zero_offload.protocols import DeviceMemory as OffloadDeviceMemory
 from zero_offload.protocols import DeviceTierFactory as OffloadDeviceTierFactory
 from zero_offload.protocols import ParamStore as OffloadParamStore
+from zero_offload.protocols import SnapshotTier as OffloadSnapshotTier
 from zero_offload.protocols import StateTier as OffloadStateTier
 from zero_offload.protocols import Work as OffloadWork
 from zero_offload.tiers.auto_tier import AutoTier
@@ -93,13 +95,14 @@ def prove_instances(
     accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
     reserving: list[ReservingTier] = [device_tier, twin_tier, auto_tier]
     ahead: AheadTier = device_tier
+    snapshots: list[SnapshotTier] = [device_tier, twin_tier, auto_tier]
     whole: WholeStateTier = whole_tier
     memory: list[DeviceMemory] = [device, quantized, device_tier, whole_tier, twin_tier]
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
     del transports, collectives, stateful, tiers, accumulating, reserving, ahead, memory
-    del param_tier, store, param, whole
+    del param_tier, store, param, whole, snapshots
 
 
 def prove_what_is_handed_over(
@@ -110,6 +113,7 @@ def prove_what_is_handed_over(
     store: ParamStore,
     work: OffloadWork,
     memory: DeviceMemory,
+    watched: SnapshotTier,
 ) -> None:
     """For mypy: what the engine hands to a part fits the part's own idea of it."""
     comm: CommTransport = transport
@@ -119,7 +123,9 @@ def prove_what_is_handed_over(
     offload_store: OffloadParamStore = store
     fetched: Work = work
     offload_memory: OffloadDeviceMemory = memory
+    offload_watched: OffloadSnapshotTier = watched
     del comm, offload, offload_kernel, offload_factory, offload_store, fetched, offload_memory
+    del offload_watched
 
 
 adam_kernel: AdamKernel = cpu_adam
@@ -159,6 +165,8 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_offload.tiers.twin.TwinTier, offloaded": (TwinTier, DeviceMemory),
     "zero_offload.tiers.twin.TwinTier": (TwinTier, AccumulatingTier),
     "zero_offload.tiers.twin.TwinTier, memory": (TwinTier, ReservingTier),
+    "zero_core.optim.device_tier.DeviceTier, watched": (DeviceTier, SnapshotTier),
+    "zero_offload.tiers.twin.TwinTier, watched": (TwinTier, SnapshotTier),
     "zero_offload.tiers.auto_tier.AutoTier": (AutoTier, AccumulatingTier),
     "zero_offload.param_tier.OffloadedParams": (OffloadedParams, ParamTier),
     "zero_core.sharded.param_offload.LocalStore": (LocalStore, ParamStore),

@@ -148,7 +148,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path, monkeyp
         raise OSError("No space left on device")
 
     monkeypatch.setattr("zero_core.checkpoint.save.make_header", die)
-    with pytest.raises(CheckpointError, match="rank 0: OSError: No space left"):
+    with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
         engine.save_checkpoint(tmp_path, tag="second")
     monkeypatch.undo()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest"]

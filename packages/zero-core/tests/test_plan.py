@@ -370,7 +370,11 @@ def test_json_and_tables_hold_the_same_plan() -> None:
     assert content["memory"]["device"] == planned.memory.device
     assert content["best"]["stage"] == 3
     memory, traffic, choices = planned.tables()
-    assert [row[0] for row in memory.rows] == [*planned.memory.device, "in all"]
+    assert [row[0] for row in memory.rows] == [
+        *planned.memory.device,
+        "in all",
+        "during async_save, at most",
+    ]
     assert len(traffic.rows) == len(content["traffic"]) == len(planned.traffic)
     assert {row[4] for row in choices.rows} == {"yes"}
     for table in planned.tables():

@@ -245,6 +245,7 @@ def build(
             communicator,
             transport,
             meter,
+            ranks.exchange_beside(),
         )
         if is_training:
             driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)

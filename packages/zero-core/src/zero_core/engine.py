@@ -10,8 +10,8 @@ between is in `zero_core.runtime.runtime` (gather and reduce) and in the state t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import cast_floats
+from zero_core.checkpoint.background.saver import OnPending, PendingSave, Saver
 from zero_core.checkpoint.files import holds_checkpoint
-from zero_core.checkpoint.save import save_checkpoint
+from zero_core.checkpoint.save import SaveOptions
 from zero_core.errors import ConfigError, UnusedParameterError
 from zero_core.runtime.device_states import BACKWARD_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
@@ -57,6 +58,8 @@ class Engine(ShardedModel):
         self.optimizer = optimizer
         self._gradient = gradient
         self._seeds = seeds
+        self._saver = Saver(parts.state, parts.train, parts.beside)
+        self.remove_at_end([self._saver])
         self.remove_at_end([optimizer.guard])
         if seeds is not None:
             self.remove_at_end([seeds])
@@ -309,22 +312,83 @@ class Engine(ShardedModel):
         Raises:
             CheckpointError: something cannot be stored, or a rank failed.
         """
-        self._device_states.check("save_checkpoint()")
-        self._gradient.check_not_updated("save_checkpoint() between backward and step")
+        options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
+        with self._saving("save_checkpoint()", drops_partial=drops_partial):
+            return self._saver.save(Path(directory), self._tag(tag), client_state or {}, options)
+
+    def async_save(
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        has_frozen: bool = True,
+        is_latest: bool = True,
+        drops_partial: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        on_pending: OnPending = "wait",
+        max_copy_bytes: int | None = None,
+    ) -> PendingSave:
+        """Write the training's state as `save_checkpoint` does, in a thread beside the training.
+
+        The call returns before anything is written, and waits for updates under way alone. States
+        are copied only where a step changes them before they are written: at most one copy of this
+        rank's states, in host memory (`zero_core.plan` has it as ``async_save_bytes``). Optimizers
+        that update whole parameters have theirs copied by the call. Values that the program itself
+        changes in place, past the engine, must wait for the result.
+
+        Loads, `close`, and whatever writes values outside of a step wait for the save. If it fails,
+        the error is logged, and raised on all ranks by ``result()`` of what is returned, or else by
+        the next save or by `close`. A process that ends before has no checkpoint of this tag;
+        those before it are whole.
+
+        Args:
+            directory, tag, client_state, has_frozen, is_latest, drops_partial: see
+                `save_checkpoint`.
+            keep_last, keep_every: see `save_checkpoint`.
+            on_pending: where an earlier save is under way, "wait" for it or "refuse".
+            max_copy_bytes: limit for the copies. A step that needs more waits for the writer.
+                Give it where states are on NVMe because host memory has no room for them.
+
+        Returns:
+            A `concurrent.futures.Future` of the checkpoint's folder.
+
+        Raises:
+            CheckpointError: something cannot be stored, an earlier save is under way and
+                ``on_pending`` is "refuse", or an earlier one failed.
+        """
+        options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
+        with self._saving("async_save()", drops_partial=drops_partial):
+            return self._saver.start(
+                Path(directory),
+                self._tag(tag),
+                client_state or {},
+                options,
+                on_pending=on_pending,
+                max_bytes=max_copy_bytes,
+            )
+
+    @contextmanager
+    def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
+        self._device_states.check(call)
+        self._gradient.check_not_updated(f"{call.removesuffix('()')} between backward and step")
         self._train.accumulation.check_ended(or_dropped=drops_partial)
         self._communicator.forget_values()
-        with self.place.during("save_checkpoint()"):
-            return save_checkpoint(
-                self.sharded_state,
-                Path(directory),
-                f"step-{self.global_steps}" if tag is None else tag,
-                self._train,
-                client_state=client_state or {},
-                has_frozen=has_frozen,
-                is_latest=is_latest,
-                keep_last=keep_last,
-                keep_every=keep_every,
-            )
+        with self.place.during(call):
+            yield
+
+    def _tag(self, tag: str | None) -> str:
+        return f"step-{self.global_steps}" if tag is None else tag
+
+    def close(self) -> None:
+        """End as `ShardedModel.close`, once the save under way has ended on this rank.
+
+        Raises:
+            CheckpointError: it failed, and nobody has asked for its result.
+        """
+        super().close()
+        self._saver.finish()
 
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, without: Collection[str] = ()

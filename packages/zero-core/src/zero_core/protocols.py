@@ -359,6 +359,33 @@ class StateTier(Protocol):
         """Restore what `read_scalars` gave. ``num_steps`` of 0 means that there is no state."""
 
 
+class ChangeWatcher(Protocol):
+    """Reads states before they change."""
+
+    def before_change(self, start: int, stop: int) -> None:
+        """Called before states of ``[start, stop)`` change, by the thread that changes them.
+
+        Ranges that do not change, or have changed before, may be among them. It may wait.
+        """
+
+
+@runtime_checkable
+class SnapshotTier(StateTier, Protocol):
+    """A state tier whose states of one moment can be read while training goes on."""
+
+    def watch_changes(self, watcher: ChangeWatcher) -> None:
+        """Call ``watcher`` before every change of states from now on, in place of an earlier one.
+
+        It is called for updates and writes: for each part of an update right before that part.
+        """
+
+    def peek_state(self, name: str, start: int, stop: int) -> Tensor:
+        """As `read_state`, of a range that no thread is changing. Waits for no update.
+
+        May be called from any thread, and by the watcher.
+        """
+
+
 @runtime_checkable
 class AccumulatingTier(StateTier, Protocol):
     """A state tier that owns gradients, and adds up those of a step's micro-steps itself.

@@ -22,6 +22,7 @@ from zero_core._torch import cast_floats
 from zero_core.checkpoint import export
 from zero_core.checkpoint.load import load_checkpoint
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.control import Exchange
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Meter, Traffic
@@ -70,6 +71,7 @@ class EngineParts:
     communicator: Communicator
     transport: HostCollectives | DeviceCollectives
     meter: Meter
+    beside: Exchange
 
 
 class ShardedModel:

@@ -281,6 +281,24 @@ class StateTier(Protocol):
         """Restore the result of `read_scalars`."""
 
 
+class ChangeWatcher(Protocol):
+    """Reads states before they change."""
+
+    def before_change(self, start: int, stop: int) -> None:
+        """Called before states of ``[start, stop)`` change, by the thread that changes them."""
+
+
+@runtime_checkable
+class SnapshotTier(StateTier, Protocol):
+    """A state tier whose states of one moment can be read while training goes on."""
+
+    def watch_changes(self, watcher: ChangeWatcher) -> None:
+        """Call ``watcher`` before every change of states from now on."""
+
+    def peek_state(self, name: str, start: int, stop: int) -> Tensor:
+        """As `read_state`, of a range that no thread is changing. Waits for no update."""
+
+
 @runtime_checkable
 class ReservingTier(StateTier, Protocol):
     """A state tier that can allocate all of its memory before its first gradient."""

@@ -10,6 +10,9 @@ The folder is written under a hidden name beside its place, synced, then renamed
 leaves the previous checkpoint whole. ``latest`` names the newest one. The manifest vouches for
 itself and holds checksums of each file, computed as it is written. Nothing is pickled.
 
+A file that would be written again is linked to that of the last save: states where no step was
+taken since, and frozen values and buffers whose checksums are the same.
+
 A save that fails removes what it wrote. What a killed one left is removed by the next save into
 the folder; a save that is under way elsewhere holds a lock on its folder, and is left alone.
 
@@ -25,9 +28,10 @@ import random
 import shutil
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,12 +56,13 @@ from zero_core.checkpoint.manifest import (
 from zero_core.checkpoint.retention import Aside, prune, remove_stale
 from zero_core.checkpoint.safetensors_files import bytes_of, make_header
 from zero_core.checkpoint.whole_states import flatten
-from zero_core.comm.control import ControlGroup
+from zero_core.comm.control import Exchange
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded.snapshot import Snapshot, StateBlocks
 
 _BLOCK_BYTES = 1 << 20
 """Bytes written at once: they stay in the processor's cache for their checksum."""
@@ -66,94 +71,235 @@ _Facts = dict[str, dict[str, Any]]
 """Size and checksums of files, by name."""
 
 
-def save_checkpoint(
-    state: ShardedState,
-    directory: Path,
-    tag: str,
-    progress: TrainState,
-    *,
-    client_state: Mapping[str, Any],
-    has_frozen: bool = True,
-    is_latest: bool = True,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-) -> Path:
-    """Write checkpoint ``tag``, as `zero_core.Engine.save_checkpoint` describes.
+@dataclass(frozen=True)
+class SaveOptions:
+    """Arguments of `zero_core.Engine.save_checkpoint`, of the same names."""
 
-    ``directory`` holds all checkpoints, and its file ``latest`` names this one if ``is_latest``.
-    Where ranks have folders of their own, a load needs all files in one folder. With
-    ``has_frozen`` the values of frozen parameters are written too. For ``keep_last`` and
-    ``keep_every`` see `zero_core.checkpoint.retention.prune`.
+    has_frozen: bool = True
+    is_latest: bool = True
+    keep_last: int | None = None
+    keep_every: int | None = None
 
-    Raises:
-        CheckpointError: ``tag`` or ``client_state`` cannot be stored, or a rank failed.
-    """
-    place = directory / tag
-    kept = progress.state_dict()
-    control = state.control
-    aside = Aside(directory, tag)
-
-    def prepare() -> None:
-        check_tag(tag)
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+    def check(self) -> None:
+        """Raise CheckpointError where a value is out of range."""
+        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if value is not None and value < 1:
                 raise CheckpointError(f"{name} = {value}: expected 1 or more, or None")
-        encode(kept, "progress")
-        encode(client_state, "client_state")
-        directory.mkdir(parents=True, exist_ok=True)
 
-    def make_aside() -> None:
-        if is_first:
-            remove_stale(directory)
-            aside.make()
 
-    control.together("checkpoint: prepare", prepare)
-    is_first = _is_first_in(directory, control)
-    try:
-        control.together("checkpoint: prepare", make_aside)
-        names = _all_state_names(state)
-        written = control.together(
-            "checkpoint: write",
-            lambda: _write_tensors(state, aside.folder, names, has_frozen=has_frozen),
-        )
-        wholes = control.together(
-            "checkpoint: write", lambda: _write_whole_states(state, aside.folder, written)
-        )
-        scalars = control.together("checkpoint: write", lambda: _scalars(state))
-        row = [written, scalars, random.getstate(), wholes]
-        rows = control.gather_bytes(json.dumps(row).encode())
+@dataclass(frozen=True)
+class KnownFile:
+    """A file of an engine's last save. If it would be written again, it is linked.
+
+    Attributes:
+        path: where it is.
+        inode: device, number, size and time of change of what was written there.
+        facts: size and checksums.
+        version: of the states in it, None if that is not known.
+    """
+
+    path: Path
+    inode: tuple[int, int, int, int]
+    facts: dict[str, Any]
+    version: int | None
+
+
+class Save:
+    """One checkpoint under way.
+
+    The constructor takes what is small. `write` does the rest, at once or in another thread.
+
+    Attributes:
+        place: the checkpoint's folder.
+        known: this rank's files, once the checkpoint is complete.
+    """
+
+    def __init__(
+        self,
+        state: ShardedState,
+        snapshot: Snapshot,
+        directory: Path,
+        tag: str,
+        progress: TrainState,
+        client_state: Mapping[str, Any],
+        options: SaveOptions,
+        *,
+        previous: Mapping[str, KnownFile],
+        version: int | None,
+    ) -> None:
+        """Take what is small. Every rank must call it.
+
+        Args:
+            state: frozen values are read from it as long as `write` runs.
+            snapshot: its trainable segments' states.
+            directory: folder of all checkpoints. Where ranks have folders of their own, a load
+                needs all files in one folder.
+            tag: name of this one.
+            progress: counters and the like.
+            client_state: JSON and small tensors.
+            options: see `zero_core.Engine.save_checkpoint`.
+            previous: this rank's files of the last save.
+            version: of the states: one that they had before stands for the same values. None: not
+                known.
+
+        Raises:
+            CheckpointError: something cannot be stored.
+        """
+        self.place = directory / tag
+        self.known: dict[str, KnownFile] = {}
+        self._state = state
+        self._snapshot = snapshot
+        self._directory = directory
+        self._options = options
+        self._previous = previous
+        self._version = version
+        self._names = _all_state_names(state)
+        self._tensors: dict[str, dict[str, Tensor]] = {}  # by file
+        self._sliced: dict[str, dict[str, Tensor]] = {}  # by state
+        kept = progress.state_dict()
+
+        def prepare() -> None:
+            check_tag(tag)
+            options.check()
+            self._words = {
+                "progress": encode(kept, "progress"),
+                "client_state": encode(client_state, "client_state"),
+            }
+            self._take_small()
+            directory.mkdir(parents=True, exist_ok=True)
+
+        state.control.together("checkpoint: prepare", prepare)
+
+    def _take_small(self) -> None:
+        state, rank = self._state, self._state.control.rank
+        self._scalars = _scalars(state)
+        self._python_rng = random.getstate()
+        rng = {"torch": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            rng["cuda"] = torch.cuda.get_rng_state()
+        self._tensors[file_name(RNG, rank)] = rng
+        if rank == 0:
+            self._tensors[BUFFERS] = state.buffers()
+        self._wholes: dict[str, Any] = {}
+        if isinstance(state.tier, WholeStateTier):
+            tensors = self._tensors.setdefault(file_name(WHOLE, rank), {})
+            self._wholes = _whole_states(state, state.tier, tensors)
+
+    def detach(self) -> None:
+        """Copy what steps may change before `write` has read it, beside the snapshot's states.
+
+        Those are states of whole parameters, and frozen values that are not in host memory.
+        """
+        state, rank = self._state, self._state.control.rank
+        whole = self._tensors.get(file_name(WHOLE, rank), {})
+        whole.update({key: t.detach().to("cpu", copy=True) for key, t in whole.items()})
+        if isinstance(state.tier, WholeStateTier):
+            self._sliced = {n: _slices(state, state.tier, n) for n in self._names if n != MASTER}
+        if self._options.has_frozen:
+            self._tensors[file_name(VALUE, rank)] = _frozen(state)
+
+    def write(self, exchange: Exchange) -> Path:
+        """Write the checkpoint. Every rank must call it, and ``exchange`` is theirs.
+
+        Raises:
+            CheckpointError: a rank failed. What was written is removed.
+        """
+        aside = Aside(self._directory, self.place.name)
+        is_first = _is_first_in(self._directory, exchange)
+
+        def make_aside() -> None:
+            if is_first:
+                remove_stale(self._directory)
+                aside.make()
 
         def describe() -> None:
-            if not is_first:
-                return
-            gathered = [json.loads(row) for row in rows]
-            manifest = _manifest(state, gathered, names, kept, client_state)
-            write_manifest(aside.folder, {**manifest, "has_frozen": has_frozen})
+            if is_first:
+                gathered = [json.loads(row) for row in rows]
+                facts = {**self._words, "has_frozen": self._options.has_frozen}
+                write_manifest(
+                    aside.folder, {**_manifest(self._state, gathered, self._names), **facts}
+                )
 
         def finish() -> None:
             if is_first:
-                swap_in(aside, place, is_latest=is_latest)
-                prune(directory, keep_last=keep_last, keep_every=keep_every, newest=tag)
+                options, directory, tag = self._options, self._directory, self.place.name
+                swap_in(aside, self.place, is_latest=options.is_latest)
+                prune(
+                    directory,
+                    keep_last=options.keep_last,
+                    keep_every=options.keep_every,
+                    newest=tag,
+                )
 
-        control.together("checkpoint: write", describe)
-        control.together("checkpoint: finish", finish)
-    finally:
-        aside.remove()
-    return place
+        try:
+            exchange.together("checkpoint: prepare", make_aside)
+            written = exchange.together(
+                "checkpoint: write", lambda: self._write_files(aside.folder)
+            )
+            row = [written, self._scalars, self._python_rng, self._wholes]
+            rows = exchange.gather_bytes(json.dumps(row).encode())
+            exchange.together("checkpoint: write", describe)
+            exchange.together("checkpoint: finish", finish)
+        finally:
+            aside.remove()
+        return self.place
+
+    def _write_files(self, folder: Path) -> _Facts:
+        """Write this rank's files, and return size and checksums of each."""
+        state, rank = self._state, self._state.control.rank
+        trainable = [s.index for s in state.layout.segments if s.is_trainable]
+        written: _Facts = {}
+        for name in self._names:
+            # One state at a time: the copies of only one are in memory.
+            tensors: Mapping[str, Tensor | StateBlocks]
+            if name == MASTER or not isinstance(state.tier, WholeStateTier):
+                tensors = {str(s): self._snapshot.tensor(s, name) for s in trainable}
+            elif name in self._sliced:
+                tensors = self._sliced.pop(name)
+            else:
+                tensors = _slices(state, state.tier, name)
+            file = file_name(name, rank)
+            known = self._previous.get(file)
+            is_same = known is not None and known.version == self._version is not None
+            written |= self._put(folder, file, tensors, known if is_same else None, self._version)
+        if self._options.has_frozen:
+            self._tensors.setdefault(file_name(VALUE, rank), _frozen(state))
+        for file, values in self._tensors.items():
+            known = self._previous.get(file) if file.startswith((VALUE, BUFFERS)) else None
+            is_same = known is not None and known.facts == _sum_of(values)
+            written |= self._put(folder, file, values, known if is_same else None)
+        return written
+
+    def _put(
+        self,
+        folder: Path,
+        name: str,
+        tensors: Mapping[str, Tensor | StateBlocks],
+        same: KnownFile | None,
+        version: int | None = None,
+    ) -> _Facts:
+        """Link a file to ``same``, which has the same content, or write it."""
+        path = folder / name
+        if same is not None and _link(same, path):
+            facts = same.facts
+        else:
+            facts = write_file(folder, name, tensors)[name]
+        self.known[name] = KnownFile(self.place / name, _inode(path), facts, version)
+        return {name: facts}
 
 
-def _is_first_in(directory: Path, control: ControlGroup) -> bool:
+def _is_first_in(directory: Path, exchange: Exchange) -> bool:
     """Whether no lower rank has the same ``directory``. Every rank must call it.
 
     A path does not say: machines have folders of the same path. So each rank leaves a mark in its
     own and looks for the others', whose names are new: a network's file system knows nothing about
     them from before.
     """
-    token = control.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
-    marks = [directory / f".{token}-{rank}" for rank in range(control.rank + 1)]
+    token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+    marks = [directory / f".{token}-{rank}" for rank in range(exchange.rank + 1)]
     try:
-        control.together("checkpoint: prepare", marks[-1].touch)
-        return control.together(
+        exchange.together("checkpoint: prepare", marks[-1].touch)
+        return exchange.together(
             "checkpoint: prepare", lambda: not any(mark.exists() for mark in marks[:-1])
         )
     finally:
@@ -166,31 +312,10 @@ def _all_state_names(state: ShardedState) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in json.loads(row)))
 
 
-def _write_tensors(
-    state: ShardedState, folder: Path, names: list[str], *, has_frozen: bool
-) -> _Facts:
-    """Write this rank's files, and return size and checksums of each."""
-    rank = state.control.rank
-    trainable = [s.index for s in state.layout.segments if s.is_trainable]
+def _frozen(state: ShardedState) -> dict[str, Tensor]:
+    """Return this rank's slices of frozen values, by segment."""
     frozen = [s.index for s in state.layout.segments if not s.is_trainable]
-    written: _Facts = {}
-    for name in names:
-        # One state at a time: the copies of only one are in memory.
-        if name != MASTER and isinstance(state.tier, WholeStateTier):
-            tensors = _slices(state, state.tier, name)
-        else:
-            tensors = {str(s): state.own_state(s, name) for s in trainable}
-        written |= write_file(folder, file_name(name, rank), tensors)
-    if has_frozen:
-        tensors = {str(s): state.own_slice(s) for s in frozen}
-        written |= write_file(folder, file_name(VALUE, rank), tensors)
-    rng = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        rng["cuda"] = torch.cuda.get_rng_state()
-    written |= write_file(folder, file_name(RNG, rank), rng)
-    if rank == 0:
-        written |= write_file(folder, BUFFERS, state.buffers())
-    return written
+    return {str(s): state.own_slice(s) for s in frozen}
 
 
 def _slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, Tensor]:
@@ -205,23 +330,21 @@ def _slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, T
     return found
 
 
-def _write_whole_states(state: ShardedState, folder: Path, written: _Facts) -> dict[str, Any]:
-    """Write this rank's states of whole parameters, and add their file to ``written``.
+def _whole_states(
+    state: ShardedState, tier: WholeStateTier, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Add this rank's states of whole parameters to ``tensors``, those of their file.
 
     Returns:
         File and structure of each state, by the parameter's name.
     """
-    tier, rank = state.tier, state.control.rank
-    if not isinstance(tier, WholeStateTier):
-        return {}
-    name, found = file_name(WHOLE, rank), {}
-    tensors: dict[str, Tensor] = {}
+    rank, found = state.control.rank, {}
     for param in tier.updated_params():
         spec = state.layout.params[param]
         kept = tier.read_whole_state(param)
         if tier.owner_of(param) == rank:
-            found[spec.name] = {"file": name, "state": flatten(kept, spec.name, tensors)}
-    written |= write_file(folder, name, tensors)
+            flat = flatten(kept, spec.name, tensors)
+            found[spec.name] = {"file": file_name(WHOLE, rank), "state": flat}
     return found
 
 
@@ -231,64 +354,108 @@ def _scalars(state: ShardedState) -> dict[str, dict[str, float]]:
 
 
 def write_file(
-    folder: Path, name: str, tensors: Mapping[str, Tensor | Sequence[Tensor]]
+    folder: Path, name: str, tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
 ) -> dict[str, dict[str, Any]]:
     """Write a safetensors file through to the disk, and return its size and checksums.
 
-    A sequence of 1-D tensors stands for their concatenation, which is not made.
+    A sequence of 1-D tensors stands for their concatenation, which is not made. So do blocks of a
+    state, each of which is read when it is written.
 
     Raises:
         CheckpointError: there is no room, or a file of that name.
     """
-    path = folder / name
-    parts = {key: (t,) if isinstance(t, Tensor) else tuple(t) for key, t in tensors.items()}
-    # The order of the safetensors library: every tensor is aligned to its elements.
-    ordered = sorted(parts.items(), key=lambda item: (-item[1][0].dtype.itemsize, item[0]))
-    header = make_header(((key, ts[0].dtype, _joined_shape(ts)) for key, ts in ordered), {})
-    summed = _Summed()
+    path, summed = folder / name, _Summed()
     try:
         with create(path) as file:
-            summed.write(file, memoryview(header))
-            for tensor in (t for _, ts in ordered for t in ts):
-                value = tensor.contiguous()  # as long as its bytes are written
-                summed.write(file, bytes_of(value))
+            for data in _content(tensors):
+                summed.add(data, file)
             os.fsync(file.fileno())
     except OSError as error:
         raise no_room(path, error, _ADVICE) from error
-    return {name: {"bytes": summed.size, "crc32": summed.crcs}}
+    return {name: summed.facts()}
 
 
-def _joined_shape(parts: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(parts[0].shape) if len(parts) == 1 else (sum(t.numel() for t in parts),)
+def _sum_of(tensors: Mapping[str, Tensor | StateBlocks]) -> dict[str, Any]:
+    """Return size and checksums of the file that `write_file` would write."""
+    summed = _Summed()
+    for data in _content(tensors):
+        summed.add(data)
+    return summed.facts()
+
+
+def _content(
+    tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]],
+) -> Iterator[memoryview]:
+    """Yield the bytes of a safetensors file, each part valid until the next one."""
+    found = {key: _Stored.of(values) for key, values in tensors.items()}
+    # The order of the safetensors library: every tensor is aligned to its elements.
+    ordered = sorted(found.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    yield memoryview(make_header(((key, t.dtype, t.shape) for key, t in ordered), {}))
+    for tensor in (t for _, stored in ordered for t in stored.parts):
+        value = tensor.contiguous()  # as long as its bytes are read
+        yield bytes_of(value)
+
+
+class _Stored(NamedTuple):
+    """A tensor of a file, and the consecutive parts of its elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: Iterable[Tensor]
+
+    @classmethod
+    def of(cls, values: Tensor | StateBlocks | Sequence[Tensor]) -> _Stored:
+        if isinstance(values, StateBlocks):
+            return cls(values.dtype, values.shape, values)
+        parts = (values,) if isinstance(values, Tensor) else tuple(values)
+        is_one = len(parts) == 1
+        shape = tuple(parts[0].shape) if is_one else (sum(t.numel() for t in parts),)
+        return cls(parts[0].dtype, shape, parts)
+
+
+def _inode(path: Path) -> tuple[int, int, int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _link(known: KnownFile, path: Path) -> bool:
+    """Link ``path`` to what was written as ``known``. Return whether that is still there."""
+    try:
+        os.link(known.path, path, follow_symlinks=False)
+        if _inode(path) == known.inode:
+            return True
+        path.unlink()
+    except OSError:  # removed since, in another file system, or in one without links
+        pass
+    return False
 
 
 class _Summed:
-    """Size of a file that is written, and the CRC-32 of each of its chunks."""
+    """Size of a file, and the CRC-32 of each of its chunks."""
 
     def __init__(self) -> None:
         self.size = 0
         self.crcs = [0]
 
-    def write(self, file: IO[bytes], data: memoryview) -> None:
-        """Append ``data`` in blocks, each summed while it is in the processor's cache."""
+    def facts(self) -> dict[str, Any]:
+        """Return them as the manifest has them."""
+        return {"bytes": self.size, "crc32": self.crcs}
+
+    def add(self, data: memoryview, file: IO[bytes] | None = None) -> None:
+        """Add ``data``, block by block, and append each to ``file`` while it is in the cache."""
         while data.nbytes:
             used = self.size % CHUNK_BYTES
             if self.size and not used:
                 self.crcs.append(0)
             block = data[: min(CHUNK_BYTES - used, _BLOCK_BYTES)]
             self.crcs[-1] = zlib.crc32(block, self.crcs[-1])
-            write_all(file, block)
+            if file is not None:
+                write_all(file, block)
             self.size += block.nbytes
             data = data[block.nbytes :]
 
 
-def _manifest(
-    state: ShardedState,
-    rows: list[Any],
-    names: list[str],
-    progress: Mapping[str, Any],
-    client_state: Mapping[str, Any],
-) -> dict[str, Any]:
+def _manifest(state: ShardedState, rows: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
     layout = state.layout
     files: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
@@ -303,7 +470,7 @@ def _manifest(
         "chunk_bytes": CHUNK_BYTES,
         "world_size": layout.world_size,
         "optimizer": state.optimizer,
-        "states": names,
+        "states": list(names),
         "params": [_describe(spec) for spec in layout.params],
         "segments": [
             {
@@ -317,8 +484,6 @@ def _manifest(
         "whole_states": wholes,
         "python_rng": [rng for _, _, rng, _ in rows],
         "files": files,
-        "progress": encode(progress, "progress"),
-        "client_state": encode(client_state, "client_state"),
     }
 
 

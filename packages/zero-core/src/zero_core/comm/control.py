@@ -32,7 +32,53 @@ _MAX_NAMED = 4
 _T = TypeVar("_T")
 
 
-class ControlGroup(Protocol):
+class Exchange(Protocol):
+    """Bytes between ranks, and errors that all of them raise.
+
+    Attributes:
+        rank: this rank within the group.
+        world_size: number of ranks.
+        place: where this rank is in its program.
+    """
+
+    rank: int
+    world_size: int
+    place: Place
+
+    @abstractmethod
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's ``data``, in rank order, on every rank."""
+
+    def leave(self) -> None:
+        """End a sequence of rounds: return once no rank needs this one to read the last of them."""
+        return
+
+    def together(self, what: str, act: Callable[[], _T]) -> _T:
+        """Return ``act()`` on every rank. If it fails on one, raise on all, instead of a hang.
+
+        Raises:
+            CheckpointCorruptError: that is what it was on some rank.
+            CheckpointError: anything else.
+        """
+        failure: list[str] = []
+        found: list[_T] = []
+        with self.place.during(what):
+            try:
+                found.append(act())
+            except CollectiveError:
+                raise  # the others get one of their own
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                failure = [type(error).__name__, str(error)]
+            rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
+        failed = [f"rank {r}: {': '.join(row)}" for r, row in enumerate(rows) if row]
+        if failed:
+            is_corrupt = any(row and row[0] == CheckpointCorruptError.__name__ for row in rows)
+            kind = CheckpointCorruptError if is_corrupt else CheckpointError
+            raise kind(f"{what} failed on {'; '.join(failed)}")
+        return found[0]
+
+
+class ControlGroup(Exchange, Protocol):
     """Small exchanges beside the data path: statistics of a step, names, checksums.
 
     Bytes and numbers only, because object collectives would unpickle a peer's data. An
@@ -40,15 +86,9 @@ class ControlGroup(Protocol):
     or over simulated ranks of one process. The others follow from them.
 
     Attributes:
-        rank: this rank within the group.
-        world_size: number of ranks.
-        place: where this rank is in its program.
-        watch: what the other ranks say of theirs; None if they cannot.
+        watch: what the other ranks say of their places; None if they cannot.
     """
 
-    rank: int
-    world_size: int
-    place: Place
     watch: Watch | None
 
     @abstractmethod
@@ -111,7 +151,6 @@ class ControlGroup(Protocol):
         out.copy_(self.gather_on_device(tensor))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's ``data``, in rank order, on every rank."""
         if self.world_size == 1:
             return [data]
         lengths = self.gather(torch.tensor([len(data)], dtype=torch.int64)).tolist()
@@ -152,30 +191,6 @@ class ControlGroup(Protocol):
 
     def barrier(self) -> None:
         self.gather_bytes(b"")
-
-    def together(self, what: str, act: Callable[[], _T]) -> _T:
-        """Return ``act()`` on every rank. If it fails on one, raise on all, instead of a hang.
-
-        Raises:
-            CheckpointCorruptError: that is what it was on some rank.
-            CheckpointError: anything else.
-        """
-        failure: list[str] = []
-        found: list[_T] = []
-        with self.place.during(what):
-            try:
-                found.append(act())
-            except CollectiveError:
-                raise  # the others get one of their own
-            except Exception as error:  # whatever it is, the other ranks must hear of it
-                failure = [type(error).__name__, str(error)]
-            rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
-        failed = [f"rank {r}: {': '.join(row)}" for r, row in enumerate(rows) if row]
-        if failed:
-            is_corrupt = any(row and row[0] == CheckpointCorruptError.__name__ for row in rows)
-            kind = CheckpointCorruptError if is_corrupt else CheckpointError
-            raise kind(f"{what} failed on {'; '.join(failed)}")
-        return found[0]
 
     def error(self, what: str, error: RuntimeError) -> CollectiveError:
         """Return what ``error`` of the collective ``what`` is for the user.

@@ -35,8 +35,9 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -46,11 +47,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._torch import abort_groups, clone_store, count_groups, counting_groups, timeout_of
-from zero_core.comm.control import LibraryControlGroup
+from zero_core.comm.control import Exchange, LibraryControlGroup
 from zero_core.comm.device_library import Lane, all_gather_single
 from zero_core.comm.p2p import TimedWork
-from zero_core.errors import ConfigError
+from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import Work
+from zero_core.watch.place import Place
+
+_LEAVE_S = 30.0
+"""Longest wait for ranks that are to read the last round of a `StoreExchange`."""
 
 
 class ProcessLibrary:
@@ -301,6 +306,84 @@ class StoreBoard:
         return {rank: beat.decode() for rank, beat in zip(ranks, found, strict=True)}
 
 
+class StoreExchange(Exchange):
+    """`zero_core.comm.control.Exchange` in the store of a process group, without collectives.
+
+    It is for one thread beside training. The collectives of a group belong to the thread that
+    trains: those of another would be launched in another order on each rank.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, rank: int, world_size: int, timeout: timedelta
+    ) -> None:
+        """Every rank makes the exchanges of a process group in one order.
+
+        ``timeout`` is the longest wait for another rank. One rank alone needs no group.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.place = Place()
+        self._longest_wait = timeout
+        self._group = group
+        self._num_uses = 0
+        self._num_rounds = 0
+        self._store: Any = None
+        self._number = 0
+        if world_size > 1:
+            known = self._known_group()
+            self._number = _num_beside.get(known, 0)
+            _num_beside[known] = self._number + 1
+
+    def _known_group(self) -> dist.ProcessGroup:
+        found = dist.group.WORLD if self._group is None else self._group
+        assert found is not None
+        return found
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """See `Exchange`. ``data`` is ASCII.
+
+        Raises:
+            CollectiveError: a rank does not answer within the timeout, or the store has ended.
+        """
+        if self.world_size == 1:
+            return [data]
+        number = self._num_rounds
+        self._num_rounds += 1
+        try:
+            if self._store is None:
+                # A store serves one blocking call at a time.
+                self._store = clone_store(self._known_group().get_group_store())
+                self._store.set_timeout(self._longest_wait)
+            self._store.set(self._key(number, self.rank), data.decode())
+            rows = [self._store.get(self._key(number, r)) for r in range(self.world_size)]
+            if number:  # every rank has read the round before
+                self._store.delete_key(self._key(number - 1, self.rank))
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"rank {self.rank}: the exchange of a save beside training failed: {error}"
+            ) from error
+        return rows
+
+    def leave(self) -> None:
+        """See `Exchange`. The store may be in the process of rank 0, which leaves last."""
+        rounds, self._num_rounds = self._num_rounds, 0
+        ranks = range(self.world_size)
+        ends = [self._key(rounds, r) for r in ranks]
+        last = [self._key(rounds - 1, r) for r in ranks]
+        if self._store is not None:
+            with suppress(RuntimeError):  # the checkpoint is complete, or has failed
+                self._store.set(ends[self.rank], "")
+                if self.rank == 0:
+                    self._store.wait(ends, timedelta(seconds=_LEAVE_S))
+                    for key in (*ends, *last):
+                        self._store.delete_key(key)
+        self._num_uses += 1
+
+    def _key(self, number: int, rank: int) -> str:
+        use = f"{self._number}.{self._num_uses}"
+        return f"zero_core exchange {use} round {number} of rank {rank}"
+
+
 class _Key(NamedTuple):
     """Identity of a shared group: ``ranks`` are the job's, in the order of the group."""
 
@@ -350,9 +433,10 @@ _of_meshes: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGro
 )
 _numbers: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 _serials: Iterator[int] = count()
-# By the group: exchanges through its store that have ended; boards in it.
+# By the group: exchanges through its store that have ended; boards in it; `StoreExchange`s.
 _num_exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _num_boards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_num_beside: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _shared_groups() -> list[_SharedGroup]:

@@ -28,6 +28,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import groupby
 from typing import Self
 
@@ -35,12 +36,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_core._torch import set_timeout
-from zero_core.comm.control import ControlGroup, LibraryControlGroup
+from zero_core._torch import set_timeout, timeout_of
+from zero_core.comm.control import ControlGroup, Exchange, LibraryControlGroup
 from zero_core.comm.device_library import DeviceLibrary
 from zero_core.comm.groups import (
     ProcessLibrary,
     StoreBoard,
+    StoreExchange,
     backend_on,
     exchange_by_store,
     group_of_mesh,
@@ -113,6 +115,11 @@ class Ranks:
         if named_within_s:
             start(watch)
         return LibraryControlGroup(self.library(), self.device, place, watch)
+
+    def exchange_beside(self) -> Exchange:
+        """Return an exchange for a thread beside training. Every rank makes them in one order."""
+        timeout = timeout_of(self.group, self.device) if self.size > 1 else timedelta()
+        return StoreExchange(self.group, rank=self.rank, world_size=self.size, timeout=timeout)
 
     def messages(self) -> Messages:
         """Return what carries bytes between single ranks, where they are hosts."""

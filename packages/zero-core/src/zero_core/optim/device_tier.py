@@ -44,7 +44,7 @@ from zero_core.config import WIDE_DTYPES
 from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
 from zero_core.optim.probe import optimizer_maker, probe_initial_state, probe_states
 from zero_core.optim.turns import TURN_NUMEL, Due, Part, Turn, aligned, divide, widened_numel
-from zero_core.protocols import ParamStore
+from zero_core.protocols import ChangeWatcher, ParamStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ class DeviceTier(FlatTier):
                 self._members[part.group].append(part.param)
         self._plan: _Plan | None = None  # of the last step
         self._widened: dict[torch.dtype, Tensor] = {}
+        self._watcher: ChangeWatcher | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         # The state before the first step, by dtype and group: None if the optimizer must make it.
         self._initial: dict[tuple[torch.dtype, int], dict[str, Any] | None] = {}
@@ -226,6 +227,8 @@ class DeviceTier(FlatTier):
         self._made.clear()
         plan = self._plan_of(active, starts)
         for turn in plan.turns:
+            for _, start, stop in turn.extents:
+                self._announce(start, stop)
             is_first = not all(self._has_state(part) for part in turn.parts)
             self._run(turn, factor)
             if is_first and len(plan.turns) > 1:
@@ -324,7 +327,18 @@ class DeviceTier(FlatTier):
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         return self._flat[name].read(start, stop)
 
+    def watch_changes(self, watcher: ChangeWatcher) -> None:
+        self._watcher = watcher
+
+    def _announce(self, start: int, stop: int) -> None:
+        if self._watcher is not None:
+            self._watcher.before_change(start, stop)
+
+    def peek_state(self, name: str, start: int, stop: int) -> Tensor:
+        return self._flat[name].read(start, stop)
+
     def write_state(self, name: str, start: int, values: Tensor) -> None:
+        self._announce(start, start + values.numel())
         if name not in self._flat:
             if not any(name in states for states in self._probe().values()):
                 raise KeyError(f"{self._make.func} has no state {name!r}")
@@ -347,6 +361,7 @@ class DeviceTier(FlatTier):
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         self._num_steps[piece] = int(scalars["num_steps"])
         for part in self._parts[piece]:
+            self._announce(part.start, part.stop)
             if self._num_steps[piece] == 0:
                 self._clear_state(part)
             else:

@@ -228,6 +228,14 @@ class Forecast:
         by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
+    @property
+    def async_save_bytes(self) -> int:
+        """Bytes of host memory that `Engine.async_save` takes at most: this rank's states once."""
+        return sum(
+            s.shard_numel * (self._config.master_dtype(s.dtype).itemsize + self._state_bytes)
+            for *_, s in self._spans
+        )
+
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
         """Return the bytes of the engine's own tier over ``[start, stop)``."""
         masters = sum(

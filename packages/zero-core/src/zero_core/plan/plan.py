@@ -221,6 +221,7 @@ class _Planner:
             advice=self._advice(configured, best, choices),
             device_memory=machine.device_memory,
             host_memory=machine.host_memory,
+            async_save_bytes=forecast.async_save_bytes,
             missing=tuple(self._footprints.missing.values()),
         )
 

@@ -62,6 +62,7 @@ class Plan:
         advice: the same in one sentence.
         device_memory: bytes of one device, or None if not given.
         host_memory: bytes of one node's memory, or None if not given.
+        async_save_bytes: the most host memory that `Engine.async_save` takes meanwhile.
         missing: for each package that is needed and not installed, a sentence that names the key
             and the package. Its bytes are not counted, and choices that need it are left out.
     """
@@ -79,6 +80,7 @@ class Plan:
     advice: str
     device_memory: int | None
     host_memory: int | None
+    async_save_bytes: int = 0
     missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -95,6 +97,7 @@ class Plan:
         kinds = dict.fromkeys((*device, *host))
         rows = [(kind, device.get(kind, 0), host.get(kind, 0)) for kind in kinds]
         rows.append(("in all", self.memory.device_bytes, self.memory.host_bytes))
+        rows.append(("during async_save, at most", 0, self.async_save_bytes))
         return _table("Memory per rank", ("kind", "device", "host"), rows)
 
     def _traffic_table(self) -> Table:

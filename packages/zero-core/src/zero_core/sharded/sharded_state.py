@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ class ShardedState:
         pieces: this rank's part of each trainable parameter.
         optimizer: its kind and number of groups, in words.
         quantized: the model's quantized parameters.
+        readers: work under way in other threads that reads shards.
     """
 
     module: nn.Module
@@ -41,6 +44,7 @@ class ShardedState:
     pieces: tuple[Piece, ...]
     optimizer: str
     quantized: tuple[Quantized, ...] = ()
+    readers: list[Future[Any]] = field(default_factory=list)
 
     def own_slice(self, segment: int) -> Tensor:
         """Return this rank's [shard_numel] of the master weights, or of frozen values, on the CPU.
@@ -148,6 +152,7 @@ class ShardedState:
 
         Every rank must call it.
         """
+        wait(self.readers)
         for flat in self.params:
             flat.synchronize()
         self.control.barrier()

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zero_core.comm.control import ControlGroup
+from zero_core.comm.control import ControlGroup, Exchange
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.meter import Links, Meter
@@ -280,6 +280,9 @@ class SimulatedRanks(Ranks):
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
         return _SimulatedControlGroup(self.network, self.rank, self.carrier.next_channel())
+
+    def exchange_beside(self) -> Exchange:
+        return self.connect()
 
     def messages(self) -> Messages:
         return self.carrier

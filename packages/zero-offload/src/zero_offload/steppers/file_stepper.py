@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run
 from zero_offload.memory.block_pipeline import BlockPipeline
+from zero_offload.memory.direct_io import aligned_empty
 from zero_offload.memory.storage import BlockFile
 from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER, Rule
@@ -44,6 +45,7 @@ class FileStepper(RuleStepper):
         StorageError: the disk has not the room.
     """
 
+    file: BlockFile
     is_in_place = False
     is_sequential = True  # blocks are read ahead in the order of planning
 
@@ -104,6 +106,23 @@ class FileStepper(RuleStepper):
             for index, a, b, block, stored in blocks:
                 found[a - start : b - start] = block.decode(stored, name, a, b)
                 self._pipeline.drop(index)
+        return found
+
+    def peek(self, name: str, start: int, stop: int) -> Tensor:
+        """As `read`, past the pipeline, whose buffers belong to the thread that updates.
+
+        What the pipeline has put is in the file when a step has ended.
+        """
+        found = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+        for index, a, b in self.layout.overlaps(start, stop):
+            block, stored = self.layout.blocks[index], {}
+            for part in self.layout.parts_of(index, name):
+                own = self.layout.names[part]
+                record = index * len(self.layout.names) + part
+                memory = aligned_empty(self.file.block_bytes[record])
+                self.file.read_block(record, memory)
+                stored[own] = memory.view(block.kept[own][0])
+            found[a - start : b - start] = block.decode(stored, name, a, b)
         return found
 
     def write(self, name: str, start: int, values: Tensor) -> None:

@@ -173,6 +173,10 @@ class Stepper(ABC):
         It is 1-D, on the CPU, and zero where there is none.
         """
 
+    def peek(self, name: str, start: int, stop: int) -> Tensor:
+        """As `read`, of a range that is not being updated, in any thread."""
+        return self.read(name, start, stop)
+
     @abstractmethod
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite a known state or ``master_weight`` from ``start`` on."""

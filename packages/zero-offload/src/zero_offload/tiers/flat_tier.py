@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_groups, split_runs
 from zero_offload.flat.grads import GradLedger, add_up
-from zero_offload.protocols import Groups
+from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.stepper import Stepper
 from zero_offload.tiers.accumulation import GradSums
@@ -237,6 +237,24 @@ class FlatTier(ABC):
         self._check_state(name, start, stop)
         return self._stepper.read(name, start, stop)
 
+    def watch_changes(self, watcher: ChangeWatcher) -> None:
+        """Call ``watcher`` before states change from now on: in an update, before each run of it.
+
+        It is called in the thread that updates.
+        """
+        self._progress.drain()
+        self._worker.watcher = watcher
+
+    def peek_state(self, name: str, start: int, stop: int) -> Tensor:
+        """As `read_state`, of a range that is not being updated, without waiting, in any thread."""
+        self._check_state(name, start, stop)
+        return self._stepper.peek(name, start, stop)
+
+    def _announce(self, start: int, stop: int) -> None:
+        watcher = self._worker.watcher
+        if watcher is not None:
+            watcher.before_change(start, stop)
+
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite one state. ``master_weight`` is rounded into the parameter shards as well.
 
@@ -248,6 +266,7 @@ class FlatTier(ABC):
         self._progress.drain()
         stop = start + values.numel()
         self._check_state(name, start, stop)
+        self._announce(start, stop)
         with torch.no_grad():
             self._stepper.write(name, start, values)
             if name == MASTER:
@@ -279,6 +298,8 @@ class FlatTier(ABC):
             ValueError: ``num_steps`` is missing, or the scalars are another optimizer's.
         """
         self._progress.drain()
+        span = self.geometry.pieces[piece]
+        self._announce(span.start, span.stop)
         self._stepper.write_scalars(piece, scalars)
 
 

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
-from zero_offload.protocols import DeviceMemory, ReservingTier, StateTier
+from zero_offload.protocols import (
+    ChangeWatcher,
+    DeviceMemory,
+    ReservingTier,
+    SnapshotTier,
+    StateTier,
+)
 from zero_offload.rules.rule import MASTER
 from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
 from zero_offload.tiers.transfer import Release
@@ -177,6 +183,26 @@ class Part:
         if self.local or name == MASTER:
             self.tier.write_state(name, start, values)
 
+    def watch_changes(self, watcher: ChangeWatcher) -> None:
+        """Call ``watcher`` before states change, with elements of the whole space.
+
+        Raises:
+            TypeError: the tier, of another package, cannot announce its changes.
+        """
+        self._snapshot_tier().watch_changes(_PartWatcher(watcher, self.share))
+
+    def peek_state(self, name: str, start: int, stop: int) -> Tensor:
+        """As ``read_state`` of the tier, in any thread."""
+        return self._snapshot_tier().peek_state(name, start, stop)
+
+    def _snapshot_tier(self) -> SnapshotTier:
+        if not isinstance(self.tier, SnapshotTier):
+            raise TypeError(
+                f"{type(self.tier).__name__} has no watch_changes() and peek_state(), which a save "
+                "beside training needs: save at once"
+            )
+        return self.tier
+
     def drain(self) -> float:
         """Wait for the host's steps and return the seconds of its updates so far, or 0."""
         return self.tier.drain() if isinstance(self.tier, HostTier) else 0.0
@@ -189,6 +215,20 @@ class Part:
             copies = found.memory["gradient copies"] + self.staging.num_bytes
             found = replace(found, memory={**found.memory, "gradient copies": copies})
         return PartReport(self.is_host, self.share.spans, found)
+
+
+class _PartWatcher:
+    """`ChangeWatcher` of a part."""
+
+    def __init__(self, watcher: ChangeWatcher, share: Intervals) -> None:
+        self._watcher = watcher
+        self._share = share
+
+    def before_change(self, start: int, stop: int) -> None:
+        if start < stop:
+            first, last = self._share.element(start), self._share.element(stop - 1)
+            for low, high in self._share.overlaps(first, last + 1):
+                self._watcher.before_change(low, high)
 
 
 BLOCK_NUMEL = 1 << 22

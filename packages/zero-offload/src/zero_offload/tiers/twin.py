@@ -25,7 +25,7 @@ from zero_offload.errors import OffloadError
 from zero_offload.flat.geometry import Geometry, check_active
 from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.storage import BlockFile
-from zero_offload.protocols import Groups
+from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import FlatTier, TierReport
 from zero_offload.tiers.part import GradStaging, HeldState, Part, PartReport, migrate
@@ -66,6 +66,7 @@ class TwinTier:
         self._replaced: list[TierReport] = []  # of host tiers before a resplit
         self._has_dropped = False  # a tier, in the resplit under way
         self._lost: BaseException | None = None
+        self._watcher: ChangeWatcher | None = None
         self._host = host
         self._parts: list[Part] = []
         self.make_parts(host)
@@ -88,6 +89,8 @@ class TwinTier:
         if self._num_micro_steps:
             part.expect_micro_steps(self._num_micro_steps)
         self._reserve_part(part)
+        if self._watcher is not None:
+            part.watch_changes(self._watcher)
         return part
 
     @property
@@ -341,12 +344,31 @@ class TwinTier:
         Raises:
             KeyError: neither part has such a state.
         """
+        return self._joined(name, start, stop, is_peek=False)
+
+    def watch_changes(self, watcher: ChangeWatcher) -> None:
+        """Call ``watcher`` before states change, in the host's thread or the caller's.
+
+        A resplit announces everything.
+        """
+        self._watcher = watcher
+        for part in self.parts:
+            part.watch_changes(watcher)
+
+    def peek_state(self, name: str, start: int, stop: int) -> Tensor:
+        """As `read_state`, of a range that is not being updated, without waiting, in any thread."""
+        return self._joined(name, start, stop, is_peek=True)
+
+    def _joined(self, name: str, start: int, stop: int, *, is_peek: bool) -> Tensor:
         self.geometry.check_range(start, stop)
         owners = [part for part in self.parts if name in part.tier.state_names()]
         if not owners:
             raise KeyError(f"the optimizer has no state {name!r}, only {self.state_names()}")
         spans = [(p.share.local(start), p.share.local(stop)) for p in owners]
-        found = [p.tier.read_state(name, *span) for p, span in zip(owners, spans, strict=True)]
+        found = [
+            part.peek_state(name, *span) if is_peek else part.tier.read_state(name, *span)
+            for part, span in zip(owners, spans, strict=True)
+        ]
         for values in found:
             if values.numel() == stop - start:
                 return values
@@ -411,6 +433,8 @@ class TwinTier:
         if host == self._host:
             return
         self.wait_params(0, self.geometry.numel)
+        if self._watcher is not None:
+            self._watcher.before_change(0, self.geometry.numel)
         scalars = [self.read_scalars(i) for i in range(len(self.geometry.pieces))]
         before, self._has_dropped = self._host, False
         rest = host.complement(self.geometry.numel)

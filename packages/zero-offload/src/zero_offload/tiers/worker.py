@@ -30,6 +30,7 @@ import torch
 
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.streams import enter_device, with_index
+from zero_offload.protocols import ChangeWatcher
 from zero_offload.steppers.stepper import Chunk, Stepper
 from zero_offload.tiers.progress import Progress, Published
 from zero_offload.tiers.transfer import Arrival, Mover
@@ -70,12 +71,14 @@ class Worker:
 
     Attributes:
         update_s: seconds spent on updates so far, without waiting for gradients or memory.
+        watcher: called before each run is updated.
     """
 
     def __init__(
         self, stepper: Stepper, mover: Mover, progress: Progress, now: Callable[[], float]
     ) -> None:
         self.update_s = 0.0
+        self.watcher: ChangeWatcher | None = None
         self._stepper = stepper
         self._mover = mover
         self._progress = progress
@@ -150,6 +153,9 @@ class Worker:
         if job.readers is not None:
             mover.follow(job.readers)
             job.readers = None
+        if self.watcher is not None:
+            for run in chunk.runs:
+                self.watcher.before_change(run.start, run.stop)
         mover.make_way()
         mover.open_spans([(run.start, run.stop) for run in chunk.runs])
         started = self._now()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero_core.comm.control import ControlGroup, LibraryControlGroup
+from zero_core.comm.control import ControlGroup, Exchange, LibraryControlGroup
 from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.topology import Ranks
 from zero_core.protocols import Work
@@ -149,6 +149,9 @@ class LateRanks(Ranks):
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
         return LibraryControlGroup(self.base, self.device)
+
+    def exchange_beside(self) -> Exchange:
+        return self.connect()
 
     def library(self) -> DeviceLibrary:
         return self.base

@@ -1,0 +1,1 @@
+"""Saves beside training."""

@@ -1,0 +1,186 @@
+"""Saves of one engine's checkpoints, at once or in a thread beside training.
+
+[Note: a save beside training]
+The call takes what is small, and a snapshot of the states, which copies nothing
+(`zero_core.sharded.snapshot`). A thread writes the files and, when all ranks have theirs, completes
+the checkpoint, as a synchronous save does. The threads of the ranks agree through the store
+(`zero_core.comm.store_exchange`), never by the collectives of the training.
+
+Frozen values and parameters in host memory are read in place. `ShardedState.quiesce` waits for the
+thread before anything but a step writes to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zero_core.checkpoint.save import KnownFile, Save, SaveOptions
+from zero_core.comm.control import Exchange
+from zero_core.errors import CheckpointError
+from zero_core.optim.train_state import TrainState
+from zero_core.protocols import SnapshotTier
+from zero_core.sharded.sharded_state import ShardedState
+from zero_core.sharded.snapshot import Snapshot, StateWatch
+
+_log = logging.getLogger(__name__)
+
+OnPending = Literal["wait", "refuse"]
+
+
+class PendingSave(Future[Path]):
+    """A save beside training: a future of the checkpoint's folder.
+
+    ``result()`` waits for it and raises its error, `CheckpointError`, on all ranks. An error that
+    was asked for here is not raised again by the engine.
+    """
+
+    def __init__(self, tag: str, snapshot: Snapshot) -> None:
+        super().__init__()
+        self.tag = tag
+        self._snapshot = snapshot
+        self.is_asked = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most host memory that copies of states have taken so far."""
+        return self._snapshot.peak_bytes
+
+    def result(self, timeout: float | None = None) -> Path:
+        self.exception(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        found = super().exception(timeout)
+        self.is_asked = True
+        return found
+
+
+class Saver:
+    """Saves one engine's checkpoints. See [Note: a save beside training]."""
+
+    def __init__(self, state: ShardedState, progress: TrainState, exchange: Exchange) -> None:
+        """Save ``state`` and ``progress``. Threads agree over ``exchange``, which nobody else uses.
+
+        Made in one order on all ranks.
+        """
+        self._state = state
+        self._progress = progress
+        self._exchange = exchange
+        self._watch: StateWatch | None = None
+        self._pending: PendingSave | None = None
+        self._known: Mapping[str, KnownFile] = {}
+
+    def save(
+        self, directory: Path, tag: str, client_state: Mapping[str, Any], options: SaveOptions
+    ) -> Path:
+        """Write a checkpoint at once. Every rank must call it. See `Save`."""
+        self.finish()
+        snapshot = Snapshot(self._state, None)
+        save = self._take(snapshot, directory, tag, client_state, options)
+        return self._write(save, self._state.control)
+
+    def start(
+        self,
+        directory: Path,
+        tag: str,
+        client_state: Mapping[str, Any],
+        options: SaveOptions,
+        *,
+        on_pending: OnPending,
+        max_bytes: int | None,
+    ) -> PendingSave:
+        """Start to write a checkpoint beside training. Every rank must call it.
+
+        See `zero_core.Engine.async_save`.
+        """
+        if on_pending == "refuse":
+            self._state.control.together("checkpoint: prepare", self._check_is_done)
+        self.finish()
+        snapshot = Snapshot(self._state, self._watched(), max_bytes)
+        try:
+            save = self._take(snapshot, directory, tag, client_state, options)
+            save.detach()
+            if self._watch is None:
+                snapshot.keep_all()
+        except BaseException:
+            snapshot.end()
+            raise
+        pending = PendingSave(tag, snapshot)
+        self._pending = pending
+        self._state.readers[:] = [pending]
+        threading.Thread(
+            target=self._run, args=(pending, save, snapshot), name=f"zero-core save of {tag}"
+        ).start()
+        return pending
+
+    def finish(self) -> None:
+        """Wait for the save under way. Raises its error, unless somebody has asked for it."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.is_asked:
+            pending.result()
+
+    def remove(self) -> None:
+        """Wait for the save under way, whose error was logged: the engine ends."""
+        if self._pending is not None:
+            wait([self._pending])
+
+    def _check_is_done(self) -> None:
+        if self._pending is not None and not self._pending.done():
+            raise CheckpointError(
+                f"the save of {self._pending.tag} is under way, and on_pending is 'refuse': save "
+                "later, wait for result() of that one, or choose on_pending='wait'"
+            )
+
+    def _watched(self) -> StateWatch | None:
+        tier = self._state.tier
+        if self._watch is None and isinstance(tier, SnapshotTier):
+            self._watch = StateWatch(tier)
+        return self._watch
+
+    def _take(
+        self,
+        snapshot: Snapshot,
+        directory: Path,
+        tag: str,
+        client_state: Mapping[str, Any],
+        options: SaveOptions,
+    ) -> Save:
+        watch = self._watched()
+        return Save(
+            self._state,
+            snapshot,
+            directory,
+            tag,
+            self._progress,
+            client_state,
+            options,
+            previous=self._known,
+            version=None if watch is None else watch.num_changes,
+        )
+
+    def _write(self, save: Save, exchange: Exchange) -> Path:
+        place = save.write(exchange)
+        self._known = save.known
+        return place
+
+    def _run(self, pending: PendingSave, save: Save, snapshot: Snapshot) -> None:
+        try:
+            with torch.no_grad(), snapshot.reading():
+                place = self._write(save, self._exchange)
+        except BaseException as error:
+            _log.error(
+                "rank %d: the save of %s failed: %s", self._exchange.rank, pending.tag, error
+            )
+            snapshot.end()
+            pending.set_exception(error)
+        else:
+            snapshot.end()
+            pending.set_result(place)
+        self._exchange.leave()

@@ -1,0 +1,208 @@
+"""States of one moment on this rank, read while training goes on.
+
+[Note: copied before they change]
+Nothing is copied when a snapshot is made. A block of states is read from the tier when the snapshot
+needs it. If the tier is about to change a block that has not been read, the block is copied first,
+by the thread that changes it. So a snapshot takes memory for what training overtakes, at most one
+copy of this rank's states, and each copy is freed when it has been read. A state tier that cannot
+announce its changes (`zero_core.protocols.SnapshotTier`) has all of its states copied at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_core.protocols import SnapshotTier
+from zero_core.sharded.sharded_state import ShardedState
+
+BLOCK_NUMEL = 1 << 20
+"""Elements of one state that are read or copied at once."""
+
+
+class StateWatch:
+    """Watches the changes of a tier's states: `zero_core.protocols.ChangeWatcher`.
+
+    Attributes:
+        num_changes: of ranges so far.
+        snapshot: the one that needs the states of before.
+    """
+
+    def __init__(self, tier: SnapshotTier) -> None:
+        self.tier = tier
+        self.num_changes = 0
+        self.snapshot: Snapshot | None = None
+        tier.watch_changes(self)
+
+    def before_change(self, start: int, stop: int) -> None:
+        self.num_changes += 1
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.keep(start, stop)
+
+
+@dataclass(frozen=True)
+class StateBlocks:
+    """A state of one segment's slice on this rank, 1-D, in blocks.
+
+    Each is read when it is reached, and can be read once.
+    """
+
+    snapshot: Snapshot
+    segment: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.snapshot.blocks(self.segment, self.name, self.dtype)
+
+
+class Snapshot:
+    """States of this rank's slices of all trainable segments, as they are when it is made.
+
+    Without a watch they are read from the tier, and must not change until they have been read.
+
+    Attributes:
+        peak_bytes: the most that copies have taken so far.
+    """
+
+    def __init__(
+        self, state: ShardedState, watch: StateWatch | None, max_bytes: int | None = None
+    ) -> None:
+        """Wait for updates under way, and begin. See [Note: copied before they change].
+
+        ``max_bytes`` bounds the copies: an update that needs more waits until some are read.
+        """
+        self.peak_bytes = 0
+        self._names = list(state.tier.state_names())
+        self._read = state.tier.read_state if watch is None else watch.tier.peek_state
+        self._watch = watch
+        self._max_bytes = max_bytes
+        self._device = state.device
+        self._blocks: list[tuple[int, int]] = []
+        self._of_segment: dict[int, range] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        for segment in state.layout.segments:
+            if segment.is_trainable:
+                low, high = state.own_span(segment.index)
+                first = len(self._blocks)
+                starts = range(low, high, BLOCK_NUMEL)
+                self._blocks += [(at, min(at + BLOCK_NUMEL, high)) for at in starts]
+                self._of_segment[segment.index] = range(first, len(self._blocks))
+                is_wide = segment.dtype == torch.float64
+                self._dtypes[segment.index] = torch.float64 if is_wide else torch.float32
+        self._stops = [stop for _, stop in self._blocks]
+        self._changed = threading.Condition()
+        self._copies: dict[tuple[int, str], Tensor] = {}
+        self._num_bytes = 0
+        everything = range(len(self._blocks))
+        self._unread = {index: dict.fromkeys(self._names) for index in everything}
+        self._ready: torch.Event | None = None
+        if self._blocks:
+            low, _ = self._blocks[0]
+            state.tier.read_state(self._names[0], low, low + 1)  # waits for updates under way
+        if watch is not None:
+            if self._device.type != "cpu":
+                self._ready = torch.accelerator.current_stream(self._device).record_event()
+            watch.snapshot = self
+
+    def tensor(self, segment: int, name: str) -> StateBlocks:
+        """Return state ``name`` of a segment's slice: zeros if the tier had no such state."""
+        blocks = self._of_segment[segment]
+        numel = sum(stop - start for start, stop in (self._blocks[i] for i in blocks))
+        dtype = self._dtypes[segment]
+        if blocks and name in self._names:
+            with self._changed:
+                copy = self._copies.get((blocks[0], name))
+                low, _ = self._blocks[blocks[0]]
+                dtype = (self._read(name, low, low + 1) if copy is None else copy).dtype
+        return StateBlocks(self, segment, name, dtype, (numel,))
+
+    def blocks(self, segment: int, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the blocks of a state once, in order, and free each that was copied."""
+        for index in self._of_segment[segment]:
+            if name in self._names:
+                yield self._take(index, name)
+            else:
+                start, stop = self._blocks[index]
+                yield torch.zeros(stop - start, dtype=dtype)
+
+    def _take(self, index: int, name: str) -> Tensor:
+        with self._changed:
+            values = self._copies.pop((index, name), None)
+            if values is None:
+                values = self._read(name, *self._blocks[index])
+            else:
+                self._num_bytes -= values.nbytes
+            self._read_once(index, [name])
+            self._changed.notify_all()
+        return values
+
+    def _read_once(self, index: int, names: Sequence[str]) -> None:
+        unread = self._unread.get(index, {})
+        for name in names:
+            unread.pop(name, None)
+        if not unread:
+            self._unread.pop(index, None)
+
+    def keep(self, start: int, stop: int) -> None:
+        """Copy what is unread of the blocks that overlap ``[start, stop)``: it will change.
+
+        It is called by any thread. With ``max_bytes`` it may wait for the reader.
+        """
+        for index in range(bisect_right(self._stops, start), len(self._blocks)):
+            low, high = self._blocks[index]
+            if low >= stop:
+                return
+            if index not in self._unread:
+                continue
+            with self._changed:
+                while index in self._unread and not self._has_room(high - low):
+                    self._changed.wait()
+                for name in list(self._unread.get(index, ())):
+                    values = self._copies[index, name] = self._read(name, low, high)
+                    self._num_bytes += values.nbytes
+                    self._read_once(index, [name])
+                self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+
+    def _has_room(self, numel: int) -> bool:
+        needed = numel * len(self._names) * 4
+        return (
+            self._max_bytes is None
+            or not self._copies
+            or self._num_bytes + needed <= self._max_bytes
+        )
+
+    def keep_all(self) -> None:
+        """Copy everything now, for a tier that cannot announce its changes."""
+        if self._blocks:
+            self.keep(self._blocks[0][0], self._blocks[-1][1])
+
+    def end(self) -> None:
+        """Free the copies, and let everything change from now on."""
+        if self._watch is not None:
+            self._watch.snapshot = None
+        with self._changed:
+            self._unread.clear()
+            self._copies.clear()
+            self._num_bytes = 0
+            self._changed.notify_all()
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Return a context for a thread of its own that reads.
+
+        On an accelerator its copies wait for what was enqueued when the snapshot was made, and for
+        nothing that is enqueued later.
+        """
+        if self._ready is None:
+            return nullcontext()
+        stream = torch.Stream(self._device)
+        stream.wait_event(self._ready)
+        return stream
