@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -171,6 +172,8 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
         os.environ.update(variables)
         torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
         sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep)
+        with suppress(ImportError):  # as an interpreter does
+            importlib.import_module("sitecustomize")
         while arguments[0] in ("-u", "-W"):
             if arguments.pop(0) == "-W":
                 warnings.simplefilter(arguments.pop(0))  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import environment, run_program
+from forked_python import forked_python
 
 from zero_engine.deepspeed.refusal import reason_to_refuse
 from zero_engine.script.hook import ON_PATH, hooked, install
@@ -123,7 +124,9 @@ def test_module_that_deepspeed_does_not_have_is_not_found(seen: dict[str, Any]) 
 
 
 def test_ranks_communicate_and_the_exit_code_is_the_failing_ranks() -> None:
-    done = run_program("run", "--nproc-per-node=2", str(SCRIPT), expected_code=7)
+    # New interpreters are given the hook in test_accelerate_launch.
+    ranks = {"PYTHON_EXEC": forked_python()}
+    done = run_program("run", "--nproc-per-node=2", str(SCRIPT), expected_code=7, more=ranks)
     assert len(done.stdout.splitlines()) == 2, done.stdout
 
 

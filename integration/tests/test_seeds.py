@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_forked
+from conftest import environment
+from forked_python import forked_python
 from lm_models import save_models
 from script_server import run_script
 
@@ -141,9 +142,20 @@ def _arguments(command: str, script: str, folder: Path, **variables: str) -> tup
 
 
 def _run_in_shell(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    """Run ``command`` in a shell below ``zero-engine run``, where Python's processes are forked."""
+    python = forked_python()
+    programs = os.pathsep.join(
+        [str(Path(python).parent), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
     line = f"cd {shlex.quote(str(folder))}; {command}"
-    return run_forked("run", "bash", "-c", line, more={"PATH": programs, **variables})
+    return subprocess.run(
+        [python, "-m", "zero_engine", "run", "bash", "-c", line],
+        env={**environment(), "PATH": programs, **variables},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
 
 
 def _train(script: str, folder: Path, num_ranks: int, arguments: list[str]) -> dict[str, Any]:

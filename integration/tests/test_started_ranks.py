@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment, run_forked
+from conftest import environment
+from forked_python import forked_python
 from ports import free_port
 
 from zero_core.errors import ConfigError
@@ -141,8 +142,9 @@ def _start_both(script: Path, variables: dict[str, str], rank: str, local: str) 
 
     def start(number: int) -> str:
         own = {rank: str(number), local: str(number), "MASTER_PORT": str(port)}
-        more = {**variables, **own, "GLOO_SOCKET_IFNAME": "lo"}
-        return run_forked("run", str(script), more=more).stdout
+        command = [forked_python(), "-m", "zero_engine", "run", str(script)]
+        more = {**environment(), **variables, **own, "GLOO_SOCKET_IFNAME": "lo"}
+        return subprocess.run(command, env=more, capture_output=True, text=True, timeout=600).stdout
 
     with ThreadPoolExecutor(2) as pool:
         return sorted(pool.map(start, range(2)))
