@@ -74,10 +74,7 @@ class Program:
         self._process.wait()
 
     def kill_all(self) -> None:
-        """Kill the process that was started and those of its session: ranks of torchrun's stay.
-
-        torchrun starts each rank in a session of its own.
-        """
+        """Kill the process that was started and the ranks that it started, unless it has ended."""
         for pid in [*self.ranks(), self.pid] if not self.has_ended else []:
             os.kill(pid, signal.SIGKILL)
 

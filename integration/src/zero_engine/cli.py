@@ -91,6 +91,9 @@ def train(
         raise typer.BadParameter(f"--resume {resume}: leave the value out, or give 'auto'")
     if ranks is not None and ranks < 1:
         raise typer.BadParameter("--ranks must be at least 1")
+    from zero_engine.launch.orphans import end_with_launcher
+
+    end_with_launcher()  # before seconds of imports, in which the launcher may end
     # torch and transformers take seconds to import: only the commands that need them pay.
     from zero_core.errors import ZeroError
     from zero_engine.launch.ranks import fail, is_under_launcher

@@ -79,7 +79,6 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
         ZeroError: a setting, the data or a checkpoint is not usable.
     """
     device = join_ranks()
-    request = StopRequest()  # from now on a signal waits for the next step's end
     folder = RunFolder(Path(options.get("output") or RunSettings.output))
     lock, launch = RunLock(folder), launch_numbers(device)
 
@@ -100,6 +99,7 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
         note_launch(folder, launch)
 
     on_first_rank(prepare, device)
+    request = StopRequest()  # from now on a signal waits for the next step's end
     # Rank 0 alone has looked: another machine may see the folder as it was before.
     should_resume = bool(sum_over_ranks(is_resumed))
     settings = (
