@@ -101,6 +101,7 @@ def quantized(stage: int = 3, **keys):
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "only one of them"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+        ({"name_waits_within_s": 1e-3}, "name_waits_within_s.*expected 0, or at least 0.5"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
             "zero_optimization.offload_optimizer.ratio",

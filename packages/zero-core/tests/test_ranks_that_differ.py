@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -250,6 +251,17 @@ def _plateau(ranks: SimulatedRanks, stage: int) -> None:
     with pytest.raises(zero_core.RankMismatchError, match=differ):
         engine.step()
     torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.005
+    engine.step()
+    model = _Net()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for lr in (0.01, 0.01, 0.005):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.zero_grad()
+        model(torch.ones(3, WIDTH)).backward()
+        optimizer.step()
+    torch.testing.assert_close(engine.full_state_dict(), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])
@@ -257,6 +269,24 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(
     world_size: int, stage: int
 ) -> None:
     simulate(_plateau, world_size, stage)
+
+
+def _set_otherwise(ranks: SimulatedRanks, key: str, values: list[Any]) -> None:
+    net = _Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1), foreach=False)
+    engine = zero_core.build(net, _config(1), optimizer=optimizer, process_group=ranks)
+    engine.backward(engine(torch.ones(3, WIDTH)))
+    engine.optimizer.param_groups[0][key] = values[ranks.rank]
+    with pytest.raises(zero_core.RankMismatchError, match=rf"optimizer group 0, '{key}': "):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("lr", [torch.tensor(0.1), torch.tensor(0.10001)]), ("betas", [[0.9, 0.99], [0.9, 0.98]])],
+)
+def test_settings_in_tensors_and_lists_are_compared_exactly(key: str, values: list[Any]) -> None:
+    simulate(partial(_set_otherwise, key=key, values=values), 2)
 
 
 def _freeze(ranks: SimulatedRanks) -> None:

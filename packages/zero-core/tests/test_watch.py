@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from zero_core.watch import beats
+from zero_core.watch import watch as watches
+from zero_core.watch.board import ThreadedBoard
 from zero_core.watch.place import OUTSIDE, Place
 from zero_core.watch.watch import Watch
 
@@ -29,11 +33,18 @@ class _Ranks:
         self.silent: set[int] = set()
         """Ranks whose process is stopped."""
         self.places = [Place() for _ in range(size)]
-        self.watches = []
+        self.watches: list[Watch] = []
+        self.boards: list[_Board] = []
         for rank, place in enumerate(self.places):
-            self._publisher = rank
+            self.boards.append(_Board(self.table, rank))
             self.watches.append(
-                Watch(_Board(self.table, rank), place, rank=rank, within_s=within_s)
+                Watch(
+                    self.boards[rank],
+                    place,
+                    rank=rank,
+                    world_size=size,
+                    within_s=within_s,
+                )
             )
             self.watches[-1].tick(0.0)
 
@@ -62,15 +73,47 @@ class _Ranks:
 
 
 class _Board:
+    host = "the table"
+    is_lost = False
+
     def __init__(self, table: dict[int, str], rank: int) -> None:
         self._table = table
         self._rank = rank
+        self._found: dict[int, str] = {}
+        self.num_read = 0
 
     def publish(self, beat: str) -> None:
         self._table[self._rank] = beat
 
-    def read(self) -> dict[int, str]:
-        return self._table
+    def request(self, ranks: Sequence[int]) -> None:
+        self.num_read += len(ranks)
+        self._found = {rank: self._table[rank] for rank in ranks if rank in self._table}
+
+    def take(self) -> dict[int, str]:
+        found, self._found = self._found, {}
+        return found
+
+    def unanswered_s(self) -> float:
+        return 0.0
+
+    def flush(self, limit_s: float) -> None:
+        pass
+
+
+class _Stalled:
+    """A store whose host stops when it is read."""
+
+    host = "rank 0 of the job"
+
+    def __init__(self) -> None:
+        self.has_resumed = threading.Event()
+
+    def publish(self, beat: str) -> None:
+        pass
+
+    def read(self, ranks: Sequence[int]) -> dict[int, str]:
+        self.has_resumed.wait()
+        raise RuntimeError("it has ended")
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +228,57 @@ def test_a_rank_that_gave_up_is_not_the_cause() -> None:
     ranks.watches[1].note_cause("")
     ranks.watches[1].close("its engine was closed")
     assert ranks.watches[0].explain() == "rank 1: its engine was closed"
+
+
+def test_a_store_that_does_not_answer_is_named_and_blocks_neither_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, place = _Stalled(), Place()
+    board = ThreadedBoard(store)
+    watch = Watch(board, place, rank=1, world_size=2, within_s=2.0)
+    place.begin_wait("all_gather of unit 1")
+    watch.tick(begin := time.monotonic())
+    watch.tick(begin + 1.0)
+    assert watch.explain().startswith("rank 0 of the job has not answered for ")
+    assert not caplog.records
+    watch.tick(begin + 10.0)  # the thread of the engines goes on
+    (record,) = caplog.records
+    assert "all_gather of unit 1 has not ended for 10.0 s: rank 0 of the job has" in record.message
+    store.has_resumed.set()
+    board.flush(60.0)
+    assert board.is_lost
+
+
+def test_a_beat_of_another_version_is_logged_once_and_the_others_are_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = _Ranks(3)
+    ranks.silent.add(0)
+    for strange in ('["a", 1]', "{", "null", "[1, 2, 3, 4, 5, 6, 7, 8, 9]"):
+        ranks.table[0] = strange
+        _hang(ranks, _stop)
+        assert sum("cannot be read" in r.message for r in caplog.records) <= 2
+    assert any("rank 2: " in r.message and "rank 1 for" in r.message for r in caplog.records)
+
+
+@pytest.mark.parametrize("size", [9, 30])
+def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(
+    size: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watches, "_WINDOW", 8)
+    ranks = _Ranks(size)
+    for place in ranks.places:
+        place.begin_wait("all_gather of unit 3")
+    ranks.silent.add(size // 2)
+    ranks.tick(ranks.now + WITHIN_S)
+    text = f"no sign of life of rank {size // 2} for"
+    assert [text in record.message for record in caplog.records] == [True] * 8
+    before = [board.num_read for board in ranks.boards]
+    assert max(before) <= 9 * 8  # its own, and those of a window
+    ranks.tick(ranks.now + 20 * WITHIN_S)
+    more = [board.num_read - num for board, num in zip(ranks.boards, before, strict=True)]
+    assert max(more) <= 9 * 60
+    assert len(caplog.records) == size - 1  # each rank that waits has named it
 
 
 if __name__ == "__main__":  # 10**5 steps take a minute

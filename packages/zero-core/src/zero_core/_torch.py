@@ -111,6 +111,17 @@ def clone_store(store: Any) -> Any:
     return store.clone()
 
 
+def store_address(store: Any) -> str | None:
+    """Return host and port of the process that hosts a store. None for a store without one.
+
+    Torch's stubs do not export the classes.
+    """
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    is_hosted = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+    return f"{store.host}:{store.port}" if is_hosted else None
+
+
 def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
     """Set the time after which a collective of ``group`` that starts from now on fails."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

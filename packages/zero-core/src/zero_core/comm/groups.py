@@ -33,6 +33,7 @@ asks for a group or is closed: a finalizer runs at a time of its own on each ran
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -46,7 +47,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_core._torch import abort_groups, clone_store, count_groups, counting_groups, timeout_of
+from zero_core._torch import (
+    abort_groups,
+    clone_store,
+    count_groups,
+    counting_groups,
+    store_address,
+    timeout_of,
+)
 from zero_core.comm.control import Exchange, LibraryControlGroup
 from zero_core.comm.device_library import Lane, all_gather_single
 from zero_core.comm.p2p import TimedWork
@@ -277,19 +285,21 @@ def exchange_by_store(
     return cards
 
 
-class StoreBoard:
-    """`zero_core.watch.watch.Board` in the store of a process group.
+class GroupBeats:
+    """`zero_core.watch.board.BeatStore` in the store of a process group.
 
     It has a connection of its own: a store serves one blocking call at a time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, rank: int, world_size: int) -> None:
-        """Every rank makes the boards of a process group in one order."""
+        """Every rank makes those of a process group in one order."""
         known = dist.group.WORLD if group is None else group
         assert known is not None
-        number = _num_boards.get(known, 0)
-        _num_boards[known] = number + 1
-        self._store = clone_store(known.get_group_store())
+        number = _num_beats.get(known, 0)
+        _num_beats[known] = number + 1
+        store = known.get_group_store()
+        self.host = _host_of(store)
+        self._store = clone_store(store)
         self._keys = [f"zero_core beats {number} of rank {r}" for r in range(world_size)]
         self._rank = rank
         self._known: set[int] = set()
@@ -297,13 +307,25 @@ class StoreBoard:
     def publish(self, beat: str) -> None:
         self._store.set(self._keys[self._rank], beat)
 
-    def read(self) -> dict[int, str]:
-        for rank, key in enumerate(self._keys):
-            if rank not in self._known and self._store.check([key]):
-                self._known.add(rank)
-        ranks = sorted(self._known)
-        found = self._store.multi_get([self._keys[rank] for rank in ranks])
-        return {rank: beat.decode() for rank, beat in zip(ranks, found, strict=True)}
+    def read(self, ranks: Sequence[int]) -> dict[int, str]:
+        unknown = [rank for rank in ranks if rank not in self._known]
+        if unknown and self._store.check([self._keys[rank] for rank in unknown]):
+            self._known.update(unknown)
+        else:
+            self._known.update(r for r in unknown if self._store.check([self._keys[r]]))
+        there = [rank for rank in ranks if rank in self._known]
+        found = self._store.multi_get([self._keys[rank] for rank in there])
+        return {rank: beat.decode() for rank, beat in zip(there, found, strict=True)}
+
+
+def _host_of(store: Any) -> str:
+    """Say which process hosts a store of torch.distributed."""
+    address = store_address(store)
+    if address is None:
+        return "the store of the process group"
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    who = "torchrun's agent" if is_agents else "rank 0 of the job"
+    return f"{who} (it hosts the store of the process group at {address})"
 
 
 class StoreExchange(Exchange):
@@ -433,9 +455,9 @@ _of_meshes: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGro
 )
 _numbers: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 _serials: Iterator[int] = count()
-# By the group: exchanges through its store that have ended; boards in it; `StoreExchange`s.
+# By the group: exchanges through its store that have ended; beats in it; `StoreExchange`s.
 _num_exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_num_boards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_num_beats: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _num_beside: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 

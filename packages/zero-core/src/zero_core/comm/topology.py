@@ -40,8 +40,8 @@ from zero_core._torch import set_timeout, timeout_of
 from zero_core.comm.control import ControlGroup, Exchange, LibraryControlGroup
 from zero_core.comm.device_library import DeviceLibrary
 from zero_core.comm.groups import (
+    GroupBeats,
     ProcessLibrary,
-    StoreBoard,
     StoreExchange,
     backend_on,
     exchange_by_store,
@@ -49,6 +49,7 @@ from zero_core.comm.groups import (
 )
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.errors import ConfigError
+from zero_core.watch.board import ThreadedBoard
 from zero_core.watch.device_waits import DeviceWaits
 from zero_core.watch.place import Place
 from zero_core.watch.watch import Watch, start
@@ -106,9 +107,10 @@ class Ranks:
             return LibraryControlGroup(self.library(), self.device)
         place = Place()
         watch = Watch(
-            StoreBoard(self.group, rank=self.rank, world_size=self.size),
+            ThreadedBoard(GroupBeats(self.group, rank=self.rank, world_size=self.size)),
             place,
             rank=self.rank,
+            world_size=self.size,
             within_s=min(named_within_s, self.timeout_s or named_within_s),
             device_waits=DeviceWaits(self.device) if self.has_own_device else None,
         )

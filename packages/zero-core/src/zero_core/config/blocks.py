@@ -425,16 +425,23 @@ class Config(_Block):
     """Give the same bits at any number of ranks, for one ``train_batch_size`` and micro-batch size.
     Not in DeepSpeed's configuration."""
     name_waits_within_s: Annotated[float, Field(ge=0.0)] = 10.0
-    """Seconds within which a rank that waits for another one logs which. 0 disables it. It ends no
-    wait. Not in DeepSpeed's configuration."""
+    """Seconds within which a rank that waits for another one logs which, at least 0.5. 0 disables
+    it. It ends no wait. Not in DeepSpeed's configuration."""
     collective_timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds after which a wait for another rank fails. None selects the process group's timeout.
-    Not in DeepSpeed's configuration."""
+    On NCCL it is set for the process group and stays. Not in DeepSpeed's configuration."""
     check_replicas_every: NonNegativeInt = 0
     """Steps between two comparisons of the parameters' values of all ranks, at stages 0 to 2. 0
     disables them. Not in DeepSpeed's configuration."""
     steps_per_print: PositiveInt | None = None
     """Steps between log lines of step, loss scale and learning rate. None disables them."""
+
+    @pydantic.field_validator("name_waits_within_s")
+    @classmethod
+    def _check_time(cls, value: float) -> float:
+        if 0.0 < value < 0.5:
+            raise ValueError("expected 0, or at least 0.5")
+        return value
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

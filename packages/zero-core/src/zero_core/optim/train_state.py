@@ -372,16 +372,27 @@ class TrainState:
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Describe the settings of parameter groups, to be compared between ranks.
 
-    Objects other than numbers and texts have no description that is the same on all ranks. It does
-    not wait for tensors on a device.
+    Of tensors on a device it describes only where they are: it does not wait for their values.
+    Objects other than numbers, texts, tensors and lists have no description that is the same on all
+    ranks.
     """
     return {
-        f"optimizer group {index}, {key!r}": repr(value)
+        f"optimizer group {index}, {key!r}": described
         for index, group in enumerate(groups)
         for key, value in group.items()
-        if isinstance(value, int | float | str | tuple | None)
-        or (isinstance(value, Tensor) and value.is_cpu)
+        if (described := _describe(value)) is not None
     }
+
+
+def _describe(value: object) -> str | None:
+    if isinstance(value, int | float | str | None):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"tensor({value.tolist()})" if value.is_cpu else f"tensor on {value.device.type}"
+    if isinstance(value, list | tuple):
+        items = [_describe(item) or type(item).__name__ for item in value]
+        return f"{type(value).__name__}({', '.join(items)})"
+    return None
 
 
 def _is_count(value: object) -> bool:

@@ -22,7 +22,8 @@ class StepAgreement:
 
     A step sums a hash of them and its square over the ranks, in the reduction that it makes
     anyway: all ``n`` ranks have the same ``h`` if and only if ``n * sum(h * h) == sum(h) ** 2``.
-    Sums of 16-bit numbers and their squares are exact in float64, for up to 2**21 ranks.
+    Sums of 16-bit numbers and their squares are exact in float64, for up to 2**21 ranks. The two
+    products are not, but are rounded alike where they are equal.
     """
 
     def __init__(self, state: ShardedState, train: TrainState, *, has_common_buffers: bool) -> None:

@@ -430,6 +430,7 @@ class StepGradient:
         """
         if not self._statistics.is_hash_agreed:
             self._settle(is_void=True)
+            self.reopen()  # ranks may set the same and call step() again
             self._agreement.refuse(self._train.global_steps + 1)
         self.param_grads.close()
         used, scale = self._statistics.num_ranks_with_grad, self._train.scaler.scale

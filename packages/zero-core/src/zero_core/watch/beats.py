@@ -56,7 +56,19 @@ class Beat(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
-        return cls(*json.loads(text))
+        """Return the beat of `to_json`.
+
+        Raises:
+            ValueError: it is none, such as that of another version.
+        """
+        values = json.loads(text)
+        if not isinstance(values, list) or tuple(map(type, values)) != _TYPES:
+            raise ValueError(f"expected the state of a rank of this version, found {text:.200}")
+        return cls(*values)
+
+
+_TYPES = (int, str, str, int, float, str, bool, int, str)
+"""Types of a beat's values."""
 
 
 class Verdict(NamedTuple):
@@ -75,18 +87,30 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Seen:
-    """The last beat of a rank, and when this rank first saw its number and its place."""
+    """The last beat of a rank, and when this rank read it, first saw its number, and its place."""
 
     beat: Beat
+    at: float
     since: float
     place_since: float
+
+    @property
+    def silent_s(self) -> float:
+        """Time without a new beat. What happened after the last read is not known."""
+        return self.at - self.since
+
+    @property
+    def still_s(self) -> float:
+        """Time in its place."""
+        return self.beat.still_s + self.silent_s
 
 
 class Beats:
     """The beats of all ranks, as one rank has seen them since it began to wait."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
+        self._world_size = world_size
         self._seen: dict[int, _Seen] = {}
         self._namespace = process_namespace()
 
@@ -98,35 +122,37 @@ class Beats:
         for rank, beat in beats.items():
             seen = self._seen.get(rank)
             if seen is None:
-                self._seen[rank] = _Seen(beat, now, now)
+                self._seen[rank] = _Seen(beat, now, now, now)
                 continue
             if seen.beat.num_changes != beat.num_changes:
                 seen.place_since = now
             if seen.beat.number != beat.number:
                 seen.since = now
             seen.beat = beat
+            seen.at = now
 
-    def judge(self, now: float, *, silence_s: float, patience_s: float) -> Verdict | None:
+    def judge(self, *, silence_s: float, patience_s: float) -> Verdict | None:
         """Return what keeps this rank waiting. See [Note: which rank the others wait for].
 
-        None if some rank moves or all wait for the same. A rank that has not beaten for
-        ``silence_s`` is without a sign of life. One that is busy in a place for less than
-        ``patience_s`` moves.
+        None if some rank moves or was not read, or all wait for the same. A rank that has not
+        beaten for ``silence_s`` is without a sign of life. One that is busy in a place for less
+        than ``patience_s`` moves.
         """
-        found = self._failed(now, silence_s)
+        found = self._failed(silence_s)
         if found:
             return Verdict(_join(found), logging.ERROR, True)
+        if len(self._seen) < self._world_size:
+            return None
         others = {rank: seen for rank, seen in self._seen.items() if rank != self._rank}
         at_work = {r: s for r, s in others.items() if not s.beat.has_given_up}
-        if any(now - seen.place_since < silence_s for seen in at_work.values()):
+        if any(seen.at - seen.place_since < silence_s for seen in at_work.values()):
             return None
         busy = {r: s for r, s in at_work.items() if not s.beat.waits_for}
-        if any(_age_s(seen, now) < patience_s for seen in busy.values()):
+        if any(seen.still_s < patience_s for seen in busy.values()):
             return None
         if busy:
             said = [
-                f"rank {rank} has been in {s.beat.place} for {_age(s, now)}"
-                for rank, s in busy.items()
+                f"rank {rank} has been in {s.beat.place} for {_age(s)}" for rank, s in busy.items()
             ]
             return Verdict(_join(said), logging.WARNING, False)
         waits: dict[str, list[int]] = {}
@@ -142,7 +168,7 @@ class Beats:
         text = f"the ranks took different branches: they wait {_join(said)}"
         return Verdict(text, logging.ERROR, True)
 
-    def _failed(self, now: float, silence_s: float) -> list[str]:
+    def _failed(self, silence_s: float) -> list[str]:
         """Say which ranks failed, ended, or show no sign of life."""
         said = []
         for rank, seen in sorted(self._seen.items()):
@@ -154,12 +180,12 @@ class Beats:
                 continue
             is_near = self._namespace == beat.namespace != ""
             state = process_state(beat.pid) if is_near else ""
-            is_silent = now - seen.since >= silence_s
+            is_silent = seen.silent_s >= silence_s
             if state in ("Z", "X"):
                 said.append(f"the process of rank {rank} has ended, last seen in {beat.place}")
             elif state in _STOPPED or is_silent:
                 how = _STOPPED.get(state, "its process runs" if state else "process or network")
-                since = f"{now - seen.since:.1f} s ({how}), last seen in {_where(beat)}"
+                since = f"{seen.silent_s:.1f} s ({how}), last seen in {_where(beat)}"
                 said.append(f"no sign of life of rank {rank} for {since}")
         return said
 
@@ -168,15 +194,10 @@ def _where(beat: Beat) -> str:
     return f"{beat.place}, waiting for {beat.waits_for}" if beat.waits_for else beat.place
 
 
-def _age(seen: _Seen, now: float) -> str:
+def _age(seen: _Seen) -> str:
     is_outside = seen.beat.place.startswith(OUTSIDE)
     more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
-    return f"{_age_s(seen, now):.1f} s{more}"
-
-
-def _age_s(seen: _Seen, now: float) -> float:
-    """Return how long a rank has been in its place."""
-    return seen.beat.still_s + now - seen.since
+    return f"{seen.still_s:.1f} s{more}"
 
 
 def _join(said: list[str]) -> str:

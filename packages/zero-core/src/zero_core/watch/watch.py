@@ -1,8 +1,15 @@
 """Publishes where this rank is, and logs whom it waits for once a wait is long.
 
-One thread of the process looks after all engines. [Note: which rank the others wait for] in
+One thread of the process serves all engines. [Note: which rank the others wait for] in
 `zero_core.watch.beats` has the rules. Times are shares of the one that is set, ``within_s``: beats
 are published and compared every tenth, from 0.3 on others are observed, at 0.7 the line is logged.
+No lock is held and no thread but that of `zero_core.watch.board` waits while the store is asked.
+
+[Note: reads of many ranks]
+All ranks that wait read beats from one store. So each reads those of at most `_WINDOW` ranks at a
+time, at first of the next ones behind it: a rank that stops is named in time by the ranks before
+it. Once a line is due it goes on to the next window with each read, and reads the more seldom the
+longer it waits. Only what can be said of single ranks is said before all were read.
 
 gloo raises where a collective is waited for. NCCL's ``wait`` returns at once, and a rank that hangs
 shows in torch's own watchdog alone, as a number of a collective. There `DeviceWaits` knows which
@@ -19,9 +26,9 @@ import sys
 import threading
 import time
 import weakref
-from typing import Protocol
 
 from zero_core.watch.beats import Beat, Beats, Verdict
+from zero_core.watch.board import Board
 from zero_core.watch.device_waits import DeviceWaits
 from zero_core.watch.error_file import write_error_file
 from zero_core.watch.place import OUTSIDE, Place
@@ -36,16 +43,12 @@ _LONG = 6
 """What touches disks is named so many times later, if its rank is alive."""
 _LONG_PHASES = ("build", "save_checkpoint", "load_checkpoint", "export", "checkpoint:")
 _MIN_SILENCE_S = 0.5
-
-
-class Board(Protocol):
-    """Place where ranks put their beats. Errors of its connection are RuntimeErrors."""
-
-    def publish(self, beat: str) -> None:
-        """Replace this rank's beat."""
-
-    def read(self) -> dict[int, str]:
-        """Return the beats of all ranks that have published one."""
+_WINDOW = 64
+"""Ranks whose beats are read at once."""
+_READ = 1 / 16
+"""Share of a long wait between two reads."""
+_FLUSH_S = 1.0
+"""Longest wait for a beat that says how this rank failed or ended to be published."""
 
 
 class Watch:
@@ -57,6 +60,7 @@ class Watch:
         place: Place,
         *,
         rank: int,
+        world_size: int,
         within_s: float,
         device_waits: DeviceWaits | None = None,
     ) -> None:
@@ -65,20 +69,23 @@ class Watch:
         self._board = board
         self._place = place
         self._rank = rank
+        self._world_size = world_size
         self._within_s = within_s
         self.device_waits = device_waits
-        self._beats = Beats(rank)
+        self._beats = Beats(rank, world_size)
         self._number = 0
         self._cause = ""
         self._has_given_up = False
-        self._is_lost = False
+        self._has_misread = False
         self._namespace = process_namespace()
         self._lock = threading.Lock()
         self._last_tick = time.monotonic()
         self._still = (-1, self._last_tick)  # the place's number of changes, and since when
         self._wait: tuple[object, float] = (None, self._last_tick)  # what is waited for, since when
-        self._logged: Verdict | None = None  # what was logged of it
-        self.publish(self._last_tick)
+        self._last_read = -math.inf
+        self._window = 0  # number of the one that is read
+        self._logged: Verdict | None = None  # what was logged of the wait
+        self._publish(self._last_tick)
 
     # ------------------------------------------------------------------ thread
 
@@ -88,18 +95,44 @@ class Watch:
         ``now`` is in seconds. The thread calls it.
         """
         with self._lock:
-            self.publish(now)
+            self._publish(now)
             identity, what = self._find_wait()
             if identity != self._wait[0]:
                 self._wait = (identity, self._last_tick)
                 self._logged = None
                 self._beats.forget()
+                self._last_read = -math.inf
+                self._window = 0
             waited_s = now - self._wait[1]
+            is_due = waited_s >= _LOG * self._within_s
+            self._add_answers(now)
             if identity is not None and waited_s >= _OBSERVE * self._within_s:
-                self._beats.add(self._read(), now)
-                if waited_s >= _LOG * self._within_s:
-                    self._log(what, waited_s, self._judge(now))
+                if now - self._last_read >= _READ * waited_s:
+                    self._window += is_due
+                    self._request(now)
+                if is_due:
+                    self._log(what, waited_s, self._judge())
             self._last_tick = now
+
+    def _request(self, now: float) -> None:
+        """Request the beats of a window. See [Note: reads of many ranks]."""
+        self._last_read = now
+        others = self._world_size - 1
+        num = min(_WINDOW, others)
+        first = self._window * num
+        behind = (1 + (first + k) % others for k in range(num))
+        self._board.request([self._rank, *((self._rank + d) % self._world_size for d in behind)])
+
+    def _add_answers(self, now: float) -> None:
+        found = {}
+        for rank, text in self._board.take().items():
+            try:
+                found[rank] = Beat.from_json(text)
+            except ValueError as error:
+                if not self._has_misread:
+                    _log.warning("the beat of rank %d cannot be read: %s", rank, error)
+                self._has_misread = True
+        self._beats.add(found, now)
 
     def _find_wait(self) -> tuple[object, str]:
         """Return the identity and the name of the wait under way. Those of the host are first."""
@@ -123,17 +156,30 @@ class Watch:
         if verdict.level >= logging.ERROR and not self._place.waits_for:
             write_error_file("CollectiveError", line)  # the library ends this process in silence
 
-    def _judge(self, now: float) -> Verdict | None:
-        within_s = self._within_s or math.inf
-        return self._beats.judge(
-            now, silence_s=_SILENCE * within_s, patience_s=_LOG * self._within_s
-        )
+    def _judge(self) -> Verdict | None:
+        silence_s = _SILENCE * self._within_s or math.inf
+        verdict = self._beats.judge(silence_s=silence_s, patience_s=_LOG * self._within_s)
+        if verdict is not None and verdict.is_final:
+            return verdict
+        return self._judge_store() or verdict
+
+    def _judge_store(self) -> Verdict | None:
+        board = self._board
+        if board.is_lost:
+            return Verdict(f"no connection to {board.host} any more", logging.WARNING, True)
+        unanswered_s = board.unanswered_s()
+        if unanswered_s < self._silence_s:
+            return None
+        text = f"{board.host} has not answered for {unanswered_s:.1f} s (process or network)"
+        return Verdict(text, logging.ERROR, True)
+
+    @property
+    def _silence_s(self) -> float:
+        return max(_SILENCE * self._within_s, _MIN_SILENCE_S)
 
     # ------------------------------------------------------------- both threads
 
-    def publish(self, now: float | None = None) -> None:
-        """Publish a beat."""
-        now = time.monotonic() if now is None else now
+    def _publish(self, now: float) -> None:
         place = self._place
         if place.num_changes != self._still[0]:
             self._still = (place.num_changes, now)
@@ -152,20 +198,7 @@ class Watch:
             os.getpid(),
             self._namespace,
         )
-        if not self._is_lost:
-            try:
-                self._board.publish(beat.to_json())
-            except RuntimeError:  # its host, often a rank, has ended
-                self._is_lost = True
-
-    def _read(self) -> dict[int, Beat]:
-        if self._is_lost:
-            return {}
-        try:
-            return {rank: Beat.from_json(text) for rank, text in self._board.read().items()}
-        except RuntimeError:
-            self._is_lost = True
-            return {}
+        self._board.publish(beat.to_json())
 
     # -------------------------------------------------------------- main thread
 
@@ -173,32 +206,33 @@ class Watch:
         """Have the others' errors name ``cause`` of this rank. An empty string takes it back."""
         with self._lock:
             self._cause = cause
-            self.publish()
+            self._publish(time.monotonic())
+        if cause:
+            self._board.flush(_FLUSH_S)  # this process may end now
 
     def explain(self) -> str:
         """Say which rank is the cause of this rank's failure in a collective, if it is known.
 
         It may take as long as a rank must be silent to be without a sign of life.
         """
-        silence_s = max(_SILENCE * self._within_s, _MIN_SILENCE_S)
-        deadline = time.monotonic() + silence_s + 2 * self.interval_s
+        pause_s = min(max(self.interval_s, 0.01), 0.1)
+        deadline = time.monotonic() + self._silence_s + 2 * self.interval_s
         with self._lock:
             self._has_given_up = True
-            self.publish()
-            while True:
-                now = time.monotonic()
-                self._beats.add(self._read(), now)
-                verdict = self._judge(now)
-                is_late = now >= deadline or self._is_lost
-                if is_late or (verdict is not None and verdict.is_final):
-                    break
-                time.sleep(min(max(self.interval_s, 0.01), 0.1))
-        known = [found for found in (verdict, self._logged) if found is not None]
-        if not known:
-            lost = "the store of the process group has ended, often with the rank that held it"
-            return lost if self._is_lost else ""
+            self._publish(time.monotonic())
+        while True:
+            now = time.monotonic()
+            with self._lock:
+                self._add_answers(now)
+                verdict, logged = self._judge(), self._logged
+                if self._board.unanswered_s() == 0.0:
+                    self._request(now)
+            if now >= deadline or (verdict is not None and verdict.is_final):
+                break
+            time.sleep(pause_s)
         # Ranks that waited for each other give up at once: what was logged before has the cause.
-        return max(known, key=lambda found: found.level).text
+        known = [found for found in (verdict, logged) if found is not None]
+        return max(known, key=lambda found: found.level).text if known else ""
 
     def close(self, how: str) -> None:
         """End: this rank publishes no beats any more. ``how`` it ended is what others read."""
