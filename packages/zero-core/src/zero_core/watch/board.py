@@ -106,7 +106,7 @@ class ThreadedBoard:
 
 
 class _Calls:
-    """Calls that the thread is to make, and what came of them. ``changed`` guards it.
+    """Pending calls of the thread and their results, guarded by ``changed``.
 
     Attributes:
         beat: the newest that is not yet published, or None.
