@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -72,12 +72,22 @@ def export(
 
 
 def prune(
-    directory: str, keep_last: int, keep_every: int | None, *, is_trial: bool, as_json: bool
+    directory: str,
+    keep_last: int,
+    keep_every: int | None,
+    prefixes: Sequence[str],
+    *,
+    is_trial: bool,
+    as_json: bool,
 ) -> int:
     """Remove checkpoints that are not to be kept."""
     try:
         removed = zero_core.prune_checkpoints(
-            directory, keep_last=keep_last, keep_every=keep_every, is_trial=is_trial
+            directory,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            prefixes=prefixes,
+            is_trial=is_trial,
         )
     except CheckpointError as error:
         return _refuse(error, as_json=as_json)

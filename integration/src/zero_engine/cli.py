@@ -251,13 +251,16 @@ def prune(
     keep_every: Annotated[
         _Number, typer.Option(min=1, help="Steps whose multiples stay too.", show_default=False)
     ] = None,
+    prefix: Annotated[
+        list[str], typer.Option(help="What the step follows in their names. May be repeated.")
+    ] = ["step-", "global_step"],  # noqa: B006
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove older checkpoints whose names end with their step; others always stay."""
+    """Remove older checkpoints that are called by a prefix and their step; others always stay."""
     from zero_engine.checkpoints import prune as run_prune
 
-    sys.exit(run_prune(directory, keep_last, keep_every, is_trial=dry_run, as_json=as_json))
+    sys.exit(run_prune(directory, keep_last, keep_every, prefix, is_trial=dry_run, as_json=as_json))
 
 
 @app.command("import")

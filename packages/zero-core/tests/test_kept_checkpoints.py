@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import stat
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from torch import nn
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import read_buffers, read_weights
-from zero_core.checkpoint.retention import Aside
+from zero_core.checkpoint.retention import Aside, remove_stale
 
 
 def _build() -> zero_core.Engine:
@@ -48,6 +51,41 @@ def test_last_ones_multiples_and_names_of_ones_own_stay(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path, keep_last=0)
 
 
+def test_only_tags_of_the_form_that_is_saved_are_pruned(tmp_path: Path) -> None:
+    engine = _build()
+    for step in range(1, 5):
+        _train(engine)
+        engine.save_checkpoint(tmp_path, f"best-{step}")
+        engine.save_checkpoint(tmp_path, f"run1-{step}", keep_last=1)
+        engine.save_checkpoint(tmp_path, keep_last=2)
+    best = [f"best-{step}" for step in range(1, 5)]
+    assert _names(tmp_path) == [*best, "latest", "run1-4", "step-3", "step-4"]
+    tmp_path.joinpath("step-3", "manifest.json").write_text("{")  # it cannot be read
+    engine.save_checkpoint(tmp_path, "step-99", keep_last=1)  # not of step 99
+    assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == ["step-4"]
+    assert zero_core.prune_checkpoints(tmp_path, keep_last=1, prefixes=["best-"]) == best[:3]
+    assert _names(tmp_path) == ["best-4", "latest", "run1-4", "step-3", "step-99"]
+
+
+def test_pruning_reads_no_manifest_of_a_checkpoint_that_stays(tmp_path: Path) -> None:
+    engine = _build()
+    for _ in range(3):
+        _train(engine)
+        engine.save_checkpoint(tmp_path)
+    opened, is_on = set(), [True]
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if is_on and event == "open" and str(arguments[0]).endswith("manifest.json"):
+            opened.add(Path(str(arguments[0])).parent.name)
+
+    sys.addaudithook(note)
+    try:
+        assert zero_core.prune_checkpoints(tmp_path, keep_last=2) == ["step-1"]
+    finally:
+        is_on.clear()
+    assert opened == {"step-1"}
+
+
 def test_save_that_finds_no_room_leaves_nothing_and_says_what_to_do(tmp_path: Path) -> None:
     engine = _build()
     engine.save_checkpoint(tmp_path, "first")
@@ -70,13 +108,44 @@ def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path: Path) -> No
     (tmp_path / ".three.saving").mkdir()
     (tmp_path / ".three.saving" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".latest.saving").write_text("x")
+    (tmp_path / ".two.old").mkdir()  # half removed: its manifest is gone
+    (tmp_path / ".two.old" / "exp_avg-00000.safetensors").write_bytes(b"x")
     (tmp_path / ".mine.old").mkdir()  # no checkpoint
+    marks = [tmp_path / f".{letter * 32}-0" for letter in "ab"]
+    for mark in marks:
+        mark.touch()
+    os.utime(marks[0], (0, 0))  # the other may be of a save under way
     live = Aside(tmp_path, "live")
     live.make()
     engine.save_checkpoint(tmp_path, "four")
-    assert _names(tmp_path) == [".live.saving", ".mine.old", "four", "latest", "one", "two"]
+    hidden = [marks[1].name, ".live.saving", ".mine.old"]
+    assert _names(tmp_path) == sorted([*hidden, "four", "latest", "one", "two"])
     live.remove()
     engine.load_checkpoint(tmp_path, "one")
+
+
+def test_folder_under_way_survives_other_programs_that_clear_up(tmp_path: Path) -> None:
+    is_over, errors = threading.Event(), []
+
+    def clear_up() -> None:
+        try:
+            while not is_over.is_set():
+                remove_stale(tmp_path)
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=clear_up)
+    thread.start()
+    try:
+        for _ in range(300):
+            aside = Aside(tmp_path, "t")
+            aside.make()
+            (aside.folder / "file").touch()
+            aside.remove()
+    finally:
+        is_over.set()
+        thread.join()
+    assert not errors
 
 
 def test_links_are_neither_written_through_nor_read(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from zero_core.checkpoint.files import Reader, find, read_latest, read_weights
 from zero_core.checkpoint.manifest import VALUE, read_manifest
 from zero_core.checkpoint.model_files import ModelFiles
-from zero_core.checkpoint.retention import list_checkpoints, prune
+from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, prune
 from zero_core.errors import CheckpointError
 from zero_core.sharded.sharded_state import MASTER
 
@@ -126,7 +126,12 @@ def export_checkpoint(
 
 
 def prune_checkpoints(
-    directory: str | Path, *, keep_last: int, keep_every: int | None = None, is_trial: bool = False
+    directory: str | Path,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    prefixes: Collection[str] = GIVEN_PREFIXES,
+    is_trial: bool = False,
 ) -> list[str]:
     """Remove checkpoints that are not to be kept: see `zero_core.checkpoint.retention.prune`.
 
@@ -136,4 +141,10 @@ def prune_checkpoints(
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
             raise CheckpointError(f"{name} = {value}: expected 1 or more")
-    return prune(Path(directory), keep_last=keep_last, keep_every=keep_every, is_trial=is_trial)
+    return prune(
+        Path(directory),
+        keep_last=keep_last,
+        keep_every=keep_every,
+        prefixes=prefixes,
+        is_trial=is_trial,
+    )

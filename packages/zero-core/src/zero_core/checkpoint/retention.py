@@ -1,7 +1,8 @@
 """Retention of checkpoints in a folder: under way, left over by a killed save, or kept.
 
 Hidden names in a folder of checkpoints: ``.TAG.saving`` is one under way, ``.TAG.old`` one that is
-being replaced, ``.latest.*.saving`` the file ``latest`` under way.
+being replaced, ``.latest.*.saving`` the file ``latest`` under way. By marks, ``.TOKEN-RANK``, ranks
+find out which of them share a folder.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import logging
 import os
 import re
 import shutil
+import time
+import uuid
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +26,14 @@ from zero_core.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
+_MARK = re.compile(r"\.[0-9a-f]{32}-[0-9]+")
+_NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<step>[0-9]+)", re.DOTALL)
+GIVEN_PREFIXES = ("step-", "global_step")
+"""What the step follows in tags that this project gives."""
+_NO_SAVE_S = 24 * 3600
+"""Seconds after which nothing that is hidden belongs to a save under way, where no lock says so."""
+_TRIES = 200
+_PAUSE_S = 0.01
 
 
 class Aside:
@@ -40,15 +53,23 @@ class Aside:
         Raises:
             CheckpointError: another program saves the same tag there.
         """
-        try:
-            self.folder.mkdir()
-        except FileExistsError:
-            raise CheckpointError(
-                f"{self.folder} is there: another program saves this checkpoint. Wait for it, or "
-                "save to another folder"
-            ) from None
-        self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        _lock(self._descriptor)
+        is_lost = False
+        for _ in range(_TRIES):
+            try:
+                self.folder.mkdir()
+                self._descriptor = _open_locked(self.folder)
+            except FileExistsError:
+                if not is_lost:
+                    break
+            if self._descriptor is not None:
+                return
+            # Another program took it for one that a killed save left, and is removing it.
+            is_lost = True
+            time.sleep(_PAUSE_S)
+        raise CheckpointError(
+            f"{self.folder} is there: another program saves this checkpoint. Wait for it, or "
+            "save to another folder"
+        )
 
     def rename_to(self, place: Path) -> None:
         """Rename the complete folder to ``place``."""
@@ -67,45 +88,105 @@ class Aside:
             self._descriptor = None
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a folder until its descriptor is closed. Returns whether another one has the lock."""
+def _open_locked(folder: Path) -> int | None:
+    """Open and lock a folder that was just made. None: another program is removing it."""
+    try:
+        descriptor = _open(folder)
+    except FileNotFoundError:
+        return None
+    try:
+        is_own = _lock(descriptor) is not False
+        if is_own and os.path.samestat(folder.stat(), os.fstat(descriptor)):
+            return descriptor
+    except FileNotFoundError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock a folder until its descriptor is closed.
+
+    Returns:
+        Whether it is locked now. False: another program has the lock. None: the file system has no
+        locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    except OSError:  # the file system has no locks
         return False
-    return False
+    except OSError:
+        return None
+    return True
 
 
 def remove_stale(directory: Path) -> None:
     """Remove what killed saves left in ``directory``, and undo a replacement that was cut short.
 
-    A save under way of a live program on this machine is left alone.
+    A save under way of a live program is left alone. Where the file system has no locks, so is all
+    that is younger than a day, and so are marks in any case.
     """
-    for path in sorted(directory.iterdir()):
+    for path in sorted(directory.iterdir(), key=_saving_first):
         match = _HIDDEN.fullmatch(path.name)
         if match is None:
-            continue
-        if path.is_symlink() or not path.is_dir():
+            if _MARK.fullmatch(path.name) and _is_past(path):
+                path.unlink(missing_ok=True)
+        elif path.is_symlink() or not path.is_dir():
             if match["tag"].startswith(LATEST) and match["kind"] == "saving":
                 path.unlink(missing_ok=True)
         elif match["kind"] == "saving":
             _remove_unlocked(path)
-        elif (path / MANIFEST).is_file():
-            if directory.joinpath(match["tag"], MANIFEST).is_file():
-                shutil.rmtree(path, ignore_errors=True)
-            elif not directory.joinpath(match["tag"]).exists():
-                path.rename(directory / match["tag"])
+        elif not (directory / f".{match['tag']}.saving").exists():  # else it is being replaced
+            with suppress(OSError):  # another program was first
+                _settle(path, directory / match["tag"])
+
+
+def _settle(old: Path, place: Path) -> None:
+    """Remove what ``place`` has replaced, or put it back if that was never done."""
+    if place.joinpath(MANIFEST).is_file():
+        discard(old)
+    elif old.joinpath(MANIFEST).is_file() and not place.exists():
+        old.rename(place)
+
+
+def _saving_first(path: Path) -> tuple[bool, str]:
+    return path.suffix != ".saving", path.name
+
+
+def _is_past(path: Path) -> bool:
+    """Whether ``path`` is too old to belong to a save under way."""
+    try:
+        return time.time() - path.lstat().st_mtime > _NO_SAVE_S
+    except FileNotFoundError:
+        return False
 
 
 def _remove_unlocked(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if not _lock(descriptor):
+        descriptor = _open(path)
+    except FileNotFoundError:  # another program was first
+        return
+    try:
+        is_dead = _lock(descriptor)
+        if is_dead or (is_dead is None and _is_past(path)):
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, under a hidden name: the next save removes what is left if it is cut short.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    hidden = path.with_name(f".{path.name.lstrip('.')}.{uuid.uuid4().hex}.saving")
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -114,23 +195,19 @@ class Kept:
 
     Attributes:
         tag: its name.
-        step: optimizer steps at which it was saved.
         saved_at: when, in nanoseconds since the epoch.
+        prefix: the tag without the digits at its end.
+        step: these digits, or None.
     """
 
     tag: str
-    step: int
     saved_at: int
-
-    @property
-    def is_numbered(self) -> bool:
-        """Whether the tag ends with the step, as the names that `save_checkpoint` gives do."""
-        digits = re.search(r"[0-9]+\Z", self.tag)
-        return digits is not None and int(digits[0]) == self.step
+    prefix: str
+    step: int | None
 
 
 def list_checkpoints(directory: Path) -> list[Kept]:
-    """Return the complete checkpoints in ``directory`` whose manifests can be read, oldest first.
+    """Return the complete checkpoints in ``directory``, oldest first. No manifest is read.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -141,13 +218,16 @@ def list_checkpoints(directory: Path) -> list[Kept]:
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error
     for place in places:
-        try:
-            step = read_manifest(place).progress_step()
+        with suppress(OSError):
             saved_at = (place / MANIFEST).stat().st_mtime_ns
-        except (CheckpointError, OSError):
-            continue
-        found.append(Kept(place.name, step, saved_at))
-    return sorted(found, key=lambda one: (one.saved_at, one.step))
+            found.append(Kept(place.name, saved_at, *split_tag(place.name)))
+    return sorted(found, key=lambda one: (one.saved_at, one.step or 0))
+
+
+def split_tag(tag: str) -> tuple[str, int | None]:
+    """Return ``tag`` without the digits at its end, and these digits, None if there are none."""
+    match = _NUMBERED.fullmatch(tag)
+    return (tag, None) if match is None else (match["prefix"], int(match["step"]))
 
 
 def prune(
@@ -156,37 +236,49 @@ def prune(
     keep_last: int | None,
     keep_every: int | None = None,
     newest: str | None = None,
+    prefixes: Collection[str] = GIVEN_PREFIXES,
     is_trial: bool = False,
 ) -> list[str]:
     """Remove checkpoints that are not to be kept, and return their tags.
 
-    Only those whose tag ends with their step (``step-300``, ``global_step300``) are removed. What
-    has a name of its own ("best"), what cannot be read, the newest one and the one that ``latest``
-    names always stay.
+    Only those whose tag is one of ``prefixes`` and their step (``step-300``) are removed. What has
+    a name of its own ("best", "best-300"), what cannot be read, the newest one and the one that
+    ``latest`` names always stay.
 
     Args:
         directory: the folder of all checkpoints.
         keep_last: how many of those that were saved last stay. None: all.
         keep_every: those of steps that are multiples of it stay too.
         newest: the tag that was just saved, if one was.
+        prefixes: what the step follows in their tags.
         is_trial: return the tags only.
     """
     if keep_last is None:
         return []
-    saved = [one for one in list_checkpoints(directory) if one.is_numbered]
+    saved = [
+        (one.tag, one.step)
+        for one in list_checkpoints(directory)
+        if one.step is not None and one.prefix in prefixes
+    ]
     always = {newest, read_latest(directory)}
     removed = [
-        one.tag
-        for one in saved[: max(len(saved) - keep_last, 0)]
-        if one.tag not in always and not (keep_every and one.step % keep_every == 0)
+        tag
+        for tag, step in saved[: max(len(saved) - keep_last, 0)]
+        if tag not in always
+        and not (keep_every and step % keep_every == 0)
+        and _is_of(directory / tag, step)
     ]
     for tag in () if is_trial else removed:
-        # Under a hidden name first: a removal that is cut short leaves no half a checkpoint.
-        hidden = directory / f".{tag}.saving"
         try:
-            directory.joinpath(tag).rename(hidden)
+            discard(directory / tag)
         except OSError as error:
             _log.warning("%s stays, though it is not to be kept: %s", directory / tag, error)
-            continue
-        shutil.rmtree(hidden, ignore_errors=True)
     return removed
+
+
+def _is_of(place: Path, step: int) -> bool:
+    """Whether ``place`` can be read and was saved at ``step``."""
+    try:
+        return read_manifest(place).progress_step() == step
+    except CheckpointError:
+        return False

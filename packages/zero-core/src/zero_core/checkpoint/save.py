@@ -53,7 +53,7 @@ from zero_core.checkpoint.manifest import (
     seal,
     slice_key,
 )
-from zero_core.checkpoint.retention import Aside, prune, remove_stale
+from zero_core.checkpoint.retention import Aside, discard, prune, remove_stale, split_tag
 from zero_core.checkpoint.safetensors_files import bytes_of, make_header
 from zero_core.checkpoint.whole_states import flatten
 from zero_core.comm.control import Exchange
@@ -224,11 +224,14 @@ class Save:
             if is_first:
                 options, directory, tag = self._options, self._directory, self.place.name
                 swap_in(aside, self.place, is_latest=options.is_latest)
+                prefix, number = split_tag(tag)
+                is_step = number == self._words["progress"]["global_steps"]
                 prune(
                     directory,
-                    keep_last=options.keep_last,
+                    keep_last=options.keep_last if is_step else None,
                     keep_every=options.keep_every,
                     newest=tag,
+                    prefixes=(prefix,),
                 )
 
         try:
@@ -509,7 +512,8 @@ def swap_in(aside: Aside, place: Path, *, is_latest: bool) -> None:
             shutil.rmtree(old, ignore_errors=True)
             place.rename(old)
         aside.rename_to(place)
-        shutil.rmtree(old, ignore_errors=True)
+        if old.exists():
+            discard(old)
         if is_latest:
             mark.replace(directory / LATEST)
         sync_folder(directory)
