@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import build, digest, rewrite, train
-from hostile import TAGS, folders, manifests
 
 import zero_core
+from faults.checkpoints import build, digest, rewrite, train
+from faults.hostile import TAGS, folders, manifests
 from zero_core.checkpoint.files import read_buffers, read_weights
 from zero_core.testing import SimulatedRanks, simulate
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from malformed_configurations import Malformed, malformed_configurations, write
 
+from faults.malformed_configurations import Malformed, malformed_configurations, write
 from zero_core import check_config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.reader import read

@@ -395,6 +395,17 @@ def test_an_optimizer_whose_settings_are_not_finite_is_refused(momentum):
         build(model, SMALL, optimizer=optimizer)
 
 
+def test_an_optimizer_with_a_limit_of_its_own_that_is_infinite_is_served():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["growth_rate"] = math.inf  # as in Prodigy
+    build(model, SMALL, optimizer=optimizer).close()
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    optimizer.param_groups[0]["growth_rate"] = math.nan
+    with pytest.raises(ConfigError, match=r"'growth_rate'\] of SGD is nan"):
+        build(model, SMALL, optimizer=optimizer)
+
+
 @pytest.mark.parametrize(
     ("block", "match"),
     [

@@ -17,7 +17,7 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
-from zero_core.checkpoint.files import read_buffers, read_weights
+from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read_weights
 from zero_core.checkpoint.retention import Aside, remove_stale
 
 
@@ -167,6 +167,18 @@ def test_links_are_neither_written_through_nor_read(tmp_path: Path) -> None:
     weights.symlink_to(tmp_path / "moved")
     with pytest.raises(CheckpointCorruptError, match="is a link"):
         list(read_weights(folder))
+
+
+def test_file_replaced_by_a_link_after_its_check_is_not_read(tmp_path: Path) -> None:
+    place = _build().save_checkpoint(tmp_path, "t")
+    reader = Reader(place, read_manifest(place))
+    parts = reader.parts("master_weight", "0.weight", 0, 9)
+    reader.read_parts(parts)
+    weights = place / parts[0].file
+    weights.rename(tmp_path / "moved")
+    weights.symlink_to(tmp_path / "moved")
+    with pytest.raises(CheckpointCorruptError, match="is a link"):
+        reader.read_parts(parts)
 
 
 def test_version_1_is_read_by_all_readers(tmp_path: Path) -> None:

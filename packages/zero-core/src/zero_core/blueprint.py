@@ -215,13 +215,18 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
     return make_optimizer(config.optimizer, trainable)
 
 
+_FINITE = frozenset({"lr", "betas", "eps", "weight_decay", "momentum"})
+"""Settings that no optimizer takes infinite. Others may be: Prodigy's ``growth_rate`` is."""
+
+
 def _check_finite(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse settings of the optimizer's groups that are not finite, which torch partly takes."""
+    """Refuse NaN in the optimizer's groups, and infinite `_FINITE`, which torch partly takes."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             values = value if isinstance(value, tuple | list) else (value,)
             numbers = [v for v in values if isinstance(v, float)]
-            if not all(map(math.isfinite, numbers)):
+            is_wrong = any(map(math.isnan, numbers))
+            if is_wrong or (key in _FINITE and any(map(math.isinf, numbers))):
                 raise ConfigError(
                     f"param_groups[{number}]['{key}'] of {type(optimizer).__name__} is {value!r}: "
                     "give finite numbers"

@@ -11,7 +11,7 @@ import ctypes
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -79,12 +79,16 @@ class _Header(BaseModel):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a file, whose elements are contiguous from byte ``start``."""
+    """Tensor in a file, whose elements are contiguous from byte ``start``.
+
+    For ``follows_links`` see `zero_core.checkpoint.disk.open_regular`.
+    """
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    follows_links: bool = True
 
     def read(self, first: int, last: int) -> Tensor:
         """Return elements ``[first, last)`` of the flattened tensor, 1-D, in the file's dtype, CPU.
@@ -101,7 +105,7 @@ class StoredTensor:
             return torch.empty(0, dtype=self.dtype)
         data = bytearray((last - first) * self.dtype.itemsize)
         left = memoryview(data)
-        with open_regular(self.path) as file:
+        with open_regular(self.path, follows_links=self.follows_links) as file:
             file.seek(self.start + first * self.dtype.itemsize)
             while left.nbytes:
                 count = file.readinto(left)  # type: ignore[attr-defined]
@@ -171,7 +175,8 @@ def read_header(path: Path, *, follows_links: bool = True) -> dict[str, StoredTe
     """
     with open_regular(path, follows_links=follows_links) as file:
         try:
-            return _checked(path, size_of(file), *_header_of(file))
+            found = _checked(path, size_of(file), *_header_of(file))
+            return {name: replace(t, follows_links=follows_links) for name, t in found.items()}
         except (ValidationError, ValueError) as error:
             reason = first_error(error) if isinstance(error, ValidationError) else error
             raise CheckpointCorruptError(
