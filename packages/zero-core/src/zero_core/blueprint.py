@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -35,7 +34,7 @@ from zero_core.optim.factory import (
     make_optimizer,
 )
 from zero_core.optim.muon import tag_matrices
-from zero_core.optim.train_state import describe_groups
+from zero_core.optim.train_state import describe_groups, is_finite_setting
 from zero_core.tiled.modules import check_names
 
 
@@ -215,18 +214,11 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
     return make_optimizer(config.optimizer, trainable)
 
 
-_FINITE = frozenset({"lr", "betas", "eps", "weight_decay", "momentum"})
-"""Settings that no optimizer takes infinite. Others may be: Prodigy's ``growth_rate`` is."""
-
-
 def _check_finite(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse NaN in the optimizer's groups, and infinite `_FINITE`, which torch partly takes."""
+    """Refuse settings of the optimizer's groups that are not finite, which torch partly takes."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            values = value if isinstance(value, tuple | list) else (value,)
-            numbers = [v for v in values if isinstance(v, float)]
-            is_wrong = any(map(math.isnan, numbers))
-            if is_wrong or (key in _FINITE and any(map(math.isinf, numbers))):
+            if key != "params" and not is_finite_setting(key, value):
                 raise ConfigError(
                     f"param_groups[{number}]['{key}'] of {type(optimizer).__name__} is {value!r}: "
                     "give finite numbers"

@@ -305,13 +305,11 @@ class TrainState:
             if not isinstance(group, Mapping) or "params" in group:
                 raise CheckpointCorruptError(f"{where} is no group of hyperparameters")
             for key, value in group.items():
-                if not isinstance(key, str) or (key in own and not _is_like(own[key], value)):
+                is_wrong = not isinstance(key, str) or not is_finite_setting(key, value)
+                if is_wrong or (key in own and not _is_setting(own[key], value)):
                     raise CheckpointCorruptError(
                         f"{where}.{key} is {value!r:.100}, the optimizer's is {own.get(key)!r:.100}"
                     )
-            rate = group.get("lr", own.get("lr"))
-            if rate is not None and not math.isfinite(float(rate)):
-                raise CheckpointCorruptError(f"{where}.lr is {rate!r}")
 
     def _check_schedule(self, state: Any) -> None:
         scheduler = self.lr_scheduler
@@ -393,6 +391,29 @@ def _describe(value: object) -> str | None:
         items = [_describe(item) or type(item).__name__ for item in value]
         return f"{type(value).__name__}({', '.join(items)})"
     return None
+
+
+_FINITE = frozenset({"lr", "betas", "eps", "weight_decay", "momentum"})
+"""Settings that no optimizer takes infinite. Others may be: Prodigy's ``growth_rate`` is."""
+
+
+def is_finite_setting(key: str, value: object) -> bool:
+    """Whether ``value`` of a parameter group has no NaN, nor infinity where that makes no sense."""
+    if isinstance(value, Tensor):
+        value = value.reshape(-1).tolist() if value.is_cpu else []  # no wait for a device
+    numbers = value if isinstance(value, tuple | list) else (value,)
+    is_wrong = math.isnan if key not in _FINITE else lambda number: not math.isfinite(number)
+    return not any(is_wrong(number) for number in numbers if isinstance(number, float))
+
+
+def _is_setting(own: object, saved: object) -> bool:
+    """Whether ``saved`` can stand for a group's ``own``. None stands for switches alone."""
+    is_switch = own is None or isinstance(own, bool | str)
+    if saved is None:
+        return is_switch
+    if isinstance(own, list | tuple) and isinstance(saved, list | tuple):
+        return len(own) == len(saved) and all(map(_is_setting, own, saved))
+    return _is_like(own, saved)
 
 
 def _is_count(value: object) -> bool:
