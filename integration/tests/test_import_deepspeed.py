@@ -7,6 +7,8 @@ wrote itself are imported by integration/compat/checks/test_import_deepspeed.py.
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -25,10 +27,16 @@ from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read
 from zero_core.errors import CheckpointCorruptError
 from zero_engine import deepspeed
 from zero_engine.deepspeed_import.importing import import_checkpoint
-from zero_engine.deepspeed_import.isolation import leave_network
-from zero_engine.deepspeed_import.reading import find_place, read_source
+from zero_engine.deepspeed_import.isolation import (
+    die_with_parent,
+    leave_network,
+    limit_processor_time,
+    printable,
+)
+from zero_engine.deepspeed_import.reading import find_place, read_source, size_of
 from zero_engine.deepspeed_import.source import MASTER
 from zero_engine.deepspeed_import.torch_files import Record, load_file
+from zero_engine.deepspeed_import.universal import read_universal
 from zero_engine.deepspeed_import.writing import write_source
 
 GROUP = {"lr": 0.01, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "fused": True}
@@ -219,6 +227,13 @@ def test_command_writes_what_the_engine_loads(
         param = model.get_parameter(name)
         moment = deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg_sq")
         assert torch.equal(moment, value["exp_avg_sq"]), name
+    with pytest.raises(CheckpointError, match="holds checkpoints, but no other"):
+        engine.load_checkpoint(tmp_path / "saved", "other", from_deepspeed=tmp_path / "new")
+    # The script goes on, is killed and started again.
+    engine.save_checkpoint(tmp_path / "new", "later")
+    place, _ = engine.load_checkpoint(tmp_path / "saved", from_deepspeed=tmp_path / "new")
+    assert place == str(tmp_path / "new" / "later")
+    assert (tmp_path / "new" / "latest").read_text().strip() == "later"
     engine.destroy()
     assert "reading" in capfd.readouterr().err
 
@@ -277,6 +292,116 @@ def test_names_of_stage_0_in_16_bits_follow_from_master_weights(
     torch.save(content, folder / "mp_rank_00_model_states.pt")
     read_into(folder, tmp_path / "out")
     check_values(tmp_path / "out", expected)
+
+
+def _write_stage_0(folder: Path, masters: list[list[Tensor]], weights: dict[str, Tensor]) -> None:
+    """Write a checkpoint of stage 0 in bf16 with the groups ``masters``."""
+    indices = iter(range(100))
+    groups = [{**GROUP, "params": [next(indices) for _ in group]} for group in masters]
+    flat = [master for group in masters for master in group]
+    state = {
+        i: {"step": 4, "exp_avg": torch.full_like(master, i), "exp_avg_sq": torch.ones_like(master)}
+        for i, master in enumerate(flat)
+    }
+    inner = {"state": state, "param_groups": groups}
+    saved = {"optimizer_state_dict": inner, "fp32_groups": masters}
+    content = model_states(
+        module=weights, buffer_names=[], optimizer=saved, shared_params=None, param_shapes=None
+    )
+    folder.mkdir()
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_master_weights_that_round_to_several_parameters_are_refused(
+    num_groups: int, tmp_path: Path
+) -> None:
+    weights = {f"ln{i}.weight": torch.ones(4, dtype=torch.bfloat16) for i in range(3)}
+    masters = [torch.full((4,), 1.001), torch.full((4,), 1.002)]
+    groups = [masters] if num_groups == 1 else [[master] for master in masters]
+    _write_stage_0(tmp_path / "t", groups, weights)
+    with pytest.raises(CheckpointError, match=r"rounds to the weights of 3 .*'ln0.weight'"):
+        read_source(tmp_path / "t", ())
+    with pytest.raises(CheckpointError, match="rounds to the weights of 2"):
+        read_source(tmp_path / "t", ("ln0.weight",))
+
+
+# ------------------------------------------------------------------------------ what is there stays
+
+
+def _bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_nothing_that_is_there_is_replaced(classes: dict[str, type], tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    place = saved / "global_step4"
+    write_stage_2(place, classes, 1)
+    (place / "mine.txt").write_text("notes")
+    (tmp_path / "link").symlink_to(saved)
+    before = _bytes_of(saved)
+    for source, output in (
+        (saved, saved),
+        (place, saved),
+        (tmp_path / "link", saved),
+        (saved, tmp_path / "link"),
+        (saved, place),
+        (place, place / "imported"),
+    ):
+        with pytest.raises(CheckpointError, match="would replace DeepSpeed's checkpoint"):
+            import_checkpoint(source, output)
+    (tmp_path / "other" / "global_step4").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="is there already, something else"):
+        import_checkpoint(saved, tmp_path / "other")
+    write_stage_2(tmp_path / "third" / "global_step9", classes, 1)
+    with pytest.raises(CheckpointError, match="of another program"):
+        import_checkpoint(saved, tmp_path / "third")
+    assert _bytes_of(saved) == before
+    read_into(saved, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is there already, a checkpoint"):
+        import_checkpoint(saved, tmp_path / "out")
+
+
+def test_second_import_leaves_latest_alone(
+    classes: dict[str, type], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_stage_2(tmp_path / "saved" / "global_step4", classes, 1)
+    source = read_source(tmp_path / "saved" / "global_step4", ())
+    write_source(source, tmp_path / "out", "first", None)
+    write_source(source, tmp_path / "out", "second", None)
+    assert (tmp_path / "out" / "latest").read_text().strip() == "first"
+    assert "still names first" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="made meanwhile"):
+        write_source(source, tmp_path / "out", "first", None)
+
+
+# ------------------------------------------------------------------------------ malformed content
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"global_steps": None}, "not as DeepSpeed writes"),
+        ({"global_steps": float("inf")}, "not as DeepSpeed writes"),
+        ({"skipped_steps": -1}, "skipped_steps = -1"),
+        ({"buffer_names": ["seen", "ds"], "module": {"ds": "text"}}, "buffer ds is no dense"),
+        ({"lr_scheduler": {"a": {1, 2}}}, "lr_scheduler"),
+        ({"ds_config": {"optimizer": {"type": 3}}}, "has no type"),
+        ({"ds_config": {"optimizer": {"type": "Lamb"}}}, "of the optimizer Lamb"),
+    ],
+)
+def test_malformed_values_are_refused_before_anything_is_written(
+    changed: dict[str, Any], match: str, classes: dict[str, type], tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved" / "global_step4"
+    write_stage_2(folder, classes, 1)
+    content = model_states()
+    content["module"] |= changed.get("module", {})
+    content |= {key: value for key, value in changed.items() if key != "module"}
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=match):
+        read_into(tmp_path / "saved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------ hostile files
@@ -434,5 +559,97 @@ def test_file_that_asks_for_more_memory_than_there_is_is_refused(tmp_path: Path)
     huge = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (2**38).to_bytes(5, "little") + b"\x85R."
     _with_pickle(tmp_path / "global_step4" / "mp_rank_00_model_states.pt", huge)
     with pytest.raises(CheckpointError, match="MemoryError"):
-        import_checkpoint(tmp_path / "global_step4", tmp_path / "out")
+        import_checkpoint(
+            tmp_path / "global_step4",
+            tmp_path / "out",
+            frozen=[f"layers.{i}.mlp.experts.weight" for i in range(5000)],
+        )
     assert not (tmp_path / "out").exists()
+
+
+def test_holes_and_links_do_not_count_as_bytes_of_files(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(b"a" * 1000)
+    with (tmp_path / "sparse.pt").open("wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "link.pt").symlink_to("/proc/kcore")
+    (tmp_path / "again.pt").hardlink_to(tmp_path / "a.pt")
+    assert size_of(tmp_path) == 1000
+
+
+def test_pickle_that_takes_for_ever_ends_with_its_processor_time(tmp_path: Path) -> None:
+    # A tuple of 60 nested pairs as a dict's key: its hash takes 2^60 steps.
+    nested = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
+    _with_pickle(tmp_path / "a.pt", b"\x80\x02})" + nested + b"Ns.")
+    child = os.fork()
+    if child == 0:
+        limit_processor_time(0, spare_s=0)
+        load_file(tmp_path / "a.pt")
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGXCPU
+
+
+def test_reader_dies_with_its_parent() -> None:
+    ends, inlet = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        ready, is_set = os.pipe()
+        if os.fork() == 0:
+            die_with_parent(os.getppid())
+            os.write(is_set, b".")
+            signal.pause()
+        os.read(ready, 1)
+        os._exit(0)
+    os.close(inlet)
+    os.waitpid(parent, 0)
+    # The end of the pipe closes with the last process that has it.
+    assert select.select([ends], [], [], 60)[0]
+    assert os.read(ends, 1) == b""
+    os.close(ends)
+
+
+def test_elements_of_several_parameters_are_refused(
+    classes: dict[str, type], tmp_path: Path
+) -> None:
+    folder = tmp_path / "global_step4"
+    write_stage_2(folder, classes, 1)
+    address = instance(classes["fragment_address"], numel=2, start=0)
+    # The master weights of 8 elements are one tensor of 2, listed four times.
+    state = {
+        "single_partition_of_fp32_groups": [torch.zeros(2)] * 4,
+        "param_slice_mappings": [{"last": address}, *[{"first.weight": address}] * 3],
+        "base_optimizer_state": {"state": {}, "param_groups": [GROUP]},
+        "partition_count": [1],
+    }
+    path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": state}, path)
+    model = model_states(param_shapes=[{n: SHAPES[n] for n in ("last", "first.weight")}])
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointCorruptError, match="to several parameters"):
+        read_source(folder, ())
+
+
+def test_names_and_links_out_of_a_universal_checkpoint_are_refused(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "t", tmp_path / "private"
+    for place in (folder / "zero", elsewhere):
+        place.mkdir(parents=True)
+    torch.save(torch.zeros(2), elsewhere / "fp32.pt")
+    torch.save({"param_groups": [GROUP]}, folder / "zero" / "optimizer_state.pt")
+    (folder / "zero" / "linked").symlink_to(elsewhere)
+    for name in (str(elsewhere), "../../private", "linked"):
+        content = model_states(
+            module={name: torch.zeros(2)},
+            buffer_names=[],
+            shared_params={},
+            param_shapes=[{name: (2,)}],
+        )
+        torch.save(content, folder / "mp_rank_00_model_states.pt")
+        with pytest.raises(CheckpointCorruptError, match="no folder of its own"):
+            read_universal(folder)
+    (tmp_path / "link.pt").symlink_to(elsewhere / "fp32.pt")
+    with pytest.raises(CheckpointCorruptError, match="links are not followed"):
+        load_file(tmp_path / "link.pt")
+
+
+def test_names_of_a_file_reach_the_terminal_without_escape_sequences() -> None:
+    assert printable("a\x1b[2Jb") == "a\\x1b[2Jb"
+    assert len(printable("x" * 10**6)) < 5000

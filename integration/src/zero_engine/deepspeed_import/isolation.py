@@ -1,16 +1,23 @@
-"""Limits of the process that reads foreign files: no network, and bounded memory."""
+"""Limits of the process that reads foreign files: no network, bounded memory and time."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import resource
+import signal
 from pathlib import Path
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG = 1
 _SPARE_BYTES = 4 << 30
 """Memory beside the mapped files: one parameter at a time, and what Python and torch need."""
+_SPARE_SECONDS = 120
+_SECONDS_PER_GB = 60
+"""Processor time: each byte is summed twice and copied once, which takes a few seconds per GB."""
+_MAX_TEXT = 4000
+MAX_ANSWER_BYTES = 64 << 10
 
 
 def leave_network() -> bool:
@@ -26,8 +33,15 @@ def leave_network() -> bool:
     return any(unshare(flags) == 0 for flags in (_CLONE_NEWNET, _CLONE_NEWUSER | _CLONE_NEWNET))
 
 
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies. ``parent`` is its number."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def limit_memory(mapped_bytes: int) -> None:
-    """Bound this process's address space to what it has, ``mapped_bytes`` of files, and a margin.
+    """Bound this process's address space: what it has, ``mapped_bytes`` of files, and a margin.
 
     A file that asks for more gets a MemoryError. No core is dumped.
     """
@@ -38,3 +52,26 @@ def limit_memory(mapped_bytes: int) -> None:
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def limit_processor_time(read_bytes: int, spare_s: int = _SPARE_SECONDS) -> None:
+    """Bound this process's processor time to what ``read_bytes`` of files take, generously.
+
+    A pickle of a few bytes can take for ever, such as a tuple of tuples that is a dict's key:
+    its hash visits each path. The process is ended by SIGXCPU.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(used.ru_utime + used.ru_stime) + 1 + spare_s
+    seconds += read_bytes * _SECONDS_PER_GB // 10**9
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if hard != resource.RLIM_INFINITY:
+        seconds = min(seconds, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal: cut, names from a file without escape sequences."""
+    cut = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in cut
+    )

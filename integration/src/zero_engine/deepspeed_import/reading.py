@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,19 @@ from zero_engine.deepspeed_import.zero_stages import read_zero
 
 _LATEST = ("latest", "latest_universal")
 _MAX_TAG = 1024
-_MALFORMED = (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError)
+_SPARE_BYTES = 1 << 30
+"""Buffers under several names are written several times."""
+_MAX_RATIO = 4
+"""Of a file's size to what it takes on a disk that compresses. Beyond it, the file has holes."""
+_MALFORMED = (
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    ValueError,
+    RuntimeError,
+    ArithmeticError,
+)
 
 
 def find_place(directory: Path, tag: str | None) -> Path:
@@ -60,15 +73,35 @@ def read_source(place: Path, frozen: Sequence[str]) -> Source:
         if any(place.glob(pattern)):
             raise CheckpointError(f"{place} is a checkpoint of {what}, which is not imported")
     try:
-        if (place / FOLDER / "optimizer_state.pt").is_file():
-            return read_universal(place)
-        optim_files = sorted(place.glob("*_optim_states.pt"))
-        if optim_files:
-            return read_zero(place, optim_files)
-        return read_stage_0(place, frozen)
+        source = _read(place, frozen)
+        source.check_extent(size_of(place) + _SPARE_BYTES)
+        return source
     except _MALFORMED as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointCorruptError(
             f"{place} is not as DeepSpeed writes its checkpoints: {type(error).__name__} {error}"
         ) from error
+
+
+def _read(place: Path, frozen: Sequence[str]) -> Source:
+    if (place / FOLDER / "optimizer_state.pt").is_file():
+        return read_universal(place)
+    optim_files = sorted(place.glob("*_optim_states.pt"))
+    if optim_files:
+        return read_zero(place, optim_files)
+    return read_stage_0(place, frozen)
+
+
+def size_of(place: Path) -> int:
+    """Return the bytes of the files that are read, without the holes of sparse ones.
+
+    Links are not followed, and a file under several names counts once.
+    """
+    found = {}
+    for path in place.rglob("*.pt"):
+        facts = path.lstat()
+        if stat.S_ISREG(facts.st_mode):
+            on_disk = facts.st_blocks * 512 * _MAX_RATIO
+            found[facts.st_dev, facts.st_ino] = min(facts.st_size, on_disk)
+    return sum(found.values())

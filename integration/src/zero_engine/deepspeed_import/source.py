@@ -78,19 +78,81 @@ class Source:
         params: in the model's order.
         buffers: persistent ones, by name.
         groups: hyperparameters of each group.
-        model: content of a file of model states.
         loss_scale: state of a dynamic loss scale, as `zero_core` has it; else empty.
+        global_steps: steps of the engine, of which ``skipped_steps`` were skipped.
+        skipped_steps: see ``global_steps``.
+        global_samples: samples that it has been trained on.
+        schedule: state of the learning rate's schedule.
+        optimizer: type and arguments that the saved configuration names; None: a script made it.
+        client_state: the user's entries.
     """
 
     params: Sequence[SourceParam]
     buffers: Mapping[str, Tensor]
     groups: Sequence[Mapping[str, Any]]
-    model: Mapping[str, Any]
     loss_scale: Mapping[str, float]
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    schedule: Any
+    optimizer: tuple[str, Mapping[str, Any]] | None
+    client_state: Mapping[str, Any]
 
-    def client_state(self) -> dict[str, Any]:
-        """Return the user's entries."""
-        return {k: v for k, v in self.model.items() if k not in _KEYS}
+    def check_extent(self, limit_bytes: int) -> None:
+        """Refuse a checkpoint that lists the same elements several times, to fill a disk.
+
+        Raises:
+            CheckpointCorruptError: parameters overlap, or all take more than ``limit_bytes``.
+        """
+        params = [
+            fragment
+            for param in self.params
+            for fragments in ([param.value] if param.states is None else param.states.values())
+            for fragment in fragments
+            if fragment.numel()
+        ]
+        end = 0
+        for start, nbytes in sorted((one.data_ptr(), one.nbytes) for one in params):
+            if start < end:
+                raise CheckpointCorruptError("the checkpoint gives elements to several parameters")
+            end = start + nbytes
+        total = sum(one.nbytes for one in (*params, *self.buffers.values()))
+        if total > limit_bytes:
+            raise CheckpointCorruptError(
+                f"the checkpoint's tensors take {total} bytes, more than its files hold"
+            )
+
+
+def make_source(
+    model: Mapping[str, Any],
+    params: Sequence[SourceParam],
+    groups: Sequence[Mapping[str, Any]],
+    loss_scale: Mapping[str, float],
+) -> Source:
+    """Return the checkpoint whose file of model states is ``model``."""
+    config = model.get("ds_config")
+    given = config.get("optimizer") if isinstance(config, Mapping) else None
+    named = None
+    if isinstance(given, Mapping):
+        arguments = given.get("params") or {}
+        if not isinstance(given.get("type"), str) or not isinstance(arguments, Mapping):
+            raise CheckpointCorruptError("the saved configuration's optimizer has no type")
+        named = given["type"], arguments
+    counts = {}
+    for key in ("global_steps", "skipped_steps", "global_samples"):
+        counts[key] = int(model.get(key, 0))
+        if counts[key] < 0:
+            raise CheckpointCorruptError(f"the checkpoint has {key} = {counts[key]}")
+    return Source(
+        params=params,
+        buffers=buffers_of(model),
+        groups=hyperparameters(groups),
+        loss_scale=loss_scale,
+        schedule=model.get("lr_scheduler"),
+        optimizer=named,
+        client_state={k: v for k, v in model.items() if k not in _KEYS},
+        **counts,
+    )
 
 
 def split_states(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], int]:
@@ -118,7 +180,11 @@ def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def buffers_of(model: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the persistent buffers of a file of model states."""
-    return {name: model["module"][name] for name in model["buffer_names"]}
+    found: dict[str, Tensor] = {}
+    for name in model["buffer_names"]:
+        value = model["module"][name]
+        found[name] = flat(value, f"buffer {name}").view(value.shape)
+    return found
 
 
 def named_like(model: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

@@ -1,14 +1,16 @@
 """Checkpoints without ZeRO: one file with the model and the whole optimizer state.
 
 [Note: names at stage 0]
-The file numbers an optimizer's parameters and does not name them. With 16-bit weights, master
-weights tell: rounded, they are the weights of their parameter. In fp32 the shapes must: of each
-shape all parameters are trained, in one group, in the model's order, or none is. Where this
-leaves a choice, the import is refused.
+The file numbers an optimizer's parameters and does not name them. With 16-bit weights, a master
+weight is of the parameter whose weights it rounds to. Where several have these (norms that are
+still 1), the import is refused. In fp32 the shapes must tell: of each shape all parameters are
+trained, in one group, or none is. Their order among themselves is assumed to be the model's,
+which a line on stderr says.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,7 @@ from zero_engine.deepspeed_import.source import (
     MASTER,
     Source,
     SourceParam,
-    buffers_of,
-    hyperparameters,
+    make_source,
     named_like,
     split_states,
     storage_ties,
@@ -71,8 +72,7 @@ def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:
             params.append(
                 SourceParam(all_names, tuple(value.shape), value.dtype, fragments, step=step)
             )
-    groups = hyperparameters(inner["param_groups"])
-    return Source(params, buffers_of(model), groups, model, loss_scale.of_stage_0(saved))
+    return make_source(model, params, inner["param_groups"], loss_scale.of_stage_0(saved))
 
 
 def _by_shape(place: Path, inner: Mapping[str, Any], values: Mapping[str, Tensor]) -> _States:
@@ -98,6 +98,13 @@ def _by_shape(place: Path, inner: Mapping[str, Any], values: Mapping[str, Tensor
                     "save the checkpoint at stage 1 with DeepSpeed"
                 )
             order |= dict(zip(alike, names, strict=False))
+    if any(len(names) > 1 for names in by_shape.values()) and order:
+        print(
+            "note: stage 0 in fp32 does not name parameters. Those of equal shapes are assumed to "
+            "have been given to the optimizer in the model's order",
+            file=sys.stderr,
+            flush=True,
+        )
     found: _States = {}
     for index, name in order.items():
         state = inner["state"].get(index) or {}
@@ -124,11 +131,16 @@ def _by_masters(
         indices = inner["param_groups"][number]["params"]
         for index, master in zip(indices, masters, strict=True):
             where = f"{place}: master weight {index}"
-            for name, value in values.items():
-                if name not in found and value.shape == master.shape and _rounds_to(master, value):
-                    break
-            else:
-                raise CheckpointError(f"{where} is the one of no parameter: {_MEANING}")
+            name = _only(
+                where,
+                [
+                    name
+                    for name, value in values.items()
+                    if name not in found
+                    and value.shape == master.shape
+                    and _rounds_to(master, value)
+                ],
+            )
             states, step = split_states(inner["state"].get(index) or {}, where)
             found[name] = {**states, MASTER: flat(master, where)}, step
     return found
@@ -146,18 +158,38 @@ def _by_flat_masters(
         states, step = split_states(inner["state"].get(index) or {}, where)
         whole = {**states, MASTER: master}
         start = 0
-        for name, value in values.items():
-            stop = start + value.numel()
-            if name in found or stop > master.numel():
-                continue
-            if _rounds_to(master[start:stop].view(value.shape), value):
-                found[name] = {kind: t[start:stop] for kind, t in whole.items()}, step
-                start = stop
-        if start != master.numel():
-            raise CheckpointError(
-                f"{where}: from element {start} on it is of no parameter: {_MEANING}"
+        while start < master.numel():
+            name = _only(
+                f"{where}, from element {start} on,",
+                [
+                    name
+                    for name, value in values.items()
+                    if name not in found
+                    and 0 < value.numel() <= master.numel() - start
+                    and _rounds_to(master[start : start + value.numel()].view(value.shape), value)
+                ],
             )
+            stop = start + values[name].numel()
+            found[name] = {kind: t[start:stop] for kind, t in whole.items()}, step
+            start = stop
     return found
+
+
+def _only(where: str, names: Sequence[str]) -> str:
+    """Return the one parameter whose weights a master weight rounds to.
+
+    Raises:
+        CheckpointError: there is none, or several.
+    """
+    if not names:
+        raise CheckpointError(f"{where} is of no parameter: {_MEANING}")
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{where} rounds to the weights of {len(names)} parameters, among them {names[:5]}, "
+            "and stage 0 does not say whose it is. Name the parameters that were frozen, or save "
+            "the checkpoint at stage 1 with DeepSpeed"
+        )
+    return names[0]
 
 
 _MEANING = "the weights are not the master weights, rounded; save it at stage 1 with DeepSpeed"

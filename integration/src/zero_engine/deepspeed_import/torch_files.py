@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, read without calling or importing what they name.
+"""Files of ``torch.save``, of which only torch's list of functions that make tensors is called.
 
 [Note: what a file may hold]
 Tensors, numbers, strings and plain containers: what torch's own restricted unpickler takes
@@ -9,6 +9,7 @@ anything else is refused before it is read. Tensors are mapped: their bytes are 
 
 from __future__ import annotations
 
+import os
 import pickle
 import stat
 import zipfile
@@ -47,10 +48,12 @@ def load_file(path: Path) -> Any:
         CheckpointError: there is no such file, or it names something else.
         CheckpointCorruptError: it is no regular file, of torch's old format, or damaged.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         raise CheckpointError(f"there is no file {path}: the checkpoint is not whole")
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointCorruptError(f"{path} is not a regular file")
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise CheckpointCorruptError(
+            f"{path} is not a regular file; links are not followed: copy the files"
+        )
     if not zipfile.is_zipfile(path):
         raise CheckpointCorruptError(
             f"{path} is not a zip file of torch.save: it is damaged, or of torch's format before "

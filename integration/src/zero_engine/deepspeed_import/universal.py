@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_core import CheckpointError
+from zero_core.checkpoint.manifest import is_plain
 from zero_core.errors import CheckpointCorruptError
 from zero_engine.deepspeed_import import loss_scale
 from zero_engine.deepspeed_import.source import (
@@ -16,8 +17,7 @@ from zero_engine.deepspeed_import.source import (
     MOMENTS,
     Source,
     SourceParam,
-    buffers_of,
-    hyperparameters,
+    make_source,
     named_like,
     storage_ties,
 )
@@ -57,6 +57,10 @@ def read_universal(place: Path) -> Source:
         dtype = model["module"][first].dtype
         folder = place / FOLDER / first
         if first in shapes:
+            if not is_plain(first) or folder.is_symlink() or folder.parent.is_symlink():
+                raise CheckpointCorruptError(
+                    f"{place}: parameter {first!r:.100} has no folder of its own in it"
+                )
             states = {
                 kind: (_value(folder / file),)
                 for kind, file in _FILES.items()
@@ -73,9 +77,7 @@ def read_universal(place: Path) -> Source:
             parts = (flat(value, f"{files[0]}: {first}"),)
             params.append(SourceParam(names, tuple(value.shape), dtype, value=parts))
     scale = loss_scale.of_zero(optimizer)
-    return Source(
-        params, buffers_of(model), hyperparameters(optimizer["param_groups"]), model, scale
-    )
+    return make_source(model, params, optimizer["param_groups"], scale)
 
 
 def _value(path: Path) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_core import CheckpointError
-from zero_core.checkpoint.files import check_tag
+from zero_core.checkpoint.files import check_tag, read_latest
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.manifest import (
     BUFFERS,
@@ -25,6 +26,7 @@ from zero_core.checkpoint.manifest import (
 )
 from zero_core.checkpoint.retention import Aside, remove_stale
 from zero_core.checkpoint.save import swap_in, write_file, write_manifest
+from zero_engine.deepspeed_import.isolation import printable
 from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source, SourceParam
 
 _SEED = 0
@@ -32,34 +34,41 @@ _SEED = 0
 
 
 def write_source(source: Source, directory: Path, tag: str, optimizer: str | None) -> Path:
-    """Write checkpoint ``tag`` into ``directory``, whose file ``latest`` names it, and return it.
+    """Write checkpoint ``tag`` into ``directory``, and return its folder.
 
-    One fragment of a parameter at a time is in memory. ``optimizer`` is the optimizer's class;
-    None is the one that the saved configuration names.
+    The file ``latest`` names it, unless there is one that names another. One fragment of a
+    parameter at a time is in memory. ``optimizer`` is the optimizer's class; None is the one that
+    the saved configuration names.
 
     Raises:
         CheckpointError: a value cannot be kept, or there is no room.
     """
     check_tag(tag)
+    # First, since it refuses what cannot be kept, and tensors take long to write.
+    states = _state_names(source)
+    kind = optimizer or _optimizer_of(source)
+    content = _manifest(source, states, f"{kind} with {len(source.groups)} groups")
     directory.mkdir(parents=True, exist_ok=True)
     remove_stale(directory)
     aside = Aside(directory, tag)
     try:
         aside.make()
         files: dict[str, dict[str, Any]] = {}
-        states = _state_names(source)
         for name in states:
             _note(f"writing {name}")
             files |= write_file(aside.folder, file_name(name, 0), _fragments(source, name))
-        _note("writing what was frozen, and buffers")
+        _note("writing frozen parameters and buffers")
         files |= write_file(aside.folder, file_name(VALUE, 0), _frozen(source))
         files |= write_file(aside.folder, BUFFERS, dict(source.buffers))
         rng = {"torch": torch.Generator().manual_seed(_SEED).get_state()}
         files |= write_file(aside.folder, file_name(RNG, 0), rng)
-        kind = optimizer or _optimizer_of(source)
-        described = f"{kind} with {len(source.groups)} groups"
-        write_manifest(aside.folder, _manifest(source, states, described, files))
-        swap_in(aside, directory / tag, is_latest=True)
+        write_manifest(aside.folder, {**content, "files": files})
+        if os.path.lexists(directory / tag):
+            raise CheckpointError(f"{directory / tag} has been made meanwhile: it stays")
+        latest = read_latest(directory)
+        swap_in(aside, directory / tag, is_latest=latest is None)
+        if latest is not None:
+            _note(f"note: {directory / 'latest'} still names {latest}")
     finally:
         aside.remove()
     return directory / tag
@@ -89,23 +98,33 @@ def _optimizer_of(source: Source) -> str:
     """Return the class that the saved configuration names, as `zero_core` names it.
 
     A script that made the optimizer itself has left no name: AdamW is the most usual one.
+
+    Raises:
+        CheckpointError: it is no Adam.
     """
-    config = source.model.get("ds_config")
-    given = config.get("optimizer") if isinstance(config, Mapping) else None
-    if not isinstance(given, Mapping):
+    if source.optimizer is None:
+        _note(
+            "note: the saved configuration names no optimizer, which is taken for AdamW; "
+            "--optimizer says another"
+        )
         return "AdamW"
-    params = given.get("params") or {}
+    kind, params = source.optimizer
+    if kind.lower() not in {"adam", "adamw"}:
+        raise CheckpointError(
+            f"the checkpoint is of the optimizer {kind}: Adam and AdamW are imported. If its "
+            "states mean the same as theirs, give its class, --optimizer AdamW"
+        )
     if not params.get("bias_correction", True):
         return "Adam"
-    is_adam = str(given.get("type")).lower() == "adam" and not params.get("adam_w_mode", True)
+    is_adam = kind.lower() == "adam" and not params.get("adam_w_mode", True)
     return "Adam" if is_adam else "AdamW"
 
 
 def _client_state(source: Source) -> dict[str, Any]:
     """Return the user's entries that JSON can keep, encoded."""
-    own = {"global_samples": int(source.model.get("global_samples", 0))}
+    own = {"global_samples": source.global_samples}
     kept: dict[str, Any] = {}
-    for name, value in {**source.client_state(), OWN_STATE: own}.items():
+    for name, value in {**source.client_state, OWN_STATE: own}.items():
         try:
             kept |= encode({name: value}, "client_state")
         except CheckpointError as error:
@@ -113,17 +132,15 @@ def _client_state(source: Source) -> dict[str, Any]:
     return kept
 
 
-def _manifest(
-    source: Source, states: Sequence[str], optimizer: str, files: Mapping[str, Any]
-) -> dict[str, Any]:
-    steps = int(source.model.get("global_steps", 0))
+def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str, Any]:
+    """Return the manifest without the files."""
     progress = {
-        "global_steps": steps,
-        "micro_steps": steps,
-        "skipped_steps": int(source.model.get("skipped_steps", 0)),
+        "global_steps": source.global_steps,
+        "micro_steps": source.global_steps,
+        "skipped_steps": source.skipped_steps,
         "loss_scaler": dict(source.loss_scale),
         "param_groups": list(source.groups),
-        "lr_scheduler": source.model.get("lr_scheduler"),
+        "lr_scheduler": source.schedule,
     }
     numbered = list(enumerate(source.params))
     return {
@@ -152,7 +169,6 @@ def _manifest(
         },
         "whole_states": {},
         "python_rng": [random.Random(_SEED).getstate()],
-        "files": dict(files),
         "progress": encode(progress, "progress"),
         "client_state": _client_state(source),
         "has_frozen": True,
@@ -170,4 +186,4 @@ def _describe(param: SourceParam) -> dict[str, Any]:
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

@@ -24,8 +24,7 @@ from zero_engine.deepspeed_import.source import (
     MASTER,
     Source,
     SourceParam,
-    buffers_of,
-    hyperparameters,
+    make_source,
     named_like,
     split_states,
     storage_ties,
@@ -136,14 +135,15 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
             parts = (flat(value, f"{place}: {first}"),)
             params.append(SourceParam(names, tuple(value.shape), value.dtype, value=parts))
     scale = loss_scale.of_zero(states[0])
-    groups = hyperparameters(base["param_groups"])
-    return Source(params, buffers_of(model), groups, model, scale)
+    return make_source(model, params, base["param_groups"], scale)
 
 
 def _span(address: Any, where: str) -> tuple[int, int]:
     """Return the range of a ``fragment_address``."""
     if not isinstance(address, Record):
-        raise CheckpointCorruptError(f"{where}: {address!r:.100} is no address of a fragment")
+        raise CheckpointCorruptError(
+            f"{where}: {type(address).__name__} is no address of a fragment"
+        )
     found = {**dict(zip(("numel", "start"), address.args, strict=False)), **vars(address)}
     return int(found["start"]), int(found["start"]) + int(found["numel"])
 
@@ -187,8 +187,8 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
         else:
             params.append(frozen_of_stage_3(place, names, dtype, models))
     scale = loss_scale.of_zero(states[0])
-    groups = hyperparameters(states[0]["optimizer_state_dict"]["param_groups"])
-    return Source(params, buffers_of(model), groups, model, scale)
+    groups = states[0]["optimizer_state_dict"]["param_groups"]
+    return make_source(model, params, groups, scale)
 
 
 def frozen_of_stage_3(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zero_core import CheckpointError
 from zero_core.checkpoint.files import find, read_latest, read_manifest
+from zero_core.checkpoint.manifest import MANIFEST
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties, write_stand_ins
 from zero_engine.deepspeed.engine.facts import Facts
 from zero_engine.deepspeed.errors import NotServedError
@@ -121,8 +122,10 @@ class Checkpoints(Facts):
             load_module_only: True loads parameters and buffers alone.
             custom_load_fn: not served.
             from_deepspeed: ``load_dir`` was written by DeepSpeed itself: import it first into this
-                folder, which all ranks see. Rank 0 does, and the others wait; for a checkpoint that
-                takes longer than the process group's timeout, call ``zero-engine import`` before.
+                folder, which all ranks see. If the folder holds checkpoints already, its newest is
+                loaded and nothing is imported, so that a script that is started again goes on.
+                Rank 0 imports, and the others wait; for a checkpoint that takes longer than the
+                process group's timeout, call ``zero-engine import`` before.
 
         Raises:
             CheckpointError: there is none of that tag, or it does not fit the model.
@@ -251,7 +254,10 @@ class Checkpoints(Facts):
 
 
 def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | Path) -> str:
-    """Import DeepSpeed's checkpoint into ``output`` on rank 0, and return its tag on every rank."""
+    """Import DeepSpeed's checkpoint into ``output`` on rank 0, and return its tag on every rank.
+
+    What ``output`` holds already comes first: see `Checkpoints.load_checkpoint`.
+    """
     state = engine.core.sharded_state
 
     def on_rank_0() -> str:
@@ -260,6 +266,15 @@ def _import(engine: Checkpoints, source: str | Path, tag: object, output: str | 
         frozen = [spec.name for spec in engine.core.layout.params if not spec.is_trainable]
         kind = state.optimizer.rpartition(" with ")[0]
         name = None if tag is None else str(tag)
+        newest = read_latest(Path(output))
+        # DeepSpeed's own folder is refused by the import.
+        if newest is not None and Path(output, newest, MANIFEST).is_file():
+            if name is not None and not Path(output, name, MANIFEST).is_file():
+                raise CheckpointError(
+                    f"{output} holds checkpoints, but no {name}: import that into another folder"
+                )
+            _log.warning("%s holds checkpoints: its newest, %s, is loaded", output, newest)
+            return newest
         return import_checkpoint(source, output, name, optimizer=kind, frozen=frozen).name
 
     found = state.control.together("checkpoint: import", on_rank_0)
