@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_core
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.topology import Ranks
 from zero_core.testing import (
     LR,
     WEIGHT_DECAY,
@@ -21,6 +24,7 @@ from zero_core.testing import (
     SimulatedRanks,
     batch,
     make_model,
+    run_on_processes,
     simulate,
 )
 
@@ -119,9 +123,134 @@ def _follows_ddp(ranks: SimulatedRanks, edit: Edit) -> None:
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_grad_reads_and_counts_as_with_ddp(world_size, edit):
     simulate(_follows_ddp, world_size, edit)
+
+
+class _LateRanks:
+    """Holds all ranks but the first where they read ``param.grad``.
+
+    They go on when the first one has read and changed it, and is in the sum of the step's
+    statistics, having done all that it does before.
+    """
+
+    def __init__(self, engine: zero_core.Engine, rank: int, world_size: int) -> None:
+        self._peers = range(1, world_size) if rank == 0 else ()
+        self._is_held = rank > 0
+        self._group = dist.new_group()
+        self._is_due = False
+        control = engine.sharded_state.control
+        self._sum, control.sum = control.sum, self._sum_and_release
+
+    def read(self) -> None:
+        self._is_due = True
+        if self._is_held:
+            dist.recv(torch.zeros(1), 0, group=self._group)
+
+    def _sum_and_release(self, tensor: Tensor) -> Tensor:
+        if self._is_due:
+            self._is_due = False
+            for peer in self._peers:
+                dist.send(torch.zeros(1), peer, group=self._group)
+        return self._sum(tensor)
+
+
+def _is_equal_on_all_ranks(model: nn.Module, control: ControlGroup) -> bool:
+    own = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    rows = control.gather(own).view(control.world_size, -1)
+    return bool((rows == rows[0]).all())
+
+
+def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[Edit]) -> None:
+    """Change gradients while peers have not read them yet, step after step."""
+    wanted = make_model()
+    ddp, optimizer = SimulatedDDP(wanted, ranks), _optimizer(wanted)
+    model = make_model()
+    engine = zero_core.build(model, case.config(), optimizer=_optimizer(model))
+    late = _LateRanks(engine, ranks.rank, ranks.size)
+    for step in range(steps):
+        inputs, edit = batch(step, 0, ranks.rank), edits[step % len(edits)]
+        ddp(**inputs)["loss"].backward()
+        ddp.average_gradients()
+        edit(wanted)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(engine(**inputs)["loss"])
+        late.read()
+        edit(engine.module)
+        engine.step()
+        assert _is_equal_on_all_ranks(model, engine.sharded_state.control), (step, edit)
+    if case == Case():
+        _assert_as_with_ddp(model, wanted, ranks)
+        _change_after_clipping(engine, ddp, optimizer, ranks)
+        _change_on_one_rank(engine, ranks)
+    engine.close()
+
+
+def _change_after_clipping(
+    engine: zero_core.Engine,
+    ddp: SimulatedDDP,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+) -> None:
+    """Change gradients of which other ranks own the shards, when all statistics are summed."""
+    for edit in (_zero_and_assign, _freeze, _change_a_bias):
+        inputs = batch(0, 0, ranks.rank)
+        ddp(**inputs)["loss"].backward()
+        ddp.average_gradients()
+        edit(ddp.module)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(engine(**inputs)["loss"])
+        engine.clip_grad_norm_(1e9)
+        edit(engine.module)
+        engine.step()
+    _assert_as_with_ddp(engine.module, ddp.module, ranks)
+
+
+def _assert_as_with_ddp(model: nn.Module, wanted: nn.Module, ranks: Ranks) -> None:
+    close = 0.0 if ranks.size == 2 else 1e-5  # gloo adds three ranks' parts in another order
+    found, values = (dict(m.named_parameters()) for m in (model, wanted))
+    torch.testing.assert_close(found, values, rtol=close, atol=close)
+
+
+def _change_a_bias(model: nn.Module) -> None:
+    next(p for p in model.parameters() if p.dim() == 1 and p.grad is not None).grad.add_(1.0)
+
+
+def _change_on_one_rank(engine: zero_core.Engine, ranks: Ranks) -> None:
+    """Break the rule: all ranks are told, none waits."""
+    inputs = batch(0, 0, ranks.rank)
+    before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    engine.backward(engine(**inputs)["loss"])
+    if ranks.rank == 0:
+        _change_a_bias(engine.module)
+    with pytest.raises(zero_core.RankMismatchError, match=r"changes: .*param.grad of .* on rank 0"):
+        engine.step()
+    torch.testing.assert_close(dict(engine.module.named_parameters()), before, rtol=0.0, atol=0.0)
+    engine.optimizer.zero_grad()
+    engine.backward(engine(**inputs)["loss"])
+    engine.clip_grad_norm_(1e9)
+    if ranks.rank == 0:
+        next(p for p in engine.module.parameters() if p.grad is not None).grad.fill_(math.inf)
+    engine.step()
+    engine.backward(engine(**inputs)["loss"])
+    with pytest.raises(zero_core.RankMismatchError, match=r"changes: .*param.grad of .* on rank 0"):
+        engine.step()
+
+
+def _on_late_processes(ranks: Ranks) -> None:
+    _step_with_late_ranks(ranks, 30, Case(), EDITS)
+    edits = (_clip_norm, _zero_and_assign)
+    # Where the ranks' shards are parts of the sum, and where both are of two dtypes.
+    _step_with_late_ranks(ranks, 4, Case(top={"communication_data_type": "bf16"}), edits)
+    _step_with_late_ranks(ranks, 4, Case(dtype="bf16"), edits)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_changes_do_not_reach_peers_that_read_later(world_size):
+    run_on_processes(_on_late_processes, world_size)
 
 
 def _reads(ranks: SimulatedRanks, case: Case, *, is_read: bool) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
@@ -250,6 +251,66 @@ def test_random_numbers_follow_the_micro_batch_and_not_what_was_drawn_before() -
     torch.rand(1)
     assert all(torch.equal(a, b) for a, b in zip(masks(), first, strict=True))
     engine.close()
+
+
+def test_a_micro_batch_that_is_repeated_draws_the_same_numbers() -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+    engine = zero_core.build(model, config(1, seed=3))
+    found, failing = [], {"forward"}
+
+    def fail(where: str) -> None:
+        if where in failing:
+            failing.discard(where)
+            raise torch.OutOfMemoryError(where)
+
+    def note(module: nn.Module, args: object, output: Tensor) -> None:
+        found.append(output.detach() == 0)
+        output.register_hook(lambda grad: fail("backward"))
+        fail("forward")
+
+    model[1].register_forward_hook(note)
+
+    def micro_step() -> None:
+        engine.backward(engine(torch.ones(1, 4)).sum())
+
+    for where in ("forward", "backward"):
+        failing.add(where)
+        with pytest.raises(torch.OutOfMemoryError):
+            micro_step()
+        micro_step()
+        engine.optimizer.zero_grad()
+    micro_step()
+    assert len(found) == 5
+    assert all(torch.equal(mask, found[0]) for mask in found)
+    engine(torch.ones(1, 4))  # the second forward of a micro-step
+    assert not torch.equal(found[-1], found[0])
+    engine.close()
+
+
+class _UsedTwice(nn.Module):
+    """Uses a layer twice under reentrant checkpointing, which gives it two gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_gradients_of_a_parameter_in_one_backward_are_refused(world_size: int) -> None:
+    simulate(_two_gradients, world_size)
+
+
+def _two_gradients(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_UsedTwice(), config(ranks.size), process_group=ranks)
+    out = engine(torch.ones(1, 3, requires_grad=True))
+    with pytest.raises(RuntimeError, match="two gradients in one backward"):
+        engine.backward(out.sum())
 
 
 class _Part(nn.Module):

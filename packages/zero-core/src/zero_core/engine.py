@@ -214,9 +214,11 @@ class Engine(ShardedModel):
         """Clip the gradient of the step by its p-norm and return the norm before, unscaled.
 
         As `torch.nn.utils.clip_grad_norm_` over the whole model, between the last backward of a
-        step and ``step``. ``gradient_clipping`` acts after it. Every rank must call it. Torch's own
-        function serves at stage 0. From stage 1 on it finds no ``.grad`` and clips nothing, without
-        a sign of it. ``param.grad`` stays as it was: the step applies the factor.
+        step and ``step``. ``gradient_clipping`` acts after it. Every rank must call it.
+        ``param.grad`` stays as it was: the step applies the factor.
+
+        `torch.nn.utils.clip_grad_norm_` works at stage 0. At stages 1 to 3 parameters have no
+        ``grad``, so it silently clips nothing.
 
         Raises:
             RuntimeError: not at an accumulation boundary, or within ``no_sync``.

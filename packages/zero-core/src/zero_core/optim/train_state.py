@@ -199,6 +199,7 @@ class TrainState:
     Attributes:
         global_steps: optimizer steps so far, skipped ones included.
         skipped_steps: steps skipped because a gradient was not finite.
+        num_drops: how often gradients were dropped, with or without a step.
         accumulation: micro-steps of a step.
         scaler: the loss scale.
         lr_scheduler: stepped at each optimizer step that is taken, or None.
@@ -216,6 +217,7 @@ class TrainState:
         """Start at step 0. ``param_groups`` are the optimizer's own and are changed in place."""
         self.global_steps = 0
         self.skipped_steps = 0
+        self.num_drops = 0
         micro_steps, num_parts = config.gradient_accumulation_steps, 1
         if config.world_size_invariant:
             step_size = config.train_micro_batch_size_per_gpu * micro_steps

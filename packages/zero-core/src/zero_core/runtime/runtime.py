@@ -534,6 +534,7 @@ class Runtime:
         self.part_hooks.resume()
         self._experts.begin(is_whole=False)
         self._sink.begin_backward()
+        self._reductions.begin_backward()
         self._is_backward_open = True
         self._place.enter("backward")
         self._is_reducing = self._will_reduce()

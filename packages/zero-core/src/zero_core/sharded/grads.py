@@ -114,6 +114,7 @@ class FlatGrads:
         self._views = views
         self._no_grad = [False] * len(self.params)
         self._has_grad = self._no_grad.copy()
+        self._added: set[int] = set()  # positions, in this backward, if the plan is sequential
         self._is_wide = False
         self._work: NamedReduction | None = None
         self._target: Tensor | None = None  # of the reduction under way
@@ -121,6 +122,7 @@ class FlatGrads:
         self._borrowed_grad: Tensor | None = None
         self._lent: tuple[BufferPool, Tensor] | None = None  # the pool buffer behind it
         self._is_replaced = False  # it is the whole step's gradient, set from outside
+        self._changed_shard: Tensor | None = None  # what the next reduction is added to
         self._rounded: Tensor | None = None  # what the tier was offered, if it was rounded
         self._is_empty = True  # nothing accumulated since the last step
         self._norm: Tensor | None = None  # of the shard, where it is known already
@@ -140,6 +142,10 @@ class FlatGrads:
         """Whether gradients were added that no reduction has carried yet."""
         return self._full is not None
 
+    def begin_backward(self) -> None:
+        """Begin a backward, in which each parameter has one gradient if the plan is sequential."""
+        self._added.clear()
+
     def accumulate_locally(self) -> None:
         """Let gradients of the following backwards add up until the next reduction (``no_sync``).
 
@@ -152,7 +158,8 @@ class FlatGrads:
 
         Raises:
             ValueError: it is sparse.
-            RuntimeError: the segment has been updated in this backward already.
+            RuntimeError: the segment has been updated in this backward already, or the plan is
+                sequential and the parameter had a gradient in this backward before.
         """
         if grad.layout is not _STRIDED:
             raise ValueError(
@@ -162,6 +169,8 @@ class FlatGrads:
             self._check_not_updated()
             self._open()
         view = self._slots[position]
+        if self._is_sequential:
+            self._check_first(position)
         if self._is_rounded_here:
             grad = grad.to(self.plan.communicated)
         if self._has_grad[position]:
@@ -238,6 +247,10 @@ class FlatGrads:
             reduced, self._target = self._target, None
             assert reduced is not None
             self._take_reduction(work, reduced)
+            if self._changed_shard is not None and self._shard is not None:
+                # No rank sends its part before it has read the others' shards.
+                self._shard.copy_(self._changed_shard)
+                self._changed_shard = None
             if self.plan.normed is not None:
                 self._norm = None  # another one is wanted
                 if self._shard is not None and self.plan.rounded is not reduced.dtype:
@@ -301,9 +314,8 @@ class FlatGrads:
         elif dtype is torch.float16:
             rounded = shard.to(dtype)
         if dtype is torch.float16 and rounded is not shard:
-            self._norm = self._measure(
-                rounded
-            )  # fp16 may overflow in this cast: take the norm after it
+            # fp16 may overflow in this cast: take the norm after it.
+            self._norm = self._measure(rounded)
         norm = self.norm()
         if total is not None:
             self._wait_until_read()  # total may be the memory of full_grad
@@ -314,6 +326,13 @@ class FlatGrads:
                 self.wait()
             rounded = self._round(total)
         return ReducedGrad(rounded, norm)
+
+    def changed_result(self) -> ReducedGrad:
+        """Return what `result` does, after `take_changes`, without a collective."""
+        total = self._buffers.total
+        if total is None:
+            return self.result()
+        return ReducedGrad(self._round(total), self.retake_norm())
 
     def _round(self, values: Tensor) -> Tensor:
         """Return ``values`` in the offered dtype, in borrowed memory if that is another one."""
@@ -399,28 +418,54 @@ class FlatGrads:
         with torch.inference_mode(False), torch.no_grad():
             return self.covered()[slot.start : slot.stop].view(shape)
 
-    def replace_param(self, position: int, grad: Tensor) -> None:
-        """Replace what this rank's shard has of the gradient of parameter ``position``."""
-        slot = self.segment.slots[position]
-        low, high = self.segment.shard_range(self._communicator.rank)
-        start, stop = max(slot.start, low), min(slot.stop, high)
-        if start < stop:
-            part = grad.reshape(-1)[start - slot.start : stop - slot.start]
-            self.replace(start - low, part)
+    @property
+    def is_sum_private(self) -> bool:
+        """Whether no other rank reads the memory of `covered`."""
+        return self._buffers.total is None or self.plan.is_sum_in_full
 
-    def take_sum(self) -> Tensor:
-        """Make the shard what it is in ``grad_sum``, and return `retake_norm`."""
+    def take_changes(self, changes: Mapping[int, Tensor]) -> None:
+        """Use what was written to `covered`, and ``changes`` by position of the parameter.
+
+        After all ranks have agreed on the gradient: before, others may read this rank's shard.
+        """
         total = self._buffers.total
-        if total is not None and self.plan.is_sum_in_full:
-            assert self._shard is not None, "its tier does not own gradients"
+        for position, grad in changes.items():
+            slot, values = self.segment.slots[position], grad.reshape(-1)
+            if total is None:
+                self.replace(slot.start, values)
+            else:
+                self._wait_until_copied()
+                total[slot.start : slot.stop].copy_(values)
+        if self._shard is not None and total is not None and self.plan.is_sum_in_full:
             low, high = self.segment.shard_range(self._communicator.rank)
             self._shard.copy_(total[low:high])
-        self._norm = None
-        return self.retake_norm()
+
+    def keep_changes(self, changes: Mapping[int, Tensor]) -> None:
+        """Have the next reduction added to the gradient with its changes: see `take_changes`.
+
+        With several ranks, any of which may still read this rank's shard.
+        """
+        low, high = self.segment.shard_range(self._communicator.rank)
+        kept = self.covered()[low:high].clone()
+        for position, grad in changes.items():
+            slot = self.segment.slots[position]
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop:
+                part = grad.reshape(-1)[start - slot.start : stop - slot.start]
+                kept[start - low : stop - low].copy_(part)
+        self._changed_shard = kept
+
+    def covered_norm(self) -> Tensor:
+        """Return the 2-norm of `covered` as it is now, as `norm` does, in the offered dtype."""
+        values = self.covered()
+        if self.plan.offered is torch.float16:  # whose cast may overflow
+            values = values.to(torch.float16)
+        return self._measure(values, 2.0, self.plan.normed)
 
     def retake_norm(self) -> Tensor:
-        """Return the 2-norm of the shard as it is now, as `norm` does."""
-        return self._measure(self.values(), 2.0, self.plan.normed)
+        """Return `norm` of the shard after changes."""
+        self._norm = None
+        return self.norm()
 
     def norm(self, p: float = 2.0) -> Tensor:
         """Return the ``p``-norm of the shard, in fp32 or wider: see `ReducedGrad`."""
@@ -456,7 +501,7 @@ class FlatGrads:
         self._has_grad = self._no_grad.copy()
         if self._work is not None and self._work.statistics() is not None:
             self._until_reduced = self._until_read = self._work  # it still reads full_grad
-        self._work = self._target = self._norm = self._nonfinite = None
+        self._work = self._target = self._norm = self._nonfinite = self._changed_shard = None
         self._close()
         self._return_lent(None)
 
@@ -467,6 +512,17 @@ class FlatGrads:
                 "used twice under reentrant activation checkpointing: set zero_optimization."
                 "offload_optimizer.update_in_backward to false, and go on from a checkpoint"
             )
+
+    def _check_first(self, position: int) -> None:
+        if position in self._added:
+            shape = list(self.params[position].shape)
+            name = self._communicator.name_of(f"parameter of shape {shape}", self.segment.index)
+            raise RuntimeError(
+                f"world_size_invariant: a {name} had two gradients in one backward, as of a module "
+                "that is used twice under reentrant activation checkpointing. They would be added "
+                "in another order at another world size: checkpoint with use_reentrant=False"
+            )
+        self._added.add(position)
 
     def _take_reduction(self, work: NamedReduction, reduced: Tensor) -> None:
         """Keep the norm of what ``work`` has ``reduced``, and the ranks that are not finite."""

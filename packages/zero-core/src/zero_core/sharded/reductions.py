@@ -100,10 +100,15 @@ class Reductions:
         self.has_peers = has_peers
         self._units = units
         self._grads = [grads for unit in units for grads in unit.grads]
+        self._sequential = [grads for grads in self._grads if grads.plan.is_sequential]
         self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self._grads)
         self._sink = sink
         self._ready = ready
         self._in_flight: tuple[FlatGrads, ...] = ()
+
+    def begin_backward(self) -> None:
+        for grads in self._sequential:
+            grads.begin_backward()
 
     def start(self, index: int) -> None:
         """Start to reduce a unit, when the one before it has been reduced."""

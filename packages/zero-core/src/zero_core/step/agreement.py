@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ NUM_WORDS = 3
 
 
 class StepAgreement:
-    """The optimizer's groups, trainable parameters, buffers and the accumulation of one rank.
+    """Optimizer's groups, trainable parameters, buffers, accumulation, changes of one rank.
 
     A step sums a hash of them and its square over the ranks, in the reduction that it makes
     anyway: all ``n`` ranks have the same ``h`` if and only if ``n * sum(h * h) == sum(h) ** 2``.
@@ -36,15 +36,21 @@ class StepAgreement:
         self._with_buffers = [(name, m) for name, m in modules if m._buffers]
         self._hashed: Any = None
         self._words = [0.0] * NUM_WORDS
+        self._changed: Sequence[str] = ()
 
-    def words(self) -> list[float]:
-        """Return this rank's hash: `NUM_WORDS` integers below 2**16."""
+    def words(self, changed: Sequence[str]) -> list[float]:
+        """Return this rank's hash: `NUM_WORDS` integers below 2**16.
+
+        ``changed`` names the units of which ``param.grad`` was changed.
+        """
+        self._changed = changed
         facts = (
             describe_groups(self._train.hyperparameters()),
             [param.requires_grad for param in self._params],
             _buffers(self._with_buffers),
             self._train.accumulation.steps,
             self._train.scaler.scale,
+            changed,
         )
         if facts != self._hashed:  # the hash takes longer than the comparison
             self._hashed = facts
@@ -67,6 +73,7 @@ class StepAgreement:
         facts |= _buffers(self._with_buffers)
         facts["gradient_accumulation_steps"] = str(self._train.accumulation.steps)
         facts["loss scale"] = str(self._train.scaler.scale)
+        facts["changes"] = ", ".join(self._changed) or "none"
         found = self._control.differences(facts)
         raise RankMismatchError(
             f"rank {self._control.rank}, step {step}: not updated, as ranks differ in {found}. "

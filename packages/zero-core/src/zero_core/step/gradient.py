@@ -123,7 +123,14 @@ class StepGradient:
             is_invariant=config.world_size_invariant,
         )
         self._agreement = StepAgreement(state, train, has_common_buffers=config.broadcast_buffers)
-        self._is_agreed = False  # the statistics are those of the gradient as it is
+        self._is_agreed = False  # the statistics are those of the gradient as it was reduced
+        self._changed_square_sum: Tensor | None = None  # with the changes made to param.grad
+        # Segments in which param.grad was changed: before the sum of the statistics, after it, and
+        # after that of the step before.
+        self._changed: set[int] = set()
+        self._changed_late: set[int] = set()
+        self._changed_before: set[int] = set()
+        self._why_skipped = ""
         spans = {flat.segment.index: flat.local_span for flat in state.params}
         self._starts = {index: span[0] for index, span in spans.items() if span is not None}
         self._pieces_of: dict[int, list[int]] = {}
@@ -160,7 +167,12 @@ class StepGradient:
         return len(self._norms) + len(self._tier_sums) == self._num_segments
 
     def begin_backward(self) -> None:
-        self._take_changes()
+        changes = self.param_grads.find_changes()
+        if self._communicator.world_size > 1:  # others may still read this rank's shards
+            self._changed.update(changes)
+            self.param_grads.keep_changes(changes)
+        else:
+            self._take_changes(changes)
         self.param_grads.close()
         self.reopen()
         self.check_not_updated("a further backward of the same step")
@@ -190,6 +202,7 @@ class StepGradient:
 
     def reopen(self) -> None:
         self._is_agreed = False
+        self._changed_square_sum = None
 
     def add(self, grads: FlatGrads) -> bool:
         self.reopen()
@@ -225,38 +238,68 @@ class StepGradient:
 
     def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
         self.param_grads.take_assigned()
-        self._take_changes()
+        changes = self.param_grads.find_changes()
+        (self._changed_late if self._is_agreed else self._changed).update(changes)
         if not self._is_agreed:
+            self._changed |= self._changed_late
+            self._changed_late = set()
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self._grads.values():
                 grads.wait()
-            # In the order of the layout: that of the reductions may change from step to step.
-            norms = [norm for _, norm in sorted(self._norms.items())]
-            sums = [self._on_device(call()).view(1) for _, call in sorted(self._tier_sums.items())]
-            if norms and not self._config.world_size_invariant:
-                sums.append(torch.stack(norms).to(torch.float64).square())
-            if self._config.world_size_invariant:
-                square_sums = bin_powers(torch.cat(norms))
-            else:
-                square_sums = torch.cat(sums)
             self._statistics.agree(
-                square_sums,
+                self._square_sums(self._norms),
                 self.params_with_grad,
                 has_unreduced=has_unreduced,
                 is_tail_late=is_tail_late,
                 left_out=left_out,
-                words=self._agreement.words(),
+                words=self._agreement.words(
+                    [
+                        *(
+                            self._communicator.name_of("param.grad", i)
+                            for i in sorted(self._changed)
+                        ),
+                        *(
+                            self._communicator.name_of("the last step's param.grad", i)
+                            for i in sorted(self._changed_before)
+                        ),
+                    ]
+                ),
             )
+            self.param_grads.agreed()
             self._is_agreed = True
+        if self._take_changes(changes):
+            norms = self._norms
+            if self._communicator.world_size > 1:
+                norms = {index: self._grads[index].covered_norm() for index in norms}
+            square_sums = self._square_sums(norms)
+            is_binned = self._config.world_size_invariant
+            self._changed_square_sum = sum_bins(square_sums) if is_binned else square_sums.sum()
 
-    def _take_changes(self) -> None:
-        """Have the step use what was done to ``param.grad``."""
-        for grads in self.param_grads.take_changes():
+    def _square_sums(self, norms: Mapping[int, Tensor]) -> Tensor:
+        """Return the squares of ``norms`` by segment, as the statistics take them."""
+        # In the order of the layout: that of the reductions may change from step to step.
+        ordered = [norm for _, norm in sorted(norms.items())]
+        if self._config.world_size_invariant:
+            return bin_powers(torch.cat(ordered))
+        sums = [self._on_device(call()).view(1) for _, call in sorted(self._tier_sums.items())]
+        if ordered:
+            sums.append(torch.stack(ordered).to(torch.float64).square())
+        return torch.cat(sums)
+
+    def _take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> bool:
+        """Have the step use what was done to ``param.grad``. Return whether anything was."""
+        changed = self.param_grads.take_changes(changes)
+        for grads in changed:
+            index = grads.segment.index
             if self._tier.owns_grads:
-                self.add(grads)
+                reduced = grads.changed_result()
+                self._tier_sums.pop(index, None)
+                grads.release(self._tier.offer_grad(self._starts[index], reduced.shard))
+                assert reduced.norm is not None, "it is the whole gradient"
+                self._norms[index] = reduced.norm
             else:  # it reads the memory that was changed
-                self._norms[grads.segment.index] = grads.norm()
-                self.reopen()
+                self._norms[index] = grads.retake_norm()
+        return bool(changed)
 
     def _on_device(self, value: Tensor) -> Tensor:
         """Move a number to the device, without waiting for it."""
@@ -290,9 +333,13 @@ class StepGradient:
             self._settle(is_void=is_void)
             self._ahead = []
         self.reopen()
+        self._changed.clear()
+        self._changed_late.clear()
+        self._why_skipped = "param.grad was changed to values that are not finite"
         self.param_grads.clear()
         self.params_with_grad.clear()
         self._tier.discard_grads()
+        self._train.num_drops += 1
         self._norms.clear()
         self._tier_sums.clear()
         self._updated.clear()
@@ -327,7 +374,7 @@ class StepGradient:
 
     def _p_norm(self, p: float) -> float:
         if p == 2.0:
-            return math.sqrt(self._statistics.square_sum)
+            return math.sqrt(self._square_sum)
         state = self._state
         grads = [grads for _, grads in sorted(self._grads.items())]
         norms = [g.norm(p).to(self._device, torch.float64) for g in grads]
@@ -341,10 +388,17 @@ class StepGradient:
         return float(torch.linalg.vector_norm(state.control.gather(local.view(1)), p))
 
     def explain_skip(self) -> str:
-        """Name the parameters whose gradient is not finite, and the ranks whose batches did it.
+        """Return why `decide` skips the step, before `clear`.
 
-        A segment in which several batches gave values that are not finite names them all. Also
-        drop the collectives' quantization errors. Every rank must call it, before `clear`.
+        It names the parameters whose gradient is not finite, and the ranks whose batches did it. A
+        segment in which several batches gave values that are not finite names them all.
+        """
+        return self._why_skipped
+
+    def _explain_nonfinite(self) -> str:
+        """Find what `explain_skip` returns. Every rank must call it.
+
+        Also drop the collectives' quantization errors.
         """
         self._communicator.forget_errors()
         layout, control = self._state.layout, self._state.control
@@ -392,7 +446,9 @@ class StepGradient:
         The operations of `decide`, in float64 and between tensors, give its bits. Torch divides by
         a number by multiplying with its inverse.
         """
-        square_sum = self._statistics.device_square_sum
+        square_sum = self._changed_square_sum
+        if square_sum is None:
+            square_sum = self._statistics.device_square_sum
         scale = torch.full_like(square_sum, self._train.scaler.scale)
         norm = square_sum.sqrt() / scale
         is_void = self._statistics.device_is_void
@@ -431,8 +487,10 @@ class StepGradient:
         if not self._statistics.is_hash_agreed:
             self._settle(is_void=True)
             self.reopen()  # ranks may set the same and call step() again
+            self._changed_before = set()
             self._agreement.refuse(self._train.global_steps + 1)
         self.param_grads.close()
+        self._changed_before, self._changed_late = self._changed_late, set()
         used, scale = self._statistics.num_ranks_with_grad, self._train.scaler.scale
         norm = self._norm()
         clipped = norm * self._clip_factor
@@ -440,15 +498,29 @@ class StepGradient:
         self.decision = StepDecision(
             norm=norm,
             is_taken=self._is_to_be_taken(norm),
-            active=[i for i, p in enumerate(self._state.pieces) if used[p.param] > 0],
+            active=[i for i, p in enumerate(self._state.pieces) if self._is_used(p.param, used)],
             grad_scale=factor / scale,
         )
         self._settle(is_void=not self.decision.is_taken)
+        if self._is_checked and not math.isfinite(self._statistics.square_sum):
+            # On all ranks, also where a change of param.grad has mended it.
+            self._why_skipped = self._explain_nonfinite()
         self._train.grad_norm = norm
         return self.decision
 
+    def _is_used(self, param: int, num_ranks: Sequence[float]) -> bool:
+        if self.param_grads.is_set(param):  # since the ranks were counted
+            return param in self.params_with_grad
+        return num_ranks[param] > 0
+
+    @property
+    def _square_sum(self) -> float:
+        if self._changed_square_sum is not None:
+            return self._changed_square_sum.item()
+        return self._statistics.square_sum
+
     def _norm(self) -> float:
-        return math.sqrt(self._statistics.square_sum) / self._train.scaler.scale
+        return math.sqrt(self._square_sum) / self._train.scaler.scale
 
     def _is_to_be_taken(self, norm: float) -> bool:
         return math.isfinite(norm) or not self._is_checked

@@ -13,16 +13,24 @@ Nothing of this costs anything unless ``grad`` is read or set: it is a property 
 class. Torch's AccumulateGrad reads torch's own attribute below it, which is None, so a further
 backward of the same step adds nothing to the tensors that were given out.
 
-Changes are found when the gradient's statistics are agreed on: by the norm of each segment of which
-something was given out, by comparison where that was a copy. A segment that was only read keeps its
+A rank may be late and still gather the gradient from its peers' shards while one of them reads and
+changes it. So a view is given out only of memory that no peer reads, and a shard is changed only
+after the sum of the step's statistics, which ends all of those reads. That sum is of the gradient
+as it was reduced. Changes count after it: by then every rank has the whole gradient, computes the
+norm of the changed one by itself, and needs no second exchange, which another rank might not enter.
+
+Changes are found by a checksum of each view that was given out, and by comparison of copies. (A
+permutation may keep the checksum. It keeps the norm too.) A segment that was only read keeps its
 statistics. Every rank must make the same changes, as with DDP; reading is each rank's own affair.
+The statistics carry which segments were changed: where ranks differ the step is refused on all of
+them, and after `Engine.clip_grad_norm_` the next one.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -79,8 +87,13 @@ def _served(param: nn.Parameter) -> ParamGrads | None:
     return None if found is None else found()
 
 
+def _forget(dropped: weakref.ref[ParamGrads]) -> None:
+    for number in [number for number, ref in _serving.items() if ref is dropped]:
+        del _serving[number]
+
+
 class ParamGrads:
-    """Gives out the gradient of a step by parameter, and finds what was changed."""
+    """The gradient of a step by parameter, and the changes that scripts make to it."""
 
     def __init__(
         self,
@@ -90,7 +103,7 @@ class ParamGrads:
         owns_grads: bool,
         is_updated_in_backward: bool,
     ) -> None:
-        """Know the trainable parameters among ``params``. Nothing is given out before `serve`.
+        """Prepare for the trainable parameters among ``params``. Reads return None before `serve`.
 
         ``params_with_grad`` are the numbers of those that have a gradient on this rank. It is kept
         up to date. ``owns_grads``: whether the state tier copies gradients.
@@ -109,16 +122,18 @@ class ParamGrads:
         self._complete: dict[int, FlatGrads] = {}  # by segment, while they may be read
         # By segment and position: what reads return, None where there is to be no gradient.
         self._given: dict[int, dict[int, Tensor | None]] = {}
-        self._set: set[int] = set()  # segments of which gradients were set
-        self._norms: dict[int, Tensor] = {}  # by segment, when something was first given out
+        self._set: set[int] = set()  # numbers of the parameters whose gradient was set
+        # Of views that were given out, with changes so far, by segment and position.
+        self._checksums: dict[int, dict[int, Tensor]] = {}
         self._assigned: dict[int, nn.Parameter] = {}  # while no gradient was there, by id
         self._has_warned = False
 
     def serve(self) -> ParamGrads:
-        """Give out gradients until `remove`."""
+        """Serve reads and changes of ``param.grad`` until `remove`."""
+        own = weakref.ref(self, _forget)
         for param, _, _ in self._params:
             param.__class__ = TrainedParameter
-            _serving[id(param)] = weakref.ref(self)
+            _serving[id(param)] = own
         return self
 
     def remove(self) -> None:
@@ -145,9 +160,11 @@ class ParamGrads:
                 return None  # states are offloaded
             if grads.param_numbers[position] not in self._with_grad and not grad.any():
                 return None  # nor have other ranks one
-            self._remember_norm(grads)
-            # Not the memory itself where the tier would not see what is done to it.
-            given[position] = grad.to(param.dtype, copy=self._owns_grads)
+            # Not the memory itself where the tier would not see what is done to it, or peers would.
+            is_copy = self._owns_grads or not grads.is_sum_private
+            given[position] = grad.to(param.dtype, copy=is_copy)
+            if given[position] is grad:
+                self._checksums.setdefault(index, {})[position] = _checksum(grad)
         return given[position]
 
     def write(self, param: nn.Parameter, grad: Tensor | None) -> bool:
@@ -162,19 +179,14 @@ class ParamGrads:
             raise RuntimeError(_UPDATED_IN_BACKWARD)
         set_grad(param, grad)  # it checks shape, dtype and device
         set_grad(param, None)
-        self._remember_norm(grads)
         self._given.setdefault(index, {})[position] = grad
-        self._set.add(index)
         number = grads.param_numbers[position]
+        self._set.add(number)
         if grad is None:
             self._with_grad.discard(number)
         else:
             self._with_grad.add(number)
         return True
-
-    def _remember_norm(self, grads: FlatGrads) -> None:
-        if not self._owns_grads and grads.segment.index not in self._norms:
-            self._norms[grads.segment.index] = grads.retake_norm()
 
     def _warn(self) -> None:
         if not self._has_warned:
@@ -188,68 +200,84 @@ class ParamGrads:
         index = grads.segment.index
         self._complete[index] = grads
         self._given.pop(index, None)
-        self._norms.pop(index, None)
+        self._checksums.pop(index, None)
 
     def close(self) -> None:
         """Allow no more reads and changes."""
         self._complete.clear()
         self._given.clear()
-        self._set.clear()
-        self._norms.clear()
+        self._checksums.clear()
 
     def clear(self) -> None:
-        """Drop what was assigned, too."""
+        """Drop all that was given out or assigned."""
         self.close()
+        self._set.clear()
         for param in self._assigned.values():
             set_grad(param, None)
         self._assigned.clear()
 
     def take_assigned(self) -> None:
-        """Count what was assigned before the gradient was complete. `take_changes` follows."""
+        """Count what was assigned before the gradient was complete."""
         assigned, self._assigned = self._assigned, {}
         for param in assigned.values():
             grad = get_grad(param)
             if grad is not None:  # else a backward has added to it, and the engine has the sum
                 set_grad(param, None)
-                self.write(param, grad)
+                is_taken = self.write(param, grad)
+                assert is_taken, "the gradient is complete now"
+
+    def is_set(self, number: int) -> bool:
+        """Whether the gradient of parameter ``number`` was set or removed since `agreed`."""
+        return number in self._set
+
+    def agreed(self) -> None:
+        """Note that all ranks know which parameters have a gradient."""
+        self._set.clear()
 
     @torch.no_grad()
-    def take_changes(self) -> list[FlatGrads]:
-        """Return the gradients that were changed. Their shards hold the changes.
+    def find_changes(self) -> dict[int, dict[int, Tensor]]:
+        """Return what was changed, by segment and position of the parameter, and write nothing.
 
-        The state tier must be offered what it is to copy again, else it has the new values.
+        Changes of views are in the gradient already: their segment is there, perhaps with nothing.
         """
-        if not self._given:
-            return []
-        take = self._take_from_copies if self._owns_grads else self._take_in_place
-        given = [(self._complete[index], given) for index, given in self._given.items() if given]
-        are_set, self._set = self._set, set()
-        # All of them are taken, whether or not something was set.
-        return [g for g, own in given if take(g, own) or g.segment.index in are_set]
+        found = {}
+        for index, given in self._given.items():
+            grads, own = self._complete[index], {}
+            for position, grad in given.items():
+                home = grads.of_param(position)
+                wanted = torch.zeros_like(home) if grad is None else grad
+                is_view = not self._owns_grads and wanted.data_ptr() == home.data_ptr()
+                if not (is_view or _are_same(home.to(wanted.dtype), wanted)):
+                    own[position] = wanted
+            checksums = self._checksums.get(index, {}).items()
+            if own or any(not torch.equal(_checksum(grads.of_param(p)), s) for p, s in checksums):
+                found[index] = own
+        return found
 
-    def _take_in_place(self, grads: FlatGrads, given: dict[int, Tensor | None]) -> bool:
-        """Write what is not a view of the gradient. Return whether the norm is another one."""
-        for position, grad in given.items():
-            home = grads.of_param(position)
-            if grad is None:
-                home.zero_()
-            elif grad.data_ptr() != home.data_ptr() and not _are_same(home.to(grad.dtype), grad):
-                home.copy_(grad)
-        index = grads.segment.index
-        before, after = self._norms[index], grads.take_sum()
-        self._norms[index] = after
-        return not _are_same(before, after)
+    @torch.no_grad()
+    def take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> list[FlatGrads]:
+        """Write ``changes`` into the gradients, and return those that are others now.
 
-    def _take_from_copies(self, grads: FlatGrads, given: dict[int, Tensor | None]) -> bool:
-        """Write copies that were changed into the shard. Return whether there are any."""
-        is_changed = False
-        for position, grad in given.items():
-            home = grads.of_param(position)
-            wanted = torch.zeros_like(home) if grad is None else grad
-            if not _are_same(home.to(wanted.dtype), wanted):
-                grads.replace_param(position, wanted)
-                is_changed = True
-        return is_changed
+        After all ranks have agreed on the gradient as it was.
+        """
+        for index in changes.keys() | self._checksums.keys():  # a change may keep a checksum
+            self._complete[index].take_changes(changes.get(index, {}))
+        for index in changes.keys() & self._checksums.keys():
+            grads, checksums = self._complete[index], self._checksums[index]
+            checksums.update((p, _checksum(grads.of_param(p))) for p in checksums)
+        return [self._complete[index] for index in sorted(changes)]
+
+    @torch.no_grad()
+    def keep_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> None:
+        """Have the next reductions add to the gradients with ``changes``."""
+        for index in changes.keys() | self._checksums.keys():
+            self._complete[index].keep_changes(changes.get(index, {}))
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """Return a sum of the bits: the same on any hardware. Only permutations keep it for certain."""
+    integer = torch.int16 if values.itemsize == 2 else torch.int32
+    return values.reshape(-1).view(integer).sum(dtype=torch.int64)
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:

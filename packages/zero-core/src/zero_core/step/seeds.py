@@ -2,7 +2,8 @@
 
 Dropout draws from torch's generators, whose state depends on what the rank has drawn before. So the
 first forward of each micro-step seeds them from the seed, the step and the micro-batch's number in
-the step: whichever rank computes a micro-batch, at whatever world size, draws the same numbers.
+the step: whichever rank computes a micro-batch, at whatever world size, draws the same numbers. So
+does one that is repeated, as its forward raised or its gradients were dropped.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ class MicroBatchSeeds:
         self._train = train
         self._seed = seed
         self._rank, self._world_size, self._device = ranks.rank, ranks.size, ranks.device
-        self._seeded = (-1, -1)  # step and micro-step of the last seed
-        self._handle = model.register_forward_pre_hook(outside_graphs(self._enter), prepend=True)
+        self._seeded = (-1, -1, -1)  # `_place` of the last seed
+        self._is_suspended = False
+        self._is_running = False  # also after a forward that raised
+        self._handles = [
+            model.register_forward_pre_hook(outside_graphs(self._enter), prepend=True),
+            model.register_forward_hook(outside_graphs(self._leave)),
+        ]
 
     def remove(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def seed(self, micro_batch: int) -> None:
         """Seed for one micro-batch of the current step, by its number in the step."""
@@ -46,18 +53,26 @@ class MicroBatchSeeds:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Seed nothing within: the caller does."""
-        before, self._seeded = self._seeded, self._place
+        self._is_suspended = True
         try:
             yield
         finally:
-            self._seeded = before
+            self._is_suspended = False
 
     @property
-    def _place(self) -> tuple[int, int]:
-        return self._train.global_steps, self._train.accumulation.count
+    def _place(self) -> tuple[int, int, int]:
+        train = self._train
+        return train.global_steps, train.accumulation.count, train.num_drops
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._is_suspended or not module.training or is_in_backward():
+            return
         place = self._place
-        if module.training and place != self._seeded and not is_in_backward():
+        if place != self._seeded or self._is_running:
             self._seeded = place
             self.seed(place[1] * self._world_size + self._rank)
+        self._is_running = True
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not is_in_backward():
+            self._is_running = False
