@@ -146,6 +146,9 @@ EXAMPLES: dict[str, Any] = {
     "name_waits_within_s": 30.0,
     "collective_timeout_s": 60.0,
     "check_replicas_every": 100,
+    "memory_checkpoint.every": 5,
+    "memory_checkpoint.copies": 0,
+    "memory_checkpoint.path": "/dev/shm/job",
 }
 ON_HOST = {
     "bf16": {"enabled": True},

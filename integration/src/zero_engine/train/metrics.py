@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from zero_core.checkpoint.files import newest_step
 from zero_engine.train.settings import RunFolder, RunSettings
 
 MIB = 2**20
@@ -46,9 +47,7 @@ class Reporter:
         self._settings = settings
         _cut_log(folder.metrics, first_step)
         self._log = folder.metrics.open("a", encoding="utf-8")
-        self._board = SummaryWriter(
-            str(folder.tensorboard), purge_step=first_step + 1 if first_step else None
-        )
+        self._board = SummaryWriter(str(folder.tensorboard), purge_step=first_step + 1)
         self._console = Console()
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -108,9 +107,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def last_finished_step(folder: RunFolder, settings: RunSettings) -> int:
+    """Return the last step after which all was done that the run is to leave of it."""
+    entries = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    step = max((entry["step"] for entry in entries if "loss" in entry), default=0)
+    is_last = step == settings.steps
+    is_evaluated = any("held_out_loss" in entry for entry in entries if entry["step"] == step)
+    lacks_evaluation = (is_last or step % settings.eval_every == 0) and not is_evaluated
+    is_save_due = is_last or step % settings.save_every == 0
+    lacks_save = is_save_due and newest_step(folder.checkpoint) < step
+    return step - 1 if lacks_evaluation or lacks_save else step
+
+
 def _cut_log(path: Path, last_step: int) -> None:
     if path.exists():
-        kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
+        # What was evaluated before the first step is evaluated again.
+        kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step and last_step]
         path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
 
 

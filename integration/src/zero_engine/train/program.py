@@ -4,7 +4,7 @@ The copy still imports data, settings, metrics and artifacts from `zero_engine.t
 memory from `zero_engine`, which stays installed.
 
 Everything that concerns ZeRO is in six calls: `zero_core.build`, then ``engine(...)``,
-``engine.backward``, ``engine.step``, ``engine.save_checkpoint`` and ``engine.load_checkpoint``.
+``engine.backward``, ``engine.step``, ``engine.save_checkpoint`` and ``engine.resume``.
 The model is an ordinary transformers model and knows nothing of it.
 
 Start it with ``zero-engine train``, which runs it under torchrun on every rank.
@@ -41,7 +41,7 @@ from zero_engine.launch.ranks import (
 from zero_engine.machine import used_bytes
 from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
-from zero_engine.train.metrics import Reporter, StepRecord
+from zero_engine.train.metrics import Reporter, StepRecord, last_finished_step
 from zero_engine.train.run_lock import (
     RunLock,
     belongs_to,
@@ -65,8 +65,8 @@ from zero_engine.train.settings import (
 def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
     """Run the whole program on this rank. Every rank calls it.
 
-    Ranks that their launcher has started anew go on from the newest checkpoint, whatever ``start``
-    is.
+    Ranks that their launcher has started anew go on from the newest checkpoint, or from the copies
+    in memory that ``memory_checkpoint`` keeps, whatever ``start`` is.
 
     Args:
         options: fields of `RunSettings`; None, or left out, means the default.
@@ -86,12 +86,17 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
 
     def prepare() -> None:
         lock.acquire(wait_s=longest_wait_s(start))
-        again = Start.AUTO if belongs_to(folder, launch) else start
-        if again is Start.RESUME or (again is Start.AUTO and folder.has_checkpoint):
+        is_again = belongs_to(folder, launch)
+        if folder.has_checkpoint and (is_again or start is Start.AUTO):
+            resumed_run(options)
+            is_resumed.fill_(1)
+        elif is_again:
+            pass  # all is prepared, and the states may be in memory
+        elif start is Start.RESUME:
             resumed_run(options)
             is_resumed.fill_(1)
         else:
-            settings = fresh_run(options, again)
+            settings = fresh_run(options, start)
             config, text = engine_config(settings), read_text(settings.data)
             clear_run(folder)
             write_resolved(folder, settings, config=config)
@@ -130,14 +135,15 @@ def train_in(
     make_deterministic(settings.seed, device)
     model = build_model(settings, corpus.vocab_size)
     engine = zero_core.build(model, fill_auto(config, settings.steps))
-    first_step = 0
-    if should_resume:
-        _, client_state = engine.load_checkpoint(folder.checkpoint)
-        first_step = int(client_state["step"])
-        if settings.steps < first_step:
-            raise zero_core.ConfigError(
-                f"--steps {settings.steps}: the run has taken {first_step} already"
-            )
+    client_state = None
+    if should_resume or engine.config.memory_checkpoint is not None:
+        last_step = last_finished_step(folder, settings)
+        client_state = engine.resume(folder.checkpoint, last_step=last_step)
+    first_step = 0 if client_state is None else int(client_state["step"])
+    if settings.steps < first_step:
+        raise zero_core.ConfigError(
+            f"--steps {settings.steps}: the run has taken {first_step} already"
+        )
 
     with ExitStack() as stack:
         reporter = None
@@ -152,6 +158,8 @@ def train_in(
                 sha256_of_text=corpus.sha256_of_text,
             )
             reporter = stack.enter_context(Reporter(folder, settings, first_step=first_step))
+            if first_step:
+                reporter.say(f"goes on after step {first_step}")
         stop = run_steps(engine, corpus, settings, reporter, folder, request, first_step)
         if stop is None:
             export_for_transformers(engine, model, folder)
@@ -232,7 +240,8 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
         ).to(engine.device)
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
-        engine.step()  # updates the weights after the last micro-batch, counts the others
+        # Updates the weights after the last micro-batch, counts the others.
+        engine.step(client_state={"step": step + 1})
         total += loss.detach()
     return total
 

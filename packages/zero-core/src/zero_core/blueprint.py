@@ -119,9 +119,11 @@ class Blueprint:
         if config.broadcast_buffers:
             for name, module in self.module.named_modules():
                 model |= describe_buffers(module, name)
+        # Hosts may have their memory at different places.
+        settings = config.model_dump(mode="json", exclude={"memory_checkpoint": {"path"}})
         for what, facts in (
             ("model", model),
-            ("configuration", dict(_flat(config.model_dump(mode="json")))),
+            ("configuration", dict(_flat(settings))),
             ("optimizer", describe_groups(self.groups)),
         ):
             if len(set(control.gather_bytes(_digest(json.dumps(facts)).encode()))) > 1:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core.blueprint import Blueprint
+from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
@@ -232,7 +233,12 @@ def build(
         )
         modules = [module for _, module, _ in found.units]
         installed = hooks.install(runtime, modules, resolved, found.experts)
-        device_states = DeviceStates(memory, runtime, state, (tier, used, transport))
+        copies = None
+        if is_training and resolved.memory_checkpoint is not None:
+            copies = make_memory_checkpoints(
+                state, train, resolved.memory_checkpoint, ranks, per_node
+            )
+        device_states = DeviceStates(memory, runtime, state, (tier, used, transport), copies)
         states = StateAccess(state, gradient, runtime, device_states)
         parts = EngineParts(
             resolved,
@@ -251,7 +257,9 @@ def build(
             driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
             if resolved.zero_optimization.stage == 0:
                 installed.append(gradient.param_grads.serve())
-            engine: ShardedModel = Engine(parts, optimizer=driven, gradient=gradient, seeds=seeds)
+            engine: ShardedModel = Engine(
+                parts, optimizer=driven, gradient=gradient, seeds=seeds, copies=copies
+            )
         else:
             engine = ShardedModel(parts)
         engine.remove_at_end(installed)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from zero_core._torch import cast_floats
 from zero_core.checkpoint.background.saver import OnPending, PendingSave, Saver
-from zero_core.checkpoint.files import holds_checkpoint
+from zero_core.checkpoint.files import holds_checkpoint, newest_step
+from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
 from zero_core.checkpoint.save import SaveOptions
 from zero_core.errors import ConfigError, UnusedParameterError
 from zero_core.runtime.device_states import BACKWARD_PARTS
@@ -46,8 +47,12 @@ class Engine(ShardedModel):
         optimizer: EngineOptimizer,
         gradient: StepGradient,
         seeds: MicroBatchSeeds | None = None,
+        copies: MemoryCheckpoints | None = None,
     ) -> None:
-        """Called by `zero_core.build`. ``seeds`` are there with ``world_size_invariant``."""
+        """Called by `zero_core.build`.
+
+        ``seeds`` are there with ``world_size_invariant``, ``copies`` with ``memory_checkpoint``.
+        """
         super().__init__(parts)
         if parts.config.check_replicas_every and updates_in_backward(parts.config):
             raise ConfigError(
@@ -60,6 +65,9 @@ class Engine(ShardedModel):
         self._seeds = seeds
         self._saver = Saver(parts.state, parts.train, parts.beside)
         self.remove_at_end([self._saver])
+        self._snapshots = copies
+        if copies is not None:
+            self.remove_at_end([copies])
         self.remove_at_end([optimizer.guard])
         if seeds is not None:
             self.remove_at_end([seeds])
@@ -86,15 +94,19 @@ class Engine(ShardedModel):
         """
         self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
 
-    def step(self) -> None:
+    def step(self, *, client_state: Mapping[str, Any] | None = None) -> None:
         """End a micro-step. At an accumulation boundary, update the parameters.
 
         Every rank must call it. With ``check_grad_overflow`` (the default) or fp16, a step whose
         gradient is not finite on any rank is skipped on all ranks.
 
+        ``client_state``: JSON and small tensors that `resume` returns from the copy in memory
+        (``memory_checkpoint``) of the state after this step.
+
         Raises:
-            RuntimeError: called within ``no_sync``, after a backward that did not end, or while
-                states are offloaded.
+            RuntimeError: called within ``no_sync``, after a backward that did not end, while
+                states are offloaded, or with ``memory_checkpoint`` before `resume`.
+            CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
         """
@@ -110,11 +122,16 @@ class Engine(ShardedModel):
         with self.place.during("step()"):
             self._update()
         self.place.num_steps = self.global_steps
+        if self._snapshots is not None:
+            self._snapshots.start(client_state or {})
 
     def _update(self) -> None:
         """Update the parameters, or skip the step on all ranks."""
         self._guard.check()
         self.optimizer.check_groups()
+        if self._snapshots is not None:
+            self._snapshots.check_open()
+            self._snapshots.wait()
         every = self.config.check_replicas_every
         if every and self.world_size > 1 and (self.global_steps + 1) % every == 0:
             check_replicas(self.sharded_state, self.global_steps + 1)
@@ -228,6 +245,7 @@ class Engine(ShardedModel):
             raise ValueError(f"max_norm and norm_type must be > 0: {max_norm}, {norm_type}")
         self._device_states.check("clip_grad_norm_()")
         self._gradient.check_not_updated("reading, setting or clipping gradients")
+        self._device_states.wait_for_reader()
         with self.place.during("clip_grad_norm_()"):
             self._runtime.complete_gradient()
             return self._gradient.clip(max_norm, norm_type)
@@ -404,21 +422,40 @@ class Engine(ShardedModel):
             CheckpointError: there is none, or it belongs to another model.
             CheckpointCorruptError: its bytes are not what was written.
         """
-        return self._load_checkpoint(directory, tag, without)
+        found = self._load_checkpoint(directory, tag, without)
+        if self._snapshots is not None:
+            self._snapshots.forget()
+        return found
 
-    def resume(self, directory: str | Path) -> dict[str, Any] | None:
+    def resume(
+        self, directory: str | Path, *, last_step: int | None = None
+    ) -> dict[str, Any] | None:
         """Load the newest checkpoint in ``directory`` if there is one, else change nothing.
 
         For programs that are started again with the same command line: by a scheduler, or by
-        ``torchrun --max-restarts``, with any number of ranks. Every rank must call it.
+        ``torchrun --max-restarts``, with any number of ranks. Every rank must call it. With
+        ``memory_checkpoint`` the copies in memory are taken where they are as new as what the disk
+        has; of the disk's checkpoint only the manifest is read then.
+
+        Args:
+            directory: the folder of all checkpoints.
+            last_step: take no copy of a later step, as a program's own log ends there. The copies
+                of the last two steps are kept.
 
         Returns:
-            The client state that was saved, None for a fresh start.
+            The client state that was saved, or given to `step`. None for a fresh start.
 
         Raises:
             CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
         """
         control = self.sharded_state.control
+        if self._snapshots is not None:
+            self._snapshots.open(Path(directory))
+            snapshot = self._snapshots.find(last_step)
+            rows = control.gather_bytes(str(newest_step(Path(directory))).encode())
+            if snapshot is not None and snapshot.step >= max(map(int, rows)):
+                with self.rewriting():
+                    return self._snapshots.restore(snapshot)
         is_here = control.together("checkpoint: find", lambda: holds_checkpoint(Path(directory)))
         if not control.sum(torch.tensor([float(is_here)], device=self.device)).item():
             return None

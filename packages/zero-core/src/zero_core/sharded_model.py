@@ -197,6 +197,7 @@ class ShardedModel:
             RuntimeError: parameters are to be changed within a forward or backward.
         """
         self._device_states.check("gathered()")
+        self._device_states.wait_for_reader()
         if params is None:
             return self._gathering.all_params(modifier_rank)
         return self._gathering.some_params(params, modifier_rank)
@@ -350,6 +351,7 @@ class ShardedModel:
         Gradients so far are dropped.
         """
         self._device_states.check("writing shards and states")
+        self._device_states.wait_for_reader()
         self._runtime.release_all()
         yield
         self._runtime.discard()

@@ -161,7 +161,7 @@ class CheckedFiles:
                     )
                 for index in indices:
                     file.seek(index * chunk)
-                    found = _crc_of(file, min(chunk, expected - index * chunk), path)
+                    found = crc_of(file, min(chunk, expected - index * chunk), path)
                     if found != crcs[index]:
                         raise CheckpointCorruptError(
                             f"{path} is damaged between the bytes {index * chunk} and "
@@ -207,7 +207,20 @@ class CheckedFiles:
         return [(name, index) for index in range(low // chunk, -(-high // chunk))]
 
 
-def _crc_of(file: IO[bytes], count: int, path: Path) -> int:
+def newest_step(directory: Path) -> int:
+    """Return the step of the newest checkpoint in ``directory``, -1 if none can be read."""
+    try:
+        return read_manifest(find(directory, None)).progress_step()
+    except CheckpointError:
+        return -1
+
+
+def crc_of(file: IO[bytes], count: int, path: Path) -> int:
+    """Return the CRC-32 of the next ``count`` bytes of a file. ``path`` is for messages.
+
+    Raises:
+        CheckpointCorruptError: it has fewer.
+    """
     crc, left = 0, count
     while left:
         data = file.read(min(left, _BLOCK_BYTES))
@@ -260,6 +273,14 @@ class Reader(CheckedFiles):
         """Return a parameter's slot in its segment."""
         place = self._places[param]
         return place.start, place.stop
+
+    def ranks_of(self, param: str, start: int, stop: int) -> range:
+        """Return the writing ranks whose slices have elements ``[start, stop)`` of a parameter."""
+        place = self._places[param]
+        low, high = place.start + start, place.start + stop
+        if low >= high:
+            return range(1)  # an empty parameter has the dtype of the file
+        return range(low // place.shard_numel, (high - 1) // place.shard_numel + 1)
 
     def read_buffers(self) -> dict[str, Tensor]:
         """Return the persistent buffers by name."""

@@ -70,23 +70,48 @@ def load_checkpoint(
         if unknown:
             raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
         place = find(directory, tag)
-        manifest = read_manifest(place)
-        _match(state, manifest, place, without)
-        _check_frozen(manifest, place, without)
-        progress.check(decode(manifest.progress), without)
-        if not isinstance(decode(manifest.client_state), dict):
-            raise CheckpointCorruptError(f"{place}: the client state is no mapping")
-        return Reader(place, manifest)
+        reader = Reader(place, read_manifest(place))
+        check_fits(state, reader, progress, without)
+        return reader
 
     reader = control.together("checkpoint: find", look)
     peers = _ranks_with_the_same_files(control, reader)
     control.together("checkpoint: verify", lambda: _verify(control.rank, peers, reader))
+    return reader.folder, restore_from(reader, state, progress, without)
+
+
+def check_fits(
+    state: ShardedState, reader: Reader, progress: TrainState, without: Collection[str] = ()
+) -> None:
+    """Refuse a checkpoint whose manifest says that it cannot be restored here.
+
+    Raises:
+        CheckpointError: it belongs to another model, optimizer or schedule.
+    """
+    manifest, place = reader.manifest, reader.folder
+    _match(state, manifest, place, without)
+    _check_frozen(manifest, place, without)
+    progress.check(decode(manifest.progress), without)
+    if not isinstance(decode(manifest.client_state), dict):
+        raise CheckpointCorruptError(f"{place}: the client state is no mapping")
+
+
+def restore_from(
+    reader: Reader, state: ShardedState, progress: TrainState, without: Collection[str] = ()
+) -> dict[str, Any]:
+    """Restore the checkpoint of ``reader``, whose files were checked. Returns the client state.
+
+    Every rank must call it.
+
+    Raises:
+        CheckpointError: it does not fit, or a rank failed.
+    """
     restoring = Restoring(state, reader, without)
-    control.together("checkpoint: check", restoring.check)
+    state.control.together("checkpoint: check", restoring.check)
     state.quiesce()
-    control.together("checkpoint: restore", restoring.write)
+    state.control.together("checkpoint: restore", restoring.write)
     progress.load_state_dict(decode(reader.manifest.progress), without)
-    return reader.folder, dict(decode(reader.manifest.client_state))
+    return dict(decode(reader.manifest.client_state))
 
 
 def read_client_state(directory: Path, tag: str | None = None) -> dict[str, Any]:

@@ -315,6 +315,14 @@ def seal(content: Mapping[str, Any]) -> bytes:
     return body + b', "sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
+def is_sealed(data: bytes) -> bool:
+    """Whether ``data`` is what `seal` returned: it ends with its own digest."""
+    found = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0))
+    return found is not None and (
+        hashlib.sha256(data[: found.start()]).hexdigest().encode() == found[1]
+    )
+
+
 def parse(data: bytes, where: object) -> Manifest:
     """Return the checked manifest of its bytes. ``where`` is for messages.
 
@@ -327,8 +335,7 @@ def parse(data: bytes, where: object) -> Manifest:
             f"{where} has {len(data)} bytes, more than the {MAX_MANIFEST_BYTES} of any manifest"
         )
     found = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0))
-    body = data if found is None else data[: found.start()]
-    if found is not None and hashlib.sha256(body).hexdigest().encode() != found[1]:
+    if found is not None and not is_sealed(data):
         raise CheckpointCorruptError(
             f"{where} is damaged: its SHA-256 is not the one at its end; load an older checkpoint "
             "by its tag"

@@ -172,7 +172,7 @@ class Save:
 
     def _take_small(self) -> None:
         state, rank = self._state, self._state.control.rank
-        self._scalars = _scalars(state)
+        self._scalars = own_scalars(state)
         self._python_rng = random.getstate()
         rng = {"torch": torch.get_rng_state()}
         if torch.cuda.is_available():
@@ -183,7 +183,7 @@ class Save:
         self._wholes: dict[str, Any] = {}
         if isinstance(state.tier, WholeStateTier):
             tensors = self._tensors.setdefault(file_name(WHOLE, rank), {})
-            self._wholes = _whole_states(state, state.tier, tensors)
+            self._wholes = whole_states(state, state.tier, tensors)
 
     def detach(self) -> None:
         """Copy what steps may change before `write` has read it, beside the snapshot's states.
@@ -194,7 +194,7 @@ class Save:
         whole = self._tensors.get(file_name(WHOLE, rank), {})
         whole.update({key: t.detach().to("cpu", copy=True) for key, t in whole.items()})
         if isinstance(state.tier, WholeStateTier):
-            self._sliced = {n: _slices(state, state.tier, n) for n in self._names if n != MASTER}
+            self._sliced = {n: slices(state, state.tier, n) for n in self._names if n != MASTER}
         if self._options.has_frozen:
             self._tensors[file_name(VALUE, rank)] = _frozen(state)
 
@@ -217,7 +217,7 @@ class Save:
                 gathered = [json.loads(row) for row in rows]
                 facts = {**self._words, "has_frozen": self._options.has_frozen}
                 write_manifest(
-                    aside.folder, {**_manifest(self._state, gathered, self._names), **facts}
+                    aside.folder, {**fill(frame_of(self._state), gathered, self._names), **facts}
                 )
 
         def finish() -> None:
@@ -260,7 +260,7 @@ class Save:
             elif name in self._sliced:
                 tensors = self._sliced.pop(name)
             else:
-                tensors = _slices(state, state.tier, name)
+                tensors = slices(state, state.tier, name)
             file = file_name(name, rank)
             known = self._previous.get(file)
             is_same = known is not None and known.version == self._version is not None
@@ -321,7 +321,7 @@ def _frozen(state: ShardedState) -> dict[str, Tensor]:
     return {str(s): state.own_slice(s) for s in frozen}
 
 
-def _slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, Tensor]:
+def slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, Tensor]:
     """Return this rank's slices of state ``name``, of the parameters that have no owner."""
     found: dict[str, Tensor] = {}
     for piece in state.pieces:
@@ -333,7 +333,7 @@ def _slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, T
     return found
 
 
-def _whole_states(
+def whole_states(
     state: ShardedState, tier: WholeStateTier, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Add this rank's states of whole parameters to ``tensors``, those of their file.
@@ -351,7 +351,7 @@ def _whole_states(
     return found
 
 
-def _scalars(state: ShardedState) -> dict[str, dict[str, float]]:
+def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
     """Return the scalars of the parameters whose first element this rank has, by name."""
     return {spec.name: dict(state.tier.read_scalars(index)) for index, spec in state.owned_params()}
 
@@ -458,8 +458,12 @@ class _Summed:
             data = data[block.nbytes :]
 
 
-def _manifest(state: ShardedState, rows: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    layout = state.layout
+def fill(frame: Mapping[str, Any], rows: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return what a manifest has of the ranks: what `frame_of` returned, and their own ``rows``.
+
+    A row has the files, scalars, state of Python's generator and whole states of a rank, in rank
+    order. ``names`` are those of all states.
+    """
     files: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
     wholes: dict[str, Any] = {}
@@ -468,12 +472,24 @@ def _manifest(state: ShardedState, rows: Sequence[Any], names: Sequence[str]) ->
         scalars |= owned
         wholes |= of_rank
     return {
+        **frame,
+        "states": list(names),
+        "scalars": scalars,
+        "whole_states": wholes,
+        "python_rng": [rng for _, _, rng, _ in rows],
+        "files": files,
+    }
+
+
+def frame_of(state: ShardedState) -> dict[str, Any]:
+    """Return the part of a manifest that follows from the layout."""
+    layout = state.layout
+    return {
         "format": FORMAT,
         "version": VERSION,
         "chunk_bytes": CHUNK_BYTES,
         "world_size": layout.world_size,
         "optimizer": state.optimizer,
-        "states": list(names),
         "params": [_describe(spec) for spec in layout.params],
         "segments": [
             {
@@ -483,10 +499,6 @@ def _manifest(state: ShardedState, rows: Sequence[Any], names: Sequence[str]) ->
             }
             for s in layout.segments
         ],
-        "scalars": scalars,
-        "whole_states": wholes,
-        "python_rng": [rng for _, _, rng, _ in rows],
-        "files": files,
     }
 
 

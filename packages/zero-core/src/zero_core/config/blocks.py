@@ -391,6 +391,22 @@ def master_dtype(dtype: torch.dtype, own: Collection[torch.dtype]) -> torch.dtyp
     return dtype if dtype in own else torch.float32
 
 
+class MemoryCheckpointConfig(_Block):
+    """``memory_checkpoint``: copies of all states in host memory, for a restart without loss.
+
+    Not in DeepSpeed's configuration.
+    """
+
+    every: PositiveInt = 1
+    """Steps between copies: so many are redone at most after a restart."""
+    copies: Literal[0, 1] = 1
+    """Copies on another node, where there are several. Without one the copies of a node are lost
+    with it."""
+    path: str | None = None
+    """Folder in memory of each host that outlives its ranks. None is one of the launcher's in
+    ``/dev/shm``, which is removed with the job."""
+
+
 class Config(_Block):
     """Resolved configuration."""
 
@@ -433,6 +449,8 @@ class Config(_Block):
     check_replicas_every: NonNegativeInt = 0
     """Steps between two comparisons of the parameters' values of all ranks, at stages 0 to 2. 0
     disables them. Not in DeepSpeed's configuration."""
+    memory_checkpoint: MemoryCheckpointConfig | None = None
+    """Copies in memory, kept after every step. Not in DeepSpeed's configuration."""
     steps_per_print: PositiveInt | None = None
     """Steps between log lines of step, loss scale and learning rate. None disables them."""
 

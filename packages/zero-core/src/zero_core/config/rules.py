@@ -69,6 +69,7 @@ def check_rules(config: Config, world_size: int) -> None:
         *_of_quantized(config.zero_optimization, world_size),
         *_of_masters(config),
         *_of_invariance(config),
+        *_of_memory_checkpoint(config),
         *_unserved(config),
     )
     for is_broken, message in rules:
@@ -217,6 +218,20 @@ def _of_invariance(config: Config) -> Iterator[_Rule]:
         "world_size_invariant with zero_optimization.offload_optimizer.state_dtype "
         f"{zero.offload_optimizer.state_dtype!r}: moments of fewer bits are rounded by the place "
         "of an element on its rank: leave one of the two out",
+    )
+
+
+def _of_memory_checkpoint(config: Config) -> Iterator[_Rule]:
+    offload, is_asked = config.zero_optimization.offload_optimizer, config.memory_checkpoint
+    yield (
+        is_asked is not None and offload.device == "nvme",
+        "memory_checkpoint with zero_optimization.offload_optimizer.device 'nvme': states that "
+        "host memory has no room for cannot be copied there: leave one of the two out",
+    )
+    yield (
+        is_asked is not None and bool(offload.update_in_backward),
+        "memory_checkpoint with zero_optimization.offload_optimizer.update_in_backward: states are "
+        "copied beside the backward, which would change them: leave one of the two out",
     )
 
 

@@ -123,6 +123,7 @@ class Forecast:
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self.collectives = footprints.collectives(config, world_size, ranks_per_node)
         self.tier = self._tier_footprint(drawn, memory, footprints)
+        self._copies_bytes = self._bytes_of_copies(world_size > ranks_per_node)
         resting_bytes = self._resting_bytes_on_host(footprints)
         self._resting_bytes = resting_bytes or {}
         self.is_complete = (
@@ -225,7 +226,8 @@ class Forecast:
             host = self.tier.host_bytes(ratio)
         elif not self._is_offloaded:
             kept |= self._own_tier_bytes(0, self._numel)
-        by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes}
+        copies = {"copies in memory": self._copies_bytes}
+        by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes, **copies}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
     @property
@@ -235,6 +237,21 @@ class Forecast:
             s.shard_numel * (self._config.master_dtype(s.dtype).itemsize + self._state_bytes)
             for *_, s in self._spans
         )
+
+    def _bytes_of_copies(self, has_nodes: bool) -> int:
+        """Return the bytes of ``memory_checkpoint``: two slots, of this rank and of another one."""
+        settings = self._config.memory_checkpoint
+        if settings is None:
+            return 0
+        states = sum(
+            s.shard_numel * (self._config.master_dtype(s.dtype).itemsize + self._state_bytes)
+            for s in self._layout.segments
+            if s.is_trainable
+        )
+        frozen = sum(
+            s.shard_numel * s.dtype.itemsize for s in self._layout.segments if not s.is_trainable
+        )
+        return 2 * (states + frozen) * (1 + settings.copies * has_nodes)
 
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
         """Return the bytes of the engine's own tier over ``[start, stop)``."""

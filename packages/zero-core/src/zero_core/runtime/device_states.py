@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -78,13 +78,29 @@ class _HostCopy:
         return found.set_(self._storage, 0, (self._nbytes,), (1,))
 
 
+class StateReader(Protocol):
+    """A reader of states beside forwards and backwards, which do not write them."""
+
+    def wait(self) -> None:
+        """Wait until it has read them."""
+
+
 class DeviceStates:
     """Offloads parts of an engine's device memory, and knows which are away."""
 
     def __init__(
-        self, memory: Memory, runtime: Runtime, state: ShardedState, holders: Sequence[object]
+        self,
+        memory: Memory,
+        runtime: Runtime,
+        state: ShardedState,
+        holders: Sequence[object],
+        reader: StateReader | None = None,
     ) -> None:
-        """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`."""
+        """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`.
+
+        ``reader`` is waited for before states are written.
+        """
+        self._reader = reader
         self._memory = memory
         self._runtime = runtime
         self._state = state
@@ -96,6 +112,11 @@ class DeviceStates:
     def offloaded(self) -> frozenset[StatePart]:
         """Parts that are on the host."""
         return frozenset(self._away)
+
+    def wait_for_reader(self) -> None:
+        """Wait until states may be written. `step`, loads and access by name call it."""
+        if self._reader is not None:
+            self._reader.wait()
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
         """Refuse ``what`` while a part that it needs is away.
@@ -127,6 +148,7 @@ class DeviceStates:
             return
         device = self._state.device
         is_accelerator = device.type != "cpu"
+        self.wait_for_reader()
         self._runtime.settle()
         self._state.tier.wait_params(0, max((p.stop for p in self._state.pieces), default=0))
         self._state.quiesce()

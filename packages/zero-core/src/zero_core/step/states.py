@@ -352,6 +352,7 @@ class StateAccess:
 
     def _find(self, name: str, what: str, *, is_local: bool = False) -> tuple[Segment, Slot]:
         self._device_states.check("access to states by name")
+        self._device_states.wait_for_reader()
         plain = plain_name(name)
         if plain not in self._home:
             raise KeyError(f"no parameter {name!r}")

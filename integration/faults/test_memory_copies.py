@@ -1,0 +1,98 @@
+"""Copies in memory: killed ranks come back without a checkpoint on the disk.
+
+Nothing is saved before the end of the run, which is held to the bits of one that nothing happened
+to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from faults.harness import Program, is_running
+from faults.test_restarts import ONE_NODE, last_step, steps_of, weights
+from zero_engine.train.settings import RunFolder
+
+STEPS = 200
+OPTIONS = (
+    *("--layers=2", "--width=32", "--heads=2", "--context=32", "--vocab=300"),
+    *("--eval-every=50", "--eval-windows=16", "--save-every=100000", "--log-every=1"),
+)
+MEMORY = Path("/dev/shm")
+
+
+def config(folder: Path, stage: int, device: str, *, is_copied: bool) -> str:
+    """Write a configuration, with or without copies in memory, and return its path."""
+    path = folder / f"{stage}-{device}-{is_copied}.json"
+    content: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": device}},
+    }
+    if is_copied:
+        content["memory_checkpoint"] = {}
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def program(folder: RunFolder, config: str) -> tuple[str, ...]:
+    own = (f"--steps={STEPS}", f"--output={folder.root}", f"--config={config}")
+    return ("-m", "zero_engine", "train", *OPTIONS, *own)
+
+
+def resumed_at(run: Program) -> list[int]:
+    """Return the steps after which the run went on."""
+    lines = [line for line in run.output.splitlines() if line.startswith("goes on after step ")]
+    return [int(line.split()[4]) for line in lines]
+
+
+def left_in_memory() -> set[Path]:
+    return set(MEMORY.glob(f"zero-core-{os.getuid()}-*"))
+
+
+@contextmanager
+def nothing_left_in_memory() -> Iterator[None]:
+    """Check that the jobs within remove what they keep in memory."""
+    before = left_in_memory()
+    yield
+    limit = time.monotonic() + 30
+    while left_in_memory() - before:
+        assert time.monotonic() < limit, left_in_memory() - before
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("stage", "device"), [(3, "none"), (2, "cpu"), (0, "none")])
+def test_killed_ranks_lose_at_most_one_step(stage: int, device: str, tmp_path: Path) -> None:
+    straight, folder = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    plain = config(tmp_path, stage, device, is_copied=False)
+    with Program(*ONE_NODE, *program(straight, plain)) as run:
+        assert run.end() == 0, run.output
+    moments = random.Random(stage)
+    copied = config(tmp_path, stage, device, is_copied=True)
+    with (
+        nothing_left_in_memory(),
+        Program(*ONE_NODE, "--max-restarts=3", *program(folder, copied)) as run,
+    ):
+        reached = []
+        for after in (10, 70, 130):
+            run.wait_for(lambda step=after: last_step(folder) >= step)
+            time.sleep(moments.random())
+            killed = run.ranks()
+            os.kill(killed[moments.randrange(2)], signal.SIGKILL)
+            run.wait_for(lambda gone=killed: not any(map(is_running, gone)))
+            reached.append(last_step(folder))
+            assert not folder.has_checkpoint
+        assert run.end() == 0, run.output
+        resumed = resumed_at(run)
+    assert len(resumed) == 3
+    assert all(step - 1 <= again <= step + 1 for step, again in zip(reached, resumed, strict=True))
+    assert steps_of(folder) == list(range(1, STEPS + 1))
+    assert weights(folder) == weights(straight)

@@ -1,0 +1,202 @@
+"""Recovery from copies in memory: which snapshot is whole, and a reader of it.
+
+The markers of all ranks make a manifest, and the files are those of a checkpoint: they are restored
+as from a disk, at any stage and number of ranks. A rank that lacks a file, on a node that is new,
+gets it from one that has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_core.checkpoint.disk import open_regular, size_of
+from zero_core.checkpoint.files import Reader, crc_of
+from zero_core.checkpoint.in_memory.slot import Slot, Values, read_markers, slot_folders
+from zero_core.checkpoint.manifest import (
+    BUFFERS,
+    CHUNK_BYTES,
+    RNG,
+    VALUE,
+    WHOLE,
+    file_name,
+    parse,
+    seal,
+)
+from zero_core.checkpoint.safetensors_files import bytes_of
+from zero_core.checkpoint.save import fill
+from zero_core.comm.control import PIECE_BYTES
+from zero_core.sharded.sharded_state import ShardedState
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that is whole over all ranks.
+
+    Attributes:
+        serial: its number; the slot is the remainder by two.
+        attempt: the start of the job that wrote it.
+        step: optimizer steps at which it was taken.
+        holders: for each rank that wrote it, the lowest rank here whose host has its files.
+    """
+
+    serial: int
+    attempt: str
+    step: int
+    holders: tuple[int, ...]
+
+
+def find_newest(state: ShardedState, folder: Path, last_step: int | None) -> Snapshot | None:
+    """Return the newest snapshot of which every slice is on some rank's host.
+
+    Every rank must call it. ``last_step`` of rank 0 is the last one that it may be of.
+    """
+    own = [
+        [m["serial"], m["attempt"], m["step"], m["world_size"], rank]
+        for slot in slot_folders(folder)
+        for rank, m in read_markers(slot).items()
+    ]
+    cards = state.control.gather_bytes(json.dumps([last_step, own]).encode())
+    lasts, rows = zip(*map(json.loads, cards), strict=True)
+    holders: dict[tuple[int, str, int, int], dict[int, int]] = {}
+    for holder, row in enumerate(rows):
+        for serial, attempt, step, world_size, rank in row:
+            if lasts[0] is not None and step > lasts[0]:
+                continue
+            holders.setdefault((serial, attempt, step, world_size), {}).setdefault(rank, holder)
+    whole = [key for key, found in holders.items() if found.keys() == set(range(key[-1]))]
+    if not whole:
+        return None
+    serial, attempt, step, world_size = max(whole)
+    found = holders[serial, attempt, step, world_size]
+    return Snapshot(serial, attempt, step, tuple(found[rank] for rank in range(world_size)))
+
+
+def open_snapshot(state: ShardedState, folder: Path, snapshot: Snapshot) -> Reader:
+    """Return a reader of a snapshot, of which this rank's host has what this rank needs.
+
+    Every rank must call it.
+
+    Raises:
+        CheckpointError: a rank failed.
+    """
+    control = state.control
+    place = slot_folders(folder)[snapshot.serial % 2]
+    here = {
+        rank: marker
+        for rank, marker in read_markers(place).items()
+        if (marker["serial"], marker["attempt"]) == (snapshot.serial, snapshot.attempt)
+    }
+    own = {r: here[r] for r, holder in enumerate(snapshot.holders) if holder == control.rank}
+    markers = _merged(control.gather_bytes(json.dumps(own).encode()))
+    names = list(
+        dict.fromkeys(name for rank in sorted(markers) for name in markers[rank]["states"])
+    )
+    frame = markers[0]["frame"]
+
+    def measure() -> dict[int, Any]:
+        for rank, marker in own.items():
+            _add_missing(place, rank, frame, [n for n in names if n not in marker["states"]])
+        return {rank: _facts(place, rank, m["files"], names) for rank, m in own.items()}
+
+    measured = control.together("memory_checkpoint: read", measure)
+    facts = _merged(control.gather_bytes(json.dumps(measured).encode()))
+    rows = [[facts[rank], *markers[rank]["row"]] for rank in sorted(markers)]
+    content = {**fill(frame, rows, names), "has_frozen": True}
+    reader = Reader(place, parse(seal(content), f"the copies in memory ({place})"))
+    owners = {name: rank for rank in facts for name in facts[rank]}
+    lacking = [n for n in sorted(_needed(state, reader)) if owners[n] not in here]
+    _fetch(state, reader, lacking, {n: snapshot.holders[owners[n]] for n in owners})
+    return reader
+
+
+def _merged(rows: Iterable[bytes]) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for row in rows:
+        found |= {int(rank): value for rank, value in json.loads(row).items()}
+    return found
+
+
+def _add_missing(place: Path, rank: int, frame: Mapping[str, Any], names: list[str]) -> None:
+    """Write zeros for states that a rank without updates did not know, as a save does."""
+    dtypes = {param["name"]: param["dtype"] for param in frame["params"]}
+    slot = Slot(place)
+    for name in names:
+        parts = []
+        for index, segment in enumerate(frame["segments"]):
+            if segment["is_trainable"]:
+                is_wide = any(dtypes[slot[0]] == "float64" for slot in segment["slots"])
+                dtype = torch.float64 if is_wide else torch.float32
+                parts.append(Values(str(index), torch.zeros(segment["shard_numel"], dtype=dtype)))
+        slot.write(file_name(name, rank), parts)
+    slot.close()
+
+
+def _facts(
+    place: Path, rank: int, files: Mapping[str, int], names: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Return size and checksums of a rank's files."""
+    found = {}
+    for name in dict.fromkeys((*files, *(file_name(state, rank) for state in names))):
+        with open_regular(place / name, follows_links=False) as file:
+            size = size_of(file)
+            starts = range(0, max(size, 1), CHUNK_BYTES)
+            crcs = [crc_of(file, min(CHUNK_BYTES, size - s), place / name) for s in starts]
+            found[name] = {"bytes": size, "crc32": crcs}
+    return found
+
+
+def _needed(state: ShardedState, reader: Reader) -> set[str]:
+    """Return the files that this rank restores from."""
+    manifest = reader.manifest
+    is_trained = {param.name: param.is_trainable for param in manifest.params}
+    ranges = [
+        (state.layout.params[p.param].name, p.offset, p.offset + p.stop - p.start)
+        for p in state.pieces
+    ]
+    ranges += [(name, low, high) for _, name, low, high in state.frozen_parts()]
+    found = {BUFFERS, *(whole.file for whole in manifest.whole_states.values())}
+    if manifest.world_size == state.control.world_size:
+        found.add(file_name(RNG, state.control.rank))
+    for name, low, high in ranges:
+        for kind in manifest.states if is_trained[name] else (VALUE,):
+            found |= {file_name(kind, rank) for rank in reader.ranks_of(name, low, high)}
+    found |= {name for name in manifest.files if name.startswith(WHOLE) and manifest.whole_states}
+    return found
+
+
+def _fetch(
+    state: ShardedState, reader: Reader, lacking: list[str], sources: Mapping[str, int]
+) -> None:
+    """Have every rank get the files that it lacks from ranks that have them."""
+    control = state.control
+    asked = [json.loads(row) for row in control.gather_bytes(json.dumps(lacking).encode())]
+    for name in sorted({name for row in asked for name in row}):
+        size = reader.manifest.files[name].bytes
+        path = reader.folder / name
+        aside = reader.folder / f".{name}.{control.rank}"
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        slot = Slot(reader.folder)
+        for start in range(0, size, PIECE_BYTES):
+            piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
+            if sources[name] == control.rank:
+                with open_regular(path, follows_links=False) as file:
+                    file.seek(start)
+                    piece = torch.frombuffer(bytearray(file.read(piece.numel())), dtype=torch.uint8)
+            piece = piece.to(state.device)
+            control.broadcast(piece, source=sources[name])
+            if name in lacking:
+                host = piece.cpu()
+                slot.store(aside.name, start, bytes_of(host))
+        slot.close()
+        if name in lacking:
+            aside.replace(path)
+    control.together(
+        "memory_checkpoint: verify",
+        lambda: reader.check([chunk for chunk in reader.chunks() if chunk[0] in set(lacking)]),
+    )

@@ -1,0 +1,87 @@
+"""Exchange of copies between nodes: each rank sends its slice to the same rank of the next node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from zero_core.checkpoint.in_memory.slot import Slot, check_plain_size
+from zero_core.checkpoint.safetensors_files import bytes_of
+from zero_core.comm.p2p import Messages, wait_all
+
+_BLOCK_BYTES = 8 << 20
+_MAX_CARD_BYTES = 128 << 20
+
+
+class Ring:
+    """Connections of a rank with its neighbours among the nodes.
+
+    Attributes:
+        target: the rank that keeps this one's copy.
+        source: the rank whose copy this one keeps.
+    """
+
+    def __init__(self, messages: Messages, *, rank: int, world_size: int, per_node: int) -> None:
+        """Every rank makes its own, in one order."""
+        self.target = (rank + per_node) % world_size
+        self.source = (rank - per_node) % world_size
+        self._messages = messages
+        self._channel = messages.next_channel()
+
+    def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
+        """Send ``files`` (name and bytes) of ``slot`` and its marker, and store the source's.
+
+        Every rank must call it.
+
+        Raises:
+            RuntimeError: a neighbour is gone.
+        """
+        card = json.dumps([list(files.items()), marker.decode()]).encode()
+        size = torch.tensor([len(card)])
+        theirs = torch.empty(1, dtype=torch.int64)
+        self._exchange(size, theirs)
+        if not 0 < int(theirs) <= _MAX_CARD_BYTES:
+            raise RuntimeError(f"rank {self.source} announces {int(theirs)} bytes about its copy")
+        received = torch.empty(int(theirs), dtype=torch.uint8)
+        self._exchange(_tensor(card), received)
+        rows, their_marker = json.loads(bytes(bytes_of(received)))
+        for name, nbytes in rows:
+            check_plain_size(name, nbytes)
+        slot.invalidate(self.source)
+        given, taken = list(_blocks(list(files.items()))), list(_blocks(rows))
+        for index in range(max(len(given), len(taken))):
+            out = into = None
+            if index < len(given):
+                name, start, count = given[index]
+                out = _tensor(slot.load(name, start, count))
+            if index < len(taken):
+                into = torch.empty(taken[index][2], dtype=torch.uint8)
+            self._exchange(out, into)
+            if into is not None:
+                name, start, _ = taken[index]
+                slot.store(name, start, bytes_of(into))
+        for name, nbytes in rows:
+            slot.cut(name, nbytes)
+        slot.commit(self.source, their_marker.encode())
+
+    def _exchange(self, given: Tensor | None, into: Tensor | None) -> None:
+        works = []
+        if into is not None:
+            works.append(self._messages.irecv(into, self.source, self._channel))
+        if given is not None:
+            works.append(self._messages.isend(given, self.target, self._channel))
+        wait_all(works)
+
+
+def _blocks(files: list[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield name, start and bytes of each message."""
+    for name, size in files:
+        for start in range(0, size, _BLOCK_BYTES):
+            yield name, start, min(_BLOCK_BYTES, size - start)
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

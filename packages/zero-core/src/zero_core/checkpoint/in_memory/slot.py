@@ -1,0 +1,211 @@
+"""One of the two slots of a folder in memory: files that are written in place, and markers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core.checkpoint.disk import create, no_room, write_all
+from zero_core.checkpoint.manifest import BUFFERS, is_sealed
+from zero_core.checkpoint.safetensors_files import bytes_of, make_header
+from zero_core.errors import CheckpointError
+from zero_core.protocols import StateTier
+
+_BLOCK_NUMEL = {True: 1 << 18, False: 1 << 23}
+"""Elements read at once: on a CPU few, which stay in its cache until they are written."""
+_MARKER = re.compile(r"rank-([0-9]{5})\.json")
+_OWNED = re.compile(r".+-([0-9]{5})\.(?:json|safetensors)")
+_ADVICE = (
+    "make the memory larger (a container's by --shm-size), give a folder in larger memory as "
+    "memory_checkpoint.path, or leave memory_checkpoint out"
+)
+
+
+@dataclass(frozen=True)
+class Values:
+    """A tensor to be written under ``key``."""
+
+    key: str
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def blocks(self) -> Iterator[Tensor]:
+        yield self.tensor.contiguous()
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements ``[start, stop)`` of a state of ``tier``, to be written under ``key``."""
+
+    key: str
+    tier: StateTier
+    name: str
+    start: int
+    stop: int
+    is_on_host: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tier.read_state(self.name, self.start, min(self.start + 1, self.stop)).dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start,)
+
+    def blocks(self) -> Iterator[Tensor]:
+        size = _BLOCK_NUMEL[self.is_on_host]
+        for low in range(self.start, self.stop, size):
+            yield self.tier.read_state(self.name, low, min(low + size, self.stop))
+
+
+class Slot:
+    """A slot that this process writes.
+
+    Attributes:
+        folder: its files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, int] = {}
+
+    def write(self, name: str, parts: Sequence[Values | Slice]) -> int:
+        """Write a safetensors file in place, and return its bytes.
+
+        Raises:
+            CheckpointError: there is no room.
+        """
+        typed = [(part.dtype, part) for part in parts]
+        typed.sort(key=lambda item: (-item[0].itemsize, item[1].key))
+        header = make_header(((p.key, dtype, p.shape) for dtype, p in typed), {})
+        stop = self.store(name, 0, memoryview(header))
+        for _, part in typed:
+            for block in part.blocks():
+                stop = self.store(name, stop, bytes_of(block))
+        self.cut(name, stop)
+        return stop
+
+    def store(self, name: str, start: int, data: memoryview) -> int:
+        """Write bytes from ``start`` on. Returns where they end."""
+        try:
+            descriptor = self._open(name)
+            while data.nbytes:
+                count = os.pwrite(descriptor, data, start)
+                start, data = start + count, data[count:]
+        except OSError as error:
+            raise no_room(self.folder / name, error, _ADVICE) from error
+        return start
+
+    def cut(self, name: str, size: int) -> None:
+        """End a file at ``size`` bytes."""
+        descriptor = self._open(name)
+        if os.fstat(descriptor).st_size != size:
+            os.ftruncate(descriptor, size)
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        return os.fstat(self._open(name)).st_size
+
+    def load(self, name: str, start: int, count: int) -> bytes:
+        """Read bytes that this process wrote."""
+        return os.pread(self._open(name), count, start)
+
+    def _open(self, name: str) -> int:
+        if name not in self._files:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._files[name] = os.open(self.folder / name, flags, 0o600)
+        return self._files[name]
+
+    def invalidate(self, rank: int) -> None:
+        """Remove the marker of a rank, before its files are overwritten."""
+        self._marker(rank).unlink(missing_ok=True)
+
+    def commit(self, rank: int, marker: bytes) -> None:
+        """Put the marker of a rank into place, once all its files are written."""
+        aside = self.folder / f".{self._marker(rank).name}"
+        aside.unlink(missing_ok=True)
+        try:
+            with create(aside) as file:
+                write_all(file, marker)
+        except OSError as error:
+            raise no_room(aside, error, _ADVICE) from error
+        aside.rename(self._marker(rank))
+
+    def _marker(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.json"
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def slot_folders(folder: Path) -> list[Path]:
+    """Return the folders of the two slots."""
+    return [folder / "0", folder / "1"]
+
+
+def read_markers(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the markers of a slot, by rank, whose files are there in the size that they had."""
+    found = {}
+    for path in sorted(folder.glob("rank-*.json")):
+        match = _MARKER.fullmatch(path.name)
+        try:
+            data = path.read_bytes()
+            marker = json.loads(data) if match is not None and is_sealed(data) else None
+            if marker is not None and _are_whole(folder, marker["files"]):
+                found[int(marker["rank"])] = marker
+        except OSError:  # another rank writes it
+            continue
+    return found
+
+
+def _are_whole(folder: Path, files: dict[str, int]) -> bool:
+    return all((folder / name).stat().st_size == size for name, size in files.items())
+
+
+def drop_others(folder: Path, attempt: str) -> None:
+    """Remove the markers that the launch's start ``attempt`` did not write."""
+    for slot in slot_folders(folder):
+        for rank, marker in read_markers(slot).items():
+            if marker["attempt"] != attempt:
+                Slot(slot).invalidate(rank)
+
+
+def drop_strangers(folder: Path, ranks: set[int]) -> None:
+    """Remove the files of all but these ``ranks``."""
+    for slot in slot_folders(folder):
+        for path in sorted(slot.glob("*")):
+            match = _OWNED.fullmatch(path.name)
+            is_buffers = path.name == BUFFERS
+            if (0 if is_buffers else int(match[1]) if match else -1) not in ranks:
+                path.unlink(missing_ok=True)
+
+
+def check_plain_size(name: str, size: int) -> None:
+    """Refuse a file that a peer announces, unless it is one of a rank's.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if not (name == BUFFERS or _OWNED.fullmatch(name)) or "/" in name or size < 0:
+        raise CheckpointError(f"a peer sends the file {name!r:.80} of {size} bytes: no copy has it")

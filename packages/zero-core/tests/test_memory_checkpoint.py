@@ -1,0 +1,200 @@
+"""Copies in memory after every step: a job that is started anew loses at most one step."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_core
+from zero_core import CheckpointError, ConfigError
+from zero_core.checkpoint.in_memory import keeper
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
+
+STEPS = 5
+
+
+def _build(ranks: SimulatedRanks, stage: int, dtype: str = "fp32", **keys: Any) -> zero_core.Engine:
+    config = {**Case(stage=stage, dtype=dtype).config(), **keys}
+    return zero_core.build(make_model(), config, process_group=ranks)
+
+
+def _run(engine: zero_core.Engine, first: int, stop: int) -> dict[str, torch.Tensor]:
+    for step in range(first, stop):
+        loss = engine(**batch(step, 0, engine.rank))["loss"]
+        engine.backward(loss)
+        engine.step(client_state={"step": step + 1})
+    return engine.full_state_dict()
+
+
+def _straight(ranks: SimulatedRanks, stage: int, dtype: str) -> dict[str, torch.Tensor]:
+    return _run(_build(ranks, stage, dtype), 0, STEPS)
+
+
+def _start(
+    ranks: SimulatedRanks, folder: Path, stage: int, stop: int, dtype: str = "fp32", **keys: Any
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Train up to step ``stop`` as a program does whenever it is started.
+
+    Returns the first step, and the values at the end. Each node has a folder of its own.
+    """
+    node = ranks.rank // (ranks.per_node or ranks.size)
+    memory = {"path": str(folder / f"node-{node}"), **keys}
+    engine = _build(ranks, stage, dtype, memory_checkpoint=memory)
+    first = (engine.resume(folder / "disk") or {"step": 0})["step"]
+    assert engine.global_steps == first
+    values = _run(engine, first, stop)
+    with engine.rewriting():  # the last copy is whole: nothing else here tells when
+        pass
+    engine.close()
+    return first, values
+
+
+def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [k for k in found if not torch.equal(found[k], expected[k])] == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "world_size"),
+    [(0, "fp32", 2), (1, "bf16", 3), (2, "fp16", 2), (3, "bf16", 2), (3, "fp32", 1)],
+)
+def test_restart_goes_on_after_the_last_step_with_the_same_bits(
+    stage: int, dtype: str, world_size: int, tmp_path: Path
+) -> None:
+    straight = simulate(_straight, world_size, stage, dtype)
+    assert simulate(_start, world_size, tmp_path, stage, 3, dtype)[0][0] == 0
+    for (first, values), expected in zip(
+        simulate(_start, world_size, tmp_path, stage, STEPS, dtype), straight, strict=True
+    ):
+        assert first == 3
+        _assert_same(values, expected)
+    assert not (tmp_path / "disk").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_kill_within_a_copy_loses_one_step(victim: int, tmp_path: Path) -> None:
+    straight = simulate(_straight, 2, 3, "fp32")
+    simulate(_start, 2, tmp_path, 3, 3)
+    (marker,) = tmp_path.glob(f"node-0/*/{3 % 2}/rank-{victim:05d}.json")
+    marker.unlink()  # a rank removes it before it overwrites the files
+    marker.with_name(f"master_weight-{victim:05d}.safetensors").write_bytes(b"torn")
+    first, values = simulate(_start, 2, tmp_path, 3, STEPS)[0]
+    assert first == 2
+    _assert_same(values, straight[0])
+
+
+def test_lost_node_is_restored_from_the_next_one(tmp_path: Path) -> None:
+    straight = simulate(_straight, 3, 3, "fp32", ranks_per_node=1)
+    simulate(_start, 3, tmp_path, 3, 3, ranks_per_node=1)
+    shutil.rmtree(tmp_path / "node-1")
+    for (first, values), expected in zip(
+        simulate(_start, 3, tmp_path, 3, STEPS, ranks_per_node=1), straight, strict=True
+    ):
+        assert first == 3
+        _assert_same(values, expected)
+    assert len(list(tmp_path.glob("node-1/*/0/rank-*.json"))) == 2  # its own and its neighbour's
+
+
+def test_copies_are_restored_at_another_number_of_ranks_as_a_checkpoint(tmp_path: Path) -> None:
+    simulate(_start, 3, tmp_path, 3, 3, ranks_per_node=1)
+    by_memory = simulate(_start, 2, tmp_path, 1, STEPS, ranks_per_node=1)
+
+    def by_disk(ranks: SimulatedRanks, stage: int, stop: int) -> dict[str, torch.Tensor]:
+        engine = _build(ranks, stage)
+        if stop == STEPS:
+            engine.load_checkpoint(tmp_path / "other")
+        values = _run(engine, engine.global_steps, stop)
+        if stop < STEPS:
+            engine.save_checkpoint(tmp_path / "other")
+        return values
+
+    simulate(by_disk, 3, 3, 3)
+    for (first, values), expected in zip(by_memory, simulate(by_disk, 2, 1, STEPS), strict=True):
+        assert first == 3
+        _assert_same(values, expected)
+
+
+def test_states_that_were_loaded_replace_the_copies(tmp_path: Path) -> None:
+    def roll_back(ranks: SimulatedRanks) -> None:
+        memory = {"path": str(tmp_path / "memory"), "every": 2}
+        engine = _build(ranks, 3, memory_checkpoint=memory)
+        assert engine.resume(tmp_path / "disk") is None
+        _run(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "disk", client_state={"step": 1})
+        _run(engine, 1, 5)
+        engine.load_checkpoint(tmp_path / "disk")
+        engine.close()
+        again = _build(ranks, 3, memory_checkpoint=memory)
+        assert again.resume(tmp_path / "disk") == {"step": 1}
+        _run(again, 1, 3)
+        with again.rewriting():
+            pass
+        again.close()
+        last = _build(ranks, 3, memory_checkpoint=memory)
+        assert last.resume(tmp_path / "disk") == {"step": 2}
+
+    simulate(roll_back, 2)
+
+
+def test_a_step_before_resume_is_refused() -> None:
+    def step(ranks: SimulatedRanks) -> None:
+        engine = _build(ranks, 1, memory_checkpoint={"path": "/dev/shm/none"})
+        with pytest.raises(RuntimeError, match=r"engine\.resume\(directory\)"):
+            _run(engine, 0, 1)
+
+    simulate(step, 1)
+
+
+def test_memory_needs_something_that_outlives_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+    def resume(ranks: SimulatedRanks) -> None:
+        with pytest.raises(ConfigError, match="no launcher"):
+            _build(ranks, 1, memory_checkpoint={}).resume(tmp_path)
+        (tmp_path / "file").touch()
+        engine = _build(ranks, 1, memory_checkpoint={"path": str(tmp_path / "file")})
+        with pytest.raises(CheckpointError, match=r"memory_checkpoint\.path"):
+            engine.resume(tmp_path)
+
+    simulate(resume, 1)
+
+
+def test_keeper_removes_the_folder_once_launcher_and_ranks_have_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    launcher = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    rank = os.open(folder / keeper.USERS, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(rank, fcntl.LOCK_SH)
+    arguments = [str(folder), str(launcher.pid), keeper.started_at(launcher.pid)]
+    kept = subprocess.Popen([sys.executable, "-I", "-S", keeper.__file__, *arguments])
+    launcher.kill()
+    launcher.communicate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        kept.wait(0.2)
+    assert folder.is_dir()
+    os.close(rank)
+    assert kept.wait(60) == 0
+    assert not folder.exists()
+
+
+def test_plan_has_the_bytes_that_the_copies_take(tmp_path: Path) -> None:
+    simulate(_start, 2, tmp_path, 2, 2, "bf16", ranks_per_node=1)
+    config = {**Case(stage=2, dtype="bf16").config(), "memory_checkpoint": {}}
+    planned = zero_core.plan(make_model(), config, 2, ranks_per_node=1, device_type="cpu")
+    (folder,) = tmp_path.glob("node-0/*")
+    names = ("master_weight", "exp_avg", "exp_avg_sq", "value")
+    files = [path for path in folder.glob("*/*.safetensors") if path.name[:-18] in names]
+    assert len(files) == 2 * 2 * len(names)
+    headers = [8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files]
+    taken = sum(path.stat().st_size for path in files) - sum(headers)
+    assert planned.memory.host["copies in memory"] == taken
