@@ -26,6 +26,7 @@ from zero_core import CheckpointError
 from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read_weights
 from zero_core.errors import CheckpointCorruptError
 from zero_engine import deepspeed
+from zero_engine.checkpoints import convert
 from zero_engine.deepspeed_import.importing import import_checkpoint
 from zero_engine.deepspeed_import.isolation import (
     die_with_parent,
@@ -356,6 +357,7 @@ def test_nothing_that_is_there_is_replaced(classes: dict[str, type], tmp_path: P
     write_stage_2(tmp_path / "third" / "global_step9", classes, 1)
     with pytest.raises(CheckpointError, match="of another program"):
         import_checkpoint(saved, tmp_path / "third")
+    assert convert(str(saved), str(saved), None, None, (), as_json=True) == 2
     assert _bytes_of(saved) == before
     read_into(saved, tmp_path / "out")
     with pytest.raises(CheckpointError, match="is there already, a checkpoint"):

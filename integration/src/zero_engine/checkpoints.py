@@ -1,4 +1,4 @@
-"""``zero-engine verify | inspect | export | prune``: checkpoints on the command line.
+"""``zero-engine verify | inspect | export | prune | import``: checkpoints on the command line.
 
 Each command returns its exit code: 0, 1 for a damaged checkpoint, 2 for another mistake.
 """
@@ -16,6 +16,7 @@ from rich.progress import Progress, TaskID
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
+from zero_engine.deepspeed_import.importing import import_checkpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -94,6 +95,24 @@ def prune(
     verb = "would be removed" if is_trial else "removed"
     text = "\n".join(f"{tag} {verb}" for tag in removed) or "nothing to remove"
     _say({"removed": removed, "is_trial": is_trial}, text, as_json=as_json)
+    return 0
+
+
+def convert(
+    directory: str,
+    output: str,
+    tag: str | None,
+    optimizer: str | None,
+    frozen: Sequence[str],
+    *,
+    as_json: bool,
+) -> int:
+    """Import a checkpoint of DeepSpeed's."""
+    try:
+        place = import_checkpoint(directory, output, tag, optimizer=optimizer, frozen=frozen)
+    except CheckpointError as error:
+        return _refuse(error, as_json=as_json)
+    _say({"folder": str(place)}, f"wrote {place}", as_json=as_json)
     return 0
 
 

@@ -273,22 +273,19 @@ def import_from_deepspeed(
     ] = None,
     frozen: Annotated[
         list[str] | None,
-        _option("A parameter that was frozen, for a checkpoint of stage 0 in fp32. Repeatable."),
+        _option("A parameter that was frozen, for a checkpoint of stage 0. Repeatable."),
     ] = None,
+    as_json: _Json = False,
 ) -> None:
     """Write a checkpoint of DeepSpeed's, of any ZeRO stage or universal, as one of this engine's.
 
-    The files are read without network, and nothing in them is called.
+    The files are read without network where the system permits network namespaces, and nothing
+    that they name is called but torch's functions that make tensors. Nothing is replaced.
     """
-    from zero_core.errors import ZeroError
-    from zero_engine.deepspeed_import.importing import import_checkpoint
-    from zero_engine.launch.ranks import fail
+    from zero_engine.checkpoints import convert
 
-    try:
-        place = import_checkpoint(directory, output, tag, optimizer=optimizer, frozen=frozen or ())
-    except ZeroError as error:
-        fail(error)
-    print(f"wrote {place}")
+    found = convert(directory, output, tag, optimizer, frozen or (), as_json=as_json)
+    sys.exit(found)
 
 
 @app.command()

@@ -67,6 +67,20 @@ def test_only_tags_of_the_form_that_is_saved_are_pruned(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["best-4", "latest", "run1-4", "step-3", "step-99"]
 
 
+def test_steps_decide_what_stays_not_the_times_of_a_copy(tmp_path: Path) -> None:
+    engine = _build()
+    for step in range(1, 12):
+        _train(engine)
+        if step > 7:
+            engine.save_checkpoint(tmp_path)
+    for age, step in enumerate((9, 8, 11, 10)):
+        os.utime(tmp_path / f"step-{step}" / "manifest.json", (age, age))
+    assert zero_core.prune_checkpoints(tmp_path, keep_last=2) == ["step-8", "step-9"]
+    # The training goes back: what it had saved beyond is older than what it saves now.
+    (tmp_path / "latest").write_text("step-10\n")
+    assert zero_core.prune_checkpoints(tmp_path, keep_last=1) == ["step-11"]
+
+
 def test_pruning_reads_no_manifest_of_a_checkpoint_that_stays(tmp_path: Path) -> None:
     engine = _build()
     for _ in range(3):

@@ -247,7 +247,8 @@ def prune(
 
     Args:
         directory: the folder of all checkpoints.
-        keep_last: how many of those that were saved last stay. None: all.
+        keep_last: how many of those of the highest steps stay, up to the newest one's: what is
+            beyond it was saved before the training went back. None: all.
         keep_every: those of steps that are multiples of it stay too.
         newest: the tag that was just saved, if one was.
         prefixes: what the step follows in their tags.
@@ -260,7 +261,13 @@ def prune(
         for one in list_checkpoints(directory)
         if one.step is not None and one.prefix in prefixes
     ]
-    always = {newest, read_latest(directory)}
+    latest = read_latest(directory)
+    always = {newest, latest}
+    prefix, reached = split_tag(newest or latest or "")
+    if reached is None or prefix not in prefixes:
+        reached = max((step for _, step in saved), default=0)
+    # By step: a folder that was copied has new times. What is beyond the newest was given up.
+    saved.sort(key=lambda one: (one[1] <= reached, one[1]))
     removed = [
         tag
         for tag, step in saved[: max(len(saved) - keep_last, 0)]
