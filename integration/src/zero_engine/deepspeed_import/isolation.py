@@ -16,6 +16,7 @@ _SPARE_BYTES = 4 << 30
 _SPARE_SECONDS = 120
 _SECONDS_PER_GB = 60
 """Processor time: each byte is summed twice and copied once, which takes a few seconds per GB."""
+_MAX_LIMIT = 1 << 62
 _MAX_TEXT = 4000
 MAX_ANSWER_BYTES = 64 << 10
 
@@ -46,7 +47,7 @@ def limit_memory(mapped_bytes: int) -> None:
     A file that asks for more gets a MemoryError. No core is dumped.
     """
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit = pages * os.sysconf("SC_PAGE_SIZE") + mapped_bytes + _SPARE_BYTES
+    limit = min(pages * os.sysconf("SC_PAGE_SIZE") + mapped_bytes + _SPARE_BYTES, _MAX_LIMIT)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
