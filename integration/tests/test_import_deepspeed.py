@@ -358,6 +358,8 @@ def test_nothing_that_is_there_is_replaced(classes: dict[str, type], tmp_path: P
     with pytest.raises(CheckpointError, match="of another program"):
         import_checkpoint(saved, tmp_path / "third")
     assert convert(str(saved), str(saved), None, None, (), as_json=True) == 2
+    with pytest.raises(CheckpointError, match=r"not imported.*too long"):
+        import_checkpoint(saved, tmp_path / "new", "x" * 300)
     assert _bytes_of(saved) == before
     read_into(saved, tmp_path / "out")
     with pytest.raises(CheckpointError, match="is there already, a checkpoint"):

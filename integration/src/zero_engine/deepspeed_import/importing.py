@@ -48,10 +48,13 @@ def import_checkpoint(
             already or overlaps with it.
         CheckpointCorruptError: it is damaged.
     """
-    place = find_place(Path(directory), tag)
-    # The name that was asked for, also where it is a link.
-    target = Path(output) / Path(os.path.abspath(place)).name
-    _check_target(place, target)
+    try:
+        place = find_place(Path(directory), tag)
+        # The name that was asked for, also where it is a link.
+        target = Path(output) / Path(os.path.abspath(place)).name
+        _check_target(place, target)
+    except OSError as error:
+        raise CheckpointError(f"{directory} is not imported into {output}: {error}") from error
     request = {
         "place": str(place),
         "output": str(output),
