@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,20 +159,32 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
 class _Alone:
     """A board on which the other ranks put nothing, or what a test says."""
 
+    host = "rank 0"
+    is_lost = False
+
     def __init__(self) -> None:
         self.beats: dict[int, str] = {}
 
     def publish(self, beat: str) -> None:
         self.beats[1] = beat
 
-    def read(self) -> dict[int, str]:
+    def request(self, ranks: Sequence[int]) -> None:
+        """Nothing is read: `take` has all."""
+
+    def take(self) -> dict[int, str]:
         return self.beats
+
+    def unanswered_s(self) -> float:
+        return 0.0
+
+    def flush(self, limit_s: float) -> None:
+        """Nothing is under way."""
 
 
 def _watched(device: str = "xpu:1") -> tuple[Communicator, Watch, _Alone]:
     board = _Alone()
     waits = DeviceWaits(torch.device(device))
-    watch = Watch(board, Place(), rank=1, within_s=10.0, device_waits=waits)
+    watch = Watch(board, Place(), rank=1, world_size=2, within_s=10.0, device_waits=waits)
     return _communicator(_Work(), watch), watch, board
 
 
@@ -238,7 +251,7 @@ def test_the_thread_of_a_process_ends_with_its_last_watch() -> None:
     def threads() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name == "zero_core watch"]
 
-    watches = [Watch(_Alone(), Place(), rank=1, within_s=0.1) for _ in range(3)]
+    watches = [Watch(_Alone(), Place(), rank=1, world_size=2, within_s=0.1) for _ in range(3)]
     for watch in watches:
         start(watch)
     (thread,) = threads()
@@ -263,7 +276,7 @@ def _watches_a_device() -> None:
     torch.accelerator.set_device_index(1)
     values = torch.zeros(8, device="late:1")
     waits = DeviceWaits(torch.device("late", 1))
-    watch = Watch(_Alone(), Place(), rank=1, within_s=0.1, device_waits=waits)
+    watch = Watch(_Alone(), Place(), rank=1, world_size=2, within_s=0.1, device_waits=waits)
     start(watch)
     late_device.set_delays(seed=1, kernel_s=0.02)
     for _ in range(5):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero_core
+from zero_core.comm.control import LibraryControlGroup
 
 WORLD_SIZE, WIDTH = 1024, 96
 
@@ -32,8 +33,10 @@ class Model(nn.Module):
 
 
 @pytest.fixture(params=[0, 1023], ids=lambda rank: f"rank{rank}")
-def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     rank: int = request.param
+    # The fake backend sums nothing, and a step needs ranks that have the same settings.
+    monkeypatch.setattr(LibraryControlGroup, "sum", lambda _, values: values.mul_(WORLD_SIZE))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
     yield rank
     dist.destroy_process_group()

@@ -102,13 +102,23 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
         options = known._get_backend(device).options
     except RuntimeError:
         return dist.distributed_c10d.default_pg_timeout
+    if options is None:  # of the fake backend
+        return dist.distributed_c10d.default_pg_timeout
     timeout: timedelta = options._timeout
     return timeout
 
 
 def clone_store(store: Any) -> Any:
-    """Return a store over a connection of its own. Torch's stubs do not know the method."""
-    return store.clone()
+    """Return a store over a connection of its own, or ``store`` if its kind has no connections.
+
+    Torch's stubs do not know the method.
+    """
+    try:
+        return store.clone()
+    except RuntimeError as error:
+        if "pure virtual" not in str(error):  # that is the fake backend's
+            raise
+        return store
 
 
 def store_address(store: Any) -> str | None:
