@@ -382,13 +382,6 @@ def test_level_of_deepspeeds_logger_is_set_by_name(loggers, capsys):
         assert told.count(text) == 1
 
 
-def test_place_of_gradients_is_told_at_stage_0_alone():
-    for stage in (0, 1, 2, 3):
-        settings = read({"train_batch_size": 4, "zero_optimization": {"stage": stage}})
-        told = describe(settings, load_config(settings.core, world_size=1), 1)
-        assert ("safe_get_full_grad" in told) is (stage == 0)
-
-
 def test_a_misspelt_key_of_the_optimizer_is_warned_of() -> None:
     (note,) = read({"optimizer": {"type": "SGD", "param": {"lr": 0.1}}}).notes
     assert (note.path, note.is_warning) == ("optimizer.param", True)

@@ -99,7 +99,7 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     known = dist.group.WORLD if group is None else group
     assert known is not None
     try:
-        options = known._get_backend(device).options
+        options: Any = known._get_backend(device).options
     except RuntimeError:
         return dist.distributed_c10d.default_pg_timeout
     if options is None:  # of the fake backend

@@ -201,8 +201,16 @@ class Snapshot:
         On an accelerator its copies wait for what was enqueued when the snapshot was made, and for
         nothing that is enqueued later.
         """
-        if self._ready is None:
-            return nullcontext()
-        stream = torch.Stream(self._device)
-        stream.wait_event(self._ready)
-        return stream
+        return stream_after(self._ready, self._device)
+
+
+def stream_after(event: torch.Event | None, device: torch.device) -> AbstractContextManager[object]:
+    """Return a context for a thread of its own, whose copies wait for ``event`` alone.
+
+    None is an event of a device without streams.
+    """
+    if event is None:
+        return nullcontext()
+    stream = torch.Stream(device)
+    stream.wait_event(event)
+    return stream

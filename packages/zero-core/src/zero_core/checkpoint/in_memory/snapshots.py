@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from zero_core.errors import ConfigError
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import WholeStateTier, Work
 from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded.snapshot import stream_after
 
 
 @dataclass(frozen=True)
@@ -186,11 +186,7 @@ class MemoryCheckpoints:
 
     @torch.no_grad()
     def _make(self, small: _Small) -> None:
-        stream: Any = nullcontext()
-        if small.done is not None:
-            stream = torch.Stream(self._state.device)
-            stream.wait_event(small.done)
-        with stream:
+        with stream_after(small.done, self._state.device):
             self._write(small)
 
     def _write(self, small: _Small) -> None:
