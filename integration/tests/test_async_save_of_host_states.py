@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zero_core
-from zero_core.comm.control import Exchange
 from zero_core.sharded import snapshot
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
-
-
-class _Gated(Exchange):
-    """An exchange whose first round waits for ``gate``: nothing is written before."""
-
-    def __init__(self, base: Exchange, gate: threading.Event) -> None:
-        self.rank, self.world_size, self.place = base.rank, base.world_size, base.place
-        self._base = base
-        self._gate = gate
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        assert self._gate.wait(120)
-        return self._base.gather_bytes(data)
-
-
-@dataclass(frozen=True)
-class _GatedRanks(SimulatedRanks):
-    gate: threading.Event = field(default_factory=threading.Event)
-
-    def exchange_beside(self) -> Exchange:
-        return _Gated(super().exchange_beside(), self.gate)
+from zero_core.testing import Case, GatedRanks, SimulatedRanks, batch, make_model, simulate
 
 
 def _train(engine: zero_core.Engine, first: int, last: int) -> None:
@@ -43,7 +20,7 @@ def _train(engine: zero_core.Engine, first: int, last: int) -> None:
 
 
 def _save(ranks: SimulatedRanks, folder: Path, config: dict[str, Any]) -> None:
-    gated = _GatedRanks(**vars(ranks))
+    gated = GatedRanks(**vars(ranks))
     engine = zero_core.build(make_model(), config, process_group=gated)
     _train(engine, 0, 3)
     pending = engine.async_save(folder / "beside")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import shutil
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -13,38 +12,17 @@ import torch
 
 import zero_core
 from zero_core import CheckpointError
-from zero_core.comm.control import Exchange
 from zero_core.comm.topology import Ranks
 from zero_core.sharded import snapshot
 from zero_core.testing import (
     Case,
+    GatedRanks,
     SimulatedRanks,
     batch,
     make_model,
     run_on_processes,
     simulate,
 )
-
-
-class _Gated(Exchange):
-    """An exchange whose first round waits for ``gate``: nothing is written before."""
-
-    def __init__(self, base: Exchange, gate: threading.Event) -> None:
-        self.rank, self.world_size, self.place = base.rank, base.world_size, base.place
-        self._base = base
-        self._gate = gate
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        assert self._gate.wait(120)
-        return self._base.gather_bytes(data)
-
-
-@dataclass(frozen=True)
-class _GatedRanks(SimulatedRanks):
-    gate: threading.Event = field(default_factory=threading.Event)
-
-    def exchange_beside(self) -> Exchange:
-        return _Gated(super().exchange_beside(), self.gate)
 
 
 def _train(engine: zero_core.Engine, first: int, last: int) -> None:
@@ -58,8 +36,8 @@ def _build(ranks: SimulatedRanks, stage: int, **keys: object) -> zero_core.Engin
     return zero_core.build(make_model(), config, process_group=ranks)
 
 
-def _gated(ranks: SimulatedRanks) -> _GatedRanks:
-    return _GatedRanks(**vars(ranks))
+def _gated(ranks: SimulatedRanks) -> GatedRanks:
+    return GatedRanks(**vars(ranks))
 
 
 def _save_beside(ranks: SimulatedRanks, folder: Path, stage: int, keys: dict[str, object]) -> None:

@@ -16,13 +16,19 @@ from zero_core.testing.oracle import (
 )
 from zero_core.testing.peak_memory import PeakMemory
 from zero_core.testing.ranks import preload, run_alone, run_on_processes, spawn
-from zero_core.testing.simulated import SimulatedRanks, device_collectives, simulate
+from zero_core.testing.simulated import (
+    GatedRanks,
+    SimulatedRanks,
+    device_collectives,
+    simulate,
+)
 
 __all__ = [
     "LR",
     "WEIGHT_DECAY",
     "Case",
     "Gap",
+    "GatedRanks",
     "Hard",
     "PeakMemory",
     "RootAndBlocks",

@@ -301,6 +301,29 @@ def device_collectives(ranks: SimulatedRanks, meter: Meter | None = None) -> Dev
     return DeviceCollectives(ranks.library(), links=links, queues=HostQueues(), meter=meter)
 
 
+class _Gated(Exchange):
+    """Exchange whose first round waits for ``gate``: nothing is written before."""
+
+    def __init__(self, base: Exchange, gate: threading.Event) -> None:
+        self.rank, self.world_size, self.place = base.rank, base.world_size, base.place
+        self._base = base
+        self._gate = gate
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        assert self._gate.wait(120)
+        return self._base.gather_bytes(data)
+
+
+@dataclass(frozen=True)
+class GatedRanks(SimulatedRanks):
+    """Simulated ranks whose asynchronous saves begin to write when ``gate`` is set."""
+
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def exchange_beside(self) -> Exchange:
+        return _Gated(super().exchange_beside(), self.gate)
+
+
 def simulate(
     program: Callable[..., _T],
     world_size: int,
