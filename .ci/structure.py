@@ -33,6 +33,7 @@ SOURCES = {
     "zero_offload": "packages/zero-offload/src",
     "zero_engine": "integration/src",
     "benchmarks": "integration",
+    "faults": "integration",
 }
 # Attributes of torch's own classes, whose names some class here shares.
 TORCH_PRIVATES = {"_base", "_buffers", "_parameters", "_modules", "_version", "_opt_called"}

@@ -64,7 +64,7 @@ def stop_after(num_entries: int, folder: RunFolder, arguments: tuple[str, ...]) 
 def interrupted_run(
     tmp_path_factory: pytest.TempPathFactory, tiny_options: tuple[str, ...]
 ) -> RunFolder:
-    """A run stopped by SIGTERM, resumed to its end. For SIGINT see `faults/test_restarts.py`."""
+    """A run stopped by SIGTERM, resumed to its end. SIGINT: `faults/ranks/test_restarts.py`."""
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "interrupted")
     code, output = stop_after(10, folder, tiny_options)
     assert code == 128 + signal.SIGTERM, output

@@ -8,7 +8,7 @@ import pytest
 from conftest import refusal_of, run_program
 from forked_python import forked_python
 
-from faults.malformed_configurations import malformed_configurations
+from faults.configurations.malformed_configurations import malformed_configurations
 from zero_core import check_config
 from zero_core.errors import ConfigError
 from zero_engine.train.data import prepare_corpus, read_text

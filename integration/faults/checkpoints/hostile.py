@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from faults.checkpoints import rewrite
+from faults.checkpoints.small_checkpoints import rewrite
 from zero_core.checkpoint.manifest import MANIFEST
 
 BAD: tuple[Any, ...] = (None, True, -1, 2**63, 1e400, "x" * 50, [], {}, [[]], "../../etc/passwd")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from faults.harness import Program, is_running
-from faults.test_restarts import ONE_NODE, last_step, steps_of, weights
+from faults.ranks.test_restarts import ONE_NODE, last_step, steps_of, weights
 from zero_engine.train.settings import RunFolder
 
 STEPS = 200

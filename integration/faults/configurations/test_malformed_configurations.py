@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
-from faults.malformed_configurations import Malformed, malformed_configurations, write
+from faults.configurations.malformed_configurations import (
+    Malformed,
+    malformed_configurations,
+    write,
+)
 from zero_core import check_config
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.reader import read

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from faults.malformed_configurations import BASE
+from faults.configurations.malformed_configurations import BASE
 from zero_comm.quantizer.message import CorruptMessageError, Packing
 from zero_core import check_config, load_config
 from zero_core.comm.shared_memory import read_card

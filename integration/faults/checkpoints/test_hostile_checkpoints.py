@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import zero_core
-from faults.checkpoints import build, digest, rewrite, train
-from faults.hostile import TAGS, folders, manifests
+from faults.checkpoints.hostile import TAGS, folders, manifests
+from faults.checkpoints.small_checkpoints import build, digest, rewrite, train
 from zero_core.checkpoint.files import read_buffers, read_weights
 from zero_core.testing import SimulatedRanks, simulate
 
