@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
 import resource
 import shutil
+import signal
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zero_core
 from zero_core import CheckpointError
+from zero_core.checkpoint import save
+from zero_core.checkpoint.background.saver import PendingSave
+from zero_core.checkpoint.files import read_weights
 from zero_core.comm.topology import Ranks
 from zero_core.sharded import snapshot
 from zero_core.testing import (
@@ -160,32 +169,76 @@ def test_what_has_not_changed_is_linked_not_written(tmp_path):
     simulate(lambda ranks: _build(ranks, 3).load_checkpoint(tmp_path, "d"), 1)
 
 
-def test_a_full_disk_is_an_error_on_all_ranks_once_and_leaves_nothing(tmp_path):
-    def program(ranks: SimulatedRanks) -> None:
+class _Disk:
+    """A disk that can be full, for two simulated ranks."""
+
+    def __init__(self) -> None:
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self._meeting = threading.Barrier(2)
+
+    def allow(self, num_bytes: int) -> None:
+        """Let no file of this process grow beyond. Both ranks call it."""
+        if self._meeting.wait() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, self.limits[1]))
+        self._meeting.wait()
+
+    def fill(self, pending: PendingSave, gate: threading.Event) -> None:
+        """Have the files of a save under way not fit."""
+        self.allow(2000)
+        gate.set()
+        wait([pending])
+        gate.clear()
+        self.allow(self.limits[0])
+
+
+def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_nothing(tmp_path):
+    disk, message = _Disk(), r"write failed on rank 0: CheckpointError: .*could not be .*make room"
+
+    def program(ranks: SimulatedRanks) -> dict[str, torch.Tensor]:
         gated = _gated(ranks)
         engine = _build(gated, 3)
         _train(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
-        _train(engine, 1, 2)
-        pending = engine.async_save(tmp_path)
-        gated.gate.set()
-        _train(engine, 2, 3)
-        with pytest.raises(CheckpointError, match="could not be written"):
-            engine.save_checkpoint(tmp_path)
-        assert isinstance(pending.exception(), CheckpointError)
-        engine.async_save(tmp_path)
-        with pytest.raises(CheckpointError, match="could not be written"):
-            engine.close()
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    simulate(lambda ranks: _build(ranks, 3).save_checkpoint(tmp_path, "kept"), 1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # as a full disk
+        pending = engine.async_save(tmp_path)
+        _train(engine, 1, 2)  # it overtakes the save
+        disk.fill(pending, gated.gate)
+        with pytest.raises(CheckpointError, match=message):
+            pending.result()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+        assert (tmp_path / "latest").read_text() == "step-1"
+
+        pending = engine.async_save(tmp_path)
+        disk.fill(pending, gated.gate)
+        if ranks.rank == 0:
+            pending.exception()  # the other rank has not asked: the next save raises it on both
+        with pytest.raises(CheckpointError, match=message):
+            engine.async_save(tmp_path)
+        _train(engine, 2, 3)
+        gated.gate.set()
+        assert engine.async_save(tmp_path).result() == tmp_path / "step-3"
+        gated.gate.clear()
+
+        disk.fill(engine.async_save(tmp_path, "last"), gated.gate)
+        weights = engine.full_state_dict()
+        with pytest.raises(CheckpointError, match=message):
+            engine.close()
+        return weights
+
+    def straight(ranks: SimulatedRanks) -> dict[str, torch.Tensor]:
+        engine = _build(ranks, 3)
+        _train(engine, 0, 3)
+        return engine.full_state_dict()
+
     try:
-        with pytest.raises(CheckpointError):
-            simulate(program, 2)
+        weights, _ = simulate(program, 2)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "latest"] == ["kept"]
+        resource.setrlimit(resource.RLIMIT_FSIZE, disk.limits)
+    expected, _ = simulate(straight, 2)
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    saved = {weight.names[0]: weight.value for weight in read_weights(tmp_path)}
+    assert all(torch.equal(saved[name], value) for name, value in expected.items() if name in saved)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-3"]
 
 
 def _run_in_process(ranks: Ranks, folder: str) -> None:
@@ -202,3 +255,39 @@ def _run_in_process(ranks: Ranks, folder: str) -> None:
 def test_the_threads_of_processes_agree_through_the_store(tmp_path):
     run_on_processes(_run_in_process, 2, str(tmp_path))
     assert (tmp_path / "latest").read_text() == "last"
+
+
+def _be_killed(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_beside_a_dead_rank(rank: int, folder: Path) -> None:
+    logging.basicConfig(filename=folder / f"log-{rank}")
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    engine = zero_core.build(make_model(), Case(stage=2).config())
+    _train(engine, 0, 1)
+    engine.save_checkpoint(folder / "saved")
+    _train(engine, 1, 2)
+    if rank == 1:
+        save.write_file = _be_killed  # while the other rank waits for its files
+    engine.async_save(folder / "saved")
+    # Rank 0 ends its program without a word; its interpreter waits for the thread.
+
+
+def test_a_rank_that_is_killed_in_a_save_keeps_no_other_from_ending(tmp_path):
+    processes = [
+        multiprocessing.get_context("forkserver").Process(
+            target=_end_beside_a_dead_rank, args=(rank, tmp_path)
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)  # the group's own limit is 30 minutes
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+    said = (tmp_path / "log-0").read_text()
+    assert "rank 0: the save of step-2 failed" in said
+    assert "the process of rank 1 has ended" in said
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["latest", "step-1"]
+    assert (tmp_path / "saved" / "latest").read_text() == "step-1"

@@ -251,7 +251,7 @@ def build(
             communicator,
             transport,
             meter,
-            ranks.exchange_beside(),
+            ranks.exchange_beside(control.watch),
         )
         if is_training:
             driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)

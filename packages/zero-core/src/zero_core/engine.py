@@ -358,9 +358,10 @@ class Engine(ShardedModel):
         that update whole parameters have theirs copied by the call. Values that the program itself
         changes in place, past the engine, must wait for the result.
 
-        Loads, `close`, and whatever writes values outside of a step wait for the save. If it fails,
-        the error is logged, and raised on all ranks by ``result()`` of what is returned, or else by
-        the next save or by `close`. A process that ends before has no checkpoint of this tag;
+        Loads, `close`, the end of the interpreter, and whatever writes values outside of a step
+        wait for the save. If it fails, what it wrote is removed and the training is as before. The
+        error is logged, and raised on all ranks by ``result()`` of what is returned, or else by the
+        next save or by `close`. A process that is killed before has no checkpoint of this tag;
         those before it are whole.
 
         Args:

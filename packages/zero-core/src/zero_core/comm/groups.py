@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -61,9 +62,12 @@ from zero_core.comm.p2p import TimedWork
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.protocols import Work
 from zero_core.watch.place import Place
+from zero_core.watch.watch import Watch
 
 _LEAVE_S = 30.0
 """Longest wait for ranks that are to read the last round of a `StoreExchange`."""
+_LOOK_S = 1.0
+"""Time after which a `StoreExchange` that waits asks whether the other ranks are alive."""
 
 
 class ProcessLibrary:
@@ -336,19 +340,28 @@ class StoreExchange(Exchange):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, *, rank: int, world_size: int, timeout: timedelta
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        watch: Watch | None = None,
     ) -> None:
         """Every rank makes the exchanges of a process group in one order.
 
-        ``timeout`` is the longest wait for another rank. One rank alone needs no group.
+        ``timeout`` is the longest wait for another rank, and the wait for one that ``watch`` finds
+        dead ends at once. One rank alone needs no group.
         """
         self.rank = rank
         self.world_size = world_size
         self.place = Place()
-        self._longest_wait = timeout
+        self._longest_wait_s = timeout.total_seconds()
+        self._watch = watch
         self._group = group
         self._num_uses = 0
         self._num_rounds = 0
+        self._is_broken = False
         self._store: Any = None
         self._number = 0
         if world_size > 1:
@@ -365,7 +378,8 @@ class StoreExchange(Exchange):
         """See `Exchange`. ``data`` is ASCII.
 
         Raises:
-            CollectiveError: a rank does not answer within the timeout, or the store has ended.
+            CollectiveError: a rank is dead or does not answer within the timeout, or the store has
+                ended.
         """
         if self.world_size == 1:
             return [data]
@@ -375,16 +389,35 @@ class StoreExchange(Exchange):
             if self._store is None:
                 # A store serves one blocking call at a time.
                 self._store = clone_store(self._known_group().get_group_store())
-                self._store.set_timeout(self._longest_wait)
             self._store.set(self._key(number, self.rank), data.decode())
+            self._wait_for(number)
             rows = [self._store.get(self._key(number, r)) for r in range(self.world_size)]
             if number:  # every rank has read the round before
                 self._store.delete_key(self._key(number - 1, self.rank))
         except RuntimeError as error:
+            self._is_broken = True
             raise CollectiveError(
                 f"rank {self.rank}: the exchange of a save beside training failed: {error}"
             ) from error
         return rows
+
+    def _wait_for(self, number: int) -> None:
+        """Wait until all ranks have given their data of a round.
+
+        Raises:
+            RuntimeError: one is dead or does not answer in time, or the store has ended.
+        """
+        began = asked = time.monotonic()
+        missing = list(range(self.world_size))
+        while missing and not self._store.check([self._key(number, rank) for rank in missing]):
+            now = time.monotonic()
+            if now - asked >= _LOOK_S:
+                asked = now
+                missing = [r for r in missing if not self._store.check([self._key(number, r)])]
+                dead = "" if self._watch is None else self._watch.find_dead(missing)
+                if dead or now - began >= self._longest_wait_s:
+                    raise RuntimeError(dead or f"no answer of ranks {missing[:4]} in time")
+            time.sleep(min(max((now - began) / 4, 0.001), _LOOK_S))
 
     def leave(self) -> None:
         """See `Exchange`. The store may be in the process of rank 0, which leaves last."""
@@ -392,7 +425,7 @@ class StoreExchange(Exchange):
         ranks = range(self.world_size)
         ends = [self._key(rounds, r) for r in ranks]
         last = [self._key(rounds - 1, r) for r in ranks]
-        if self._store is not None:
+        if self._store is not None and not self._is_broken:
             with suppress(RuntimeError):  # the checkpoint is complete, or has failed
                 self._store.set(ends[self.rank], "")
                 if self.rank == 0:

@@ -118,10 +118,15 @@ class Ranks:
             start(watch)
         return LibraryControlGroup(self.library(), self.device, place, watch)
 
-    def exchange_beside(self) -> Exchange:
-        """Return an exchange for a thread beside training. Every rank makes them in one order."""
+    def exchange_beside(self, watch: Watch | None) -> Exchange:
+        """Return an exchange for a thread beside training. Every rank makes them in one order.
+
+        ``watch`` is the one of these ranks' control group.
+        """
         timeout = timeout_of(self.group, self.device) if self.size > 1 else timedelta()
-        return StoreExchange(self.group, rank=self.rank, world_size=self.size, timeout=timeout)
+        return StoreExchange(
+            self.group, rank=self.rank, world_size=self.size, timeout=timeout, watch=watch
+        )
 
     def messages(self) -> Messages:
         """Return what carries bytes between single ranks, where they are hosts."""

@@ -34,6 +34,7 @@ from zero_core.protocols import Work
 from zero_core.testing.late_device import NAME as LATE
 from zero_core.testing.late_device.library import LateWorld
 from zero_core.watch.place import Place
+from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 
@@ -281,7 +282,7 @@ class SimulatedRanks(Ranks):
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
         return _SimulatedControlGroup(self.network, self.rank, self.carrier.next_channel())
 
-    def exchange_beside(self) -> Exchange:
+    def exchange_beside(self, watch: Watch | None) -> Exchange:
         return self.connect()
 
     def messages(self) -> Messages:
@@ -320,8 +321,8 @@ class GatedRanks(SimulatedRanks):
 
     gate: threading.Event = field(default_factory=threading.Event)
 
-    def exchange_beside(self) -> Exchange:
-        return _Gated(super().exchange_beside(), self.gate)
+    def exchange_beside(self, watch: Watch | None) -> Exchange:
+        return _Gated(super().exchange_beside(watch), self.gate)
 
 
 def simulate(

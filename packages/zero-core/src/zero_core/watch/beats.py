@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from zero_core.watch.place import OUTSIDE
 from zero_core.watch.processes import process_namespace, process_state
 
 _MAX_RANKS = 4
+_ENDED = ("Z", "X")
 _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
 
 
@@ -168,26 +169,40 @@ class Beats:
         text = f"the ranks took different branches: they wait {_join(said)}"
         return Verdict(text, logging.ERROR, True)
 
+    def dead(self, ranks: Collection[int], silence_s: float) -> str:
+        """Say which of ``ranks`` have ended, or have not beaten for ``silence_s``."""
+        said = []
+        for rank, seen in sorted(self._seen.items()):
+            is_dead = self._state_of(seen.beat) in _ENDED or seen.silent_s >= silence_s
+            if rank in ranks and is_dead:
+                said += self._failure(rank, seen, silence_s)
+        return _join(said)
+
     def _failed(self, silence_s: float) -> list[str]:
         """Say which ranks failed, ended, or show no sign of life."""
         said = []
         for rank, seen in sorted(self._seen.items()):
-            beat = seen.beat
-            if rank == self._rank or beat.has_given_up:
-                continue
-            if beat.cause:
-                said.append(f"rank {rank}: {beat.cause}")
-                continue
-            is_near = self._namespace == beat.namespace != ""
-            state = process_state(beat.pid) if is_near else ""
-            is_silent = seen.silent_s >= silence_s
-            if state in ("Z", "X"):
-                said.append(f"the process of rank {rank} has ended, last seen in {beat.place}")
-            elif state in _STOPPED or is_silent:
-                how = _STOPPED.get(state, "its process runs" if state else "process or network")
-                since = f"{seen.silent_s:.1f} s ({how}), last seen in {_where(beat)}"
-                said.append(f"no sign of life of rank {rank} for {since}")
+            if rank != self._rank and not seen.beat.has_given_up:
+                said += self._failure(rank, seen, silence_s)
         return said
+
+    def _failure(self, rank: int, seen: _Seen, silence_s: float) -> list[str]:
+        beat = seen.beat
+        if beat.cause:
+            return [f"rank {rank}: {beat.cause}"]
+        state = self._state_of(beat)
+        if state in _ENDED:
+            return [f"the process of rank {rank} has ended, last seen in {beat.place}"]
+        if state in _STOPPED or seen.silent_s >= silence_s:
+            how = _STOPPED.get(state, "its process runs" if state else "process or network")
+            since = f"{seen.silent_s:.1f} s ({how}), last seen in {_where(beat)}"
+            return [f"no sign of life of rank {rank} for {since}"]
+        return []
+
+    def _state_of(self, beat: Beat) -> str:
+        """Return the state of a process of this host, else an empty string."""
+        is_near = self._namespace == beat.namespace != ""
+        return process_state(beat.pid) if is_near else ""
 
 
 def _where(beat: Beat) -> str:

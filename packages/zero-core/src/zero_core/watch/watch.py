@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 from zero_core.watch.beats import Beat, Beats, Verdict
 from zero_core.watch.board import Board
@@ -233,6 +234,16 @@ class Watch:
         # Ranks that waited for each other give up at once: what was logged before has the cause.
         known = [found for found in (verdict, logged) if found is not None]
         return max(known, key=lambda found: found.level).text if known else ""
+
+    # ------------------------------------------------------------- any thread
+
+    def find_dead(self, ranks: Sequence[int]) -> str:
+        """Say which of ``ranks`` have ended, or were silent for long. To be asked every second."""
+        silence_s = _LONG * self._within_s or math.inf
+        with self._lock:
+            self._add_answers(time.monotonic())
+            self._board.request(ranks)
+            return self._beats.dead(ranks, silence_s)
 
     def close(self, how: str) -> None:
         """End: this rank publishes no beats any more. ``how`` it ended is what others read."""

@@ -37,8 +37,9 @@ OnPending = Literal["wait", "refuse"]
 class PendingSave(Future[Path]):
     """A save beside training: a future of the checkpoint's folder.
 
-    ``result()`` waits for it and raises its error, `CheckpointError`, on all ranks. An error that
-    was asked for here is not raised again by the engine.
+    ``result()`` waits for it and raises its error: `CheckpointError` on all ranks, or
+    `CollectiveError` where a rank is dead. An error that all ranks have asked for here is not
+    raised again by the engine.
     """
 
     def __init__(self, tag: str, snapshot: Snapshot) -> None:
@@ -81,7 +82,7 @@ class Saver:
         self, directory: Path, tag: str, client_state: Mapping[str, Any], options: SaveOptions
     ) -> Path:
         """Write a checkpoint at once. Every rank must call it. See `Save`."""
-        self.finish()
+        self._settle("wait")
         snapshot = Snapshot(self._state, None)
         save = self._take(snapshot, directory, tag, client_state, options)
         return self._write(save, self._state.control)
@@ -100,9 +101,7 @@ class Saver:
 
         See `zero_core.Engine.async_save`.
         """
-        if on_pending == "refuse":
-            self._state.control.together("checkpoint: prepare", self._check_is_done)
-        self.finish()
+        self._settle(on_pending)
         snapshot = Snapshot(self._state, self._watched(), max_bytes)
         try:
             save = self._take(snapshot, directory, tag, client_state, options)
@@ -119,6 +118,20 @@ class Saver:
             target=self._run, args=(pending, save, snapshot), name=f"zero-core save of {tag}"
         ).start()
         return pending
+
+    def _settle(self, on_pending: OnPending) -> None:
+        """Have no save under way. Its error is raised on all ranks, unless all have asked for it.
+
+        Raises:
+            CheckpointError: it failed, or is under way and ``on_pending`` is "refuse".
+        """
+
+        def settle() -> None:
+            if on_pending == "refuse":
+                self._check_is_done()
+            self.finish()
+
+        self._state.control.together("checkpoint: prepare", settle)
 
     def finish(self) -> None:
         """Wait for the save under way. Raises its error, unless somebody has asked for it."""
@@ -171,16 +184,18 @@ class Saver:
         return place
 
     def _run(self, pending: PendingSave, save: Save, snapshot: Snapshot) -> None:
+        place, failure = Path(), None
         try:
             with torch.no_grad(), snapshot.reading():
                 place = self._write(save, self._exchange)
         except BaseException as error:
+            failure = error
             _log.error(
                 "rank %d: the save of %s failed: %s", self._exchange.rank, pending.tag, error
             )
-            snapshot.end()
-            pending.set_exception(error)
-        else:
-            snapshot.end()
+        snapshot.end()
+        self._exchange.leave()  # the next save uses it once there is a result
+        if failure is None:
             pending.set_result(place)
-        self._exchange.leave()
+        else:
+            pending.set_exception(failure)

@@ -20,6 +20,7 @@ from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.topology import Ranks
 from zero_core.protocols import Work
 from zero_core.testing.late_device import NAME, load
+from zero_core.watch.watch import Watch
 
 _numbers = itertools.count()
 
@@ -150,7 +151,7 @@ class LateRanks(Ranks):
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
         return LibraryControlGroup(self.base, self.device)
 
-    def exchange_beside(self) -> Exchange:
+    def exchange_beside(self, watch: Watch | None) -> Exchange:
         return self.connect()
 
     def library(self) -> DeviceLibrary:
