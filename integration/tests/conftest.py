@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from filelock import FileLock
 from forked_python import forked_python
 from ports import free_port
@@ -134,6 +135,14 @@ def train_forked(*arguments: str, ranks: int = 2) -> None:
 
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(train, range(ranks)))
+
+
+@pytest.fixture(autouse=True)
+def process_group_ends_with_the_test() -> Iterator[None]:
+    """End the group of one rank that ``deepspeed.initialize`` makes in a test that starts none."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -85,14 +85,6 @@ def _train(engine: Any, steps: range) -> list[float]:
     return losses
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Any:
-    """One rank's process group, for tests that start none; it ends with the test."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 # -------------------------------------------------------------------- going on
 
 

@@ -67,14 +67,6 @@ def _train(engine: Any, steps: int, first: int = 0) -> list[float]:
     return losses
 
 
-@pytest.fixture(autouse=True)
-def alone(request: pytest.FixtureRequest) -> Any:
-    """One rank's process group, for tests that start none; it ends with the test."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 # ------------------------------------------------------------------- as with DDP
 
 

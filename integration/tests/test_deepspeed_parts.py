@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from zero_engine.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero_engine.deepspeed.runtime.zero.offload_config import (
@@ -50,14 +48,6 @@ def make(model: nn.Module | None = None, **arguments: Any) -> Any:
     arguments.setdefault("config", config())
     engine, *_ = deepspeed.initialize(model=model or net(), **arguments)
     return engine
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """One rank's process group, for tests that start none; it ends with the test."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _values(engine: Any) -> dict[str, Tensor]:

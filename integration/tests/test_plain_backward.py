@@ -7,12 +7,11 @@ the batches of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -111,14 +110,6 @@ def _check(engine: Any, run: Callable[[Any, int, int], None]) -> None:
     for name, value in _expected(engine.world_size).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
     engine.destroy()
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """One rank's process group, for tests that start none; it ends with the test."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _every_way(rank: int, world_size: int) -> None:
