@@ -399,7 +399,7 @@ class MemoryCheckpointConfig(_Block):
 
     every: PositiveInt = 1
     """Steps between copies: so many are redone at most after a restart."""
-    copies: Literal[0, 1] = 1
+    copies: Annotated[int, Field(ge=0, le=1)] = 1
     """Copies on another node, where there are several. Without one the copies of a node are lost
     with it."""
     path: str | None = None
