@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -18,10 +19,13 @@ from zero_engine.train.settings import RunFolder
 
 END_S = 300.0
 """Time after which a program is said to hang."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+MARK = "PROGRAM_OUTPUT"
+"""Variable by which the processes of a program are found when their parent has ended."""
 
 
 class Program:
-    """A program in a session of its own, whose processes are all ended at the end.
+    """A program in a session of its own, all of whose processes are ended on exit.
 
     Attributes:
         pid: number of the process that was started.
@@ -32,7 +36,7 @@ class Program:
         self._output = Path(tempfile.mkdtemp(), "output")
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
+            env={**os.environ, **ENVIRONMENT, MARK: str(self._output), **variables},
             stdout=self._output.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -43,8 +47,10 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill_all()
-        self._process.wait()
+        self.kill()
+        for pid in self._descendants():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self._output.parent)
 
     @property
@@ -77,6 +83,16 @@ class Program:
         """Kill the process that was started and the ranks that it started, unless it has ended."""
         for pid in [*self.ranks(), self.pid] if not self.has_ended else []:
             os.kill(pid, signal.SIGKILL)
+
+    def _descendants(self) -> list[int]:
+        """Return the processes that inherited this program's environment, in any session."""
+        mark = f"{MARK}={self._output}".encode()
+        found = []
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended meanwhile, or is another user's
+                if mark in environment.read_bytes().split(b"\0"):
+                    found.append(int(environment.parent.name))
+        return found
 
     def ranks(self) -> list[int]:
         """Return the processes of the ranks that torchrun started, by local rank."""
