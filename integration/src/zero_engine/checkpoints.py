@@ -25,10 +25,10 @@ def verify(directory: str, tag: str | None, *, as_json: bool) -> int:
     """Check every byte of a checkpoint, with progress on stderr."""
     done = 0
     try:
+        found = zero_core.inspect_checkpoint(directory, tag)  # a live run may save a newer one
         with _progress("verifying") as (bar, task):
-            for done, total in zero_core.verify_checkpoint(directory, tag):
+            for done, total in zero_core.verify_checkpoint(directory, found["tag"]):
                 bar.update(task, completed=done, total=total)
-        found = zero_core.inspect_checkpoint(directory, tag)
     except CheckpointError as error:
         return _refuse(error, as_json=as_json)
     text = f"{found['folder']}: {found['files']} files of {done} bytes are what was written"
@@ -60,11 +60,11 @@ def export(
     count = 0
     try:
         chosen = None if dtype is None else _DTYPES[dtype]
-        total = zero_core.inspect_checkpoint(directory, tag)["parameters"]
+        found = zero_core.inspect_checkpoint(directory, tag)
         with _progress("exporting") as (bar, task):
-            for _ in zero_core.export_checkpoint(directory, output, tag, dtype=chosen):
+            for _ in zero_core.export_checkpoint(directory, output, found["tag"], dtype=chosen):
                 count += 1
-                bar.update(task, completed=count, total=total)
+                bar.update(task, completed=count, total=found["parameters"])
     except CheckpointError as error:
         return _refuse(error, as_json=as_json)
     text = f"{output}: {count} parameters"

@@ -101,7 +101,7 @@ def test_a_state_tier_that_lacks_members_is_refused_with_their_names():
     named = "_FormerTier lacks members of .*StateTier: owns_grads .`keeps_grads` is `owns_grads` no"
     with pytest.raises(ConfigError, match=named):
         zero_core.build(make_model(), config, state_tier=former)
-    with pytest.raises(ConfigError, match=r"object lacks .*: owns_grads, offer_grad, .*scalars$"):
+    with pytest.raises(ConfigError, match=r"lacks .*: owns_grads, offer_grad, .*check_states$"):
         zero_core.build(make_model(), config, state_tier=lambda **_: object())
 
 

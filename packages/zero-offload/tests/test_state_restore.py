@@ -117,6 +117,8 @@ def test_unknown_states_are_key_errors(ratio: float) -> None:
         tier.read_state("exp_avg", 0, 10)
     with pytest.raises(KeyError, match="exp_avg"):
         tier.write_state("exp_avg", 0, torch.zeros(10))
+    with pytest.raises(KeyError, match="exp_avg"):
+        tier.check_states(["exp_avg"], [tier.read_scalars(i) for i in range(len(Space().pieces))])
 
 
 @pytest.mark.parametrize(
@@ -129,10 +131,16 @@ def test_unknown_states_are_key_errors(ratio: float) -> None:
         ({"num_steps": 2, "mu_product": 0.9, "eta": 1.0}, "eta"),
     ],
 )
-def test_foreign_scalars_are_refused(scalars: dict[str, float], match: str) -> None:
-    tier = make_tier(Space(), optim.NAdam, [group_of(optim.NAdam)])
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_foreign_scalars_are_refused(scalars: dict[str, float], match: str, ratio: float) -> None:
+    tier = make_tier(Space(), optim.NAdam, [group_of(optim.NAdam)], ratio=ratio)
+    own = [tier.read_scalars(i) for i in range(len(Space().pieces))]
+    tier.check_states(tier.state_names(), own)
     with pytest.raises(ValueError, match=match):
-        tier.write_scalars(0, scalars)
+        tier.check_states(tier.state_names(), [*own[:-1], scalars])
+    with pytest.raises(ValueError, match=match):
+        tier.write_scalars(len(own) - 1, scalars)
+    assert [tier.read_scalars(i) for i in range(len(own))] == own
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

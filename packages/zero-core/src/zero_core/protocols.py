@@ -358,6 +358,18 @@ class StateTier(Protocol):
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Restore what `read_scalars` gave. ``num_steps`` of 0 means that there is no state."""
 
+    def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
+        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
+
+        Args:
+            names: of the elementwise states that are going to be written.
+            scalars: those of each piece.
+
+        Raises:
+            KeyError: the optimizer cannot have such a state.
+            ValueError: the scalars are another optimizer's.
+        """
+
 
 class ChangeWatcher(Protocol):
     """Reads states before they change."""

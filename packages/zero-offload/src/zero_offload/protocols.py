@@ -6,7 +6,7 @@ repeat the part of the engine's protocols that is used here, under the same name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -279,6 +279,9 @@ class StateTier(Protocol):
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Restore the result of `read_scalars`."""
+
+    def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
+        """Refuse states ``names``, or ``scalars`` of each piece, that could not be written."""
 
 
 class ChangeWatcher(Protocol):

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import torch
 from torch import Tensor
@@ -89,6 +89,22 @@ def read_latest(directory: Path) -> str | None:
     return tag
 
 
+def newest_tag(directory: Path) -> str:
+    """Return the tag of the newest checkpoint in ``directory``.
+
+    Raises:
+        CheckpointError: there is none.
+        CheckpointCorruptError: the file ``latest`` names no checkpoint.
+    """
+    tag = read_latest(directory)
+    if tag is None:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave the "
+            "resuming out to start from scratch"
+        )
+    return tag
+
+
 def find(directory: Path, tag: str | None) -> Path:
     """Return the folder of checkpoint ``tag``, or of the newest one.
 
@@ -97,12 +113,7 @@ def find(directory: Path, tag: str | None) -> Path:
         CheckpointCorruptError: the file ``latest`` names no checkpoint.
     """
     if tag is None:
-        tag = read_latest(directory)
-        if tag is None:
-            raise CheckpointError(
-                f"{directory} holds no checkpoint (no file 'latest'): check the path, or leave "
-                "the resuming out to start from scratch"
-            )
+        tag = newest_tag(directory)
     check_tag(tag)
     # A save that was killed between its two renames leaves the checkpoint under the old name.
     for place in (directory / tag, directory / f".{tag}.old"):
@@ -249,6 +260,23 @@ class Part:
     last: int
 
 
+@dataclass(frozen=True)
+class Weight:
+    """Parameter of a checkpoint.
+
+    Attributes:
+        names: its name and the names tied to it.
+        value: the whole value on the CPU, unrounded if it is trained, else in its own dtype.
+        dtype: compute dtype.
+        is_trainable: whether it is trained.
+    """
+
+    names: tuple[str, ...]
+    value: Tensor
+    dtype: torch.dtype
+    is_trainable: bool
+
+
 class Reader(CheckedFiles):
     """Reader of ranges of parameters' states from the slices that the writing ranks stored."""
 
@@ -261,6 +289,35 @@ class Reader(CheckedFiles):
             for name, start, stop in segment.slots
         }
 
+    @classmethod
+    def of(cls, place: Path) -> Self:
+        """Return the reader of the checkpoint in folder ``place``. Raises as `read_manifest`."""
+        return cls(place, read_manifest(place))
+
+    def weights(self) -> Iterator[Weight]:
+        """Yield every parameter as `read_weights` does."""
+        for param in self.manifest.params:
+            if param.is_trainable or self.manifest.has_frozen:
+                yield Weight(
+                    names=(param.name, *param.aliases),
+                    value=self._value_of(param),
+                    dtype=param.torch_dtype,
+                    is_trainable=param.is_trainable,
+                )
+
+    def _value_of(self, param: Param) -> Tensor:
+        state = MASTER if param.is_trainable else VALUE
+        start, stop = self.span(param.name)
+        flat = self.read(state, param.name, 0, stop - start)
+        if param.memory_order is not None:
+            return from_bytes(flat, param.torch_dtype, param.shape, param.memory_order)
+        if flat.numel() != param.numel:
+            raise CheckpointError(
+                f"{self.folder}: {param.name} is quantized, and this version of the format does "
+                "not say how: load it with an engine"
+            )
+        return flat.view(param.shape)
+
     def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU.
 
@@ -268,6 +325,18 @@ class Reader(CheckedFiles):
             CheckpointCorruptError: the files do not have them, or are not what was written.
         """
         return self.read_parts(self.parts(state, param, start, stop))
+
+    def scalars(self, param: str) -> Mapping[str, float]:
+        """Return the numbers in the optimizer's state of a trained parameter.
+
+        Raises:
+            CheckpointCorruptError: there are none.
+        """
+        if param not in self.manifest.scalars:
+            raise CheckpointCorruptError(
+                f"{self.folder}: the optimizer's numbers of {param} are missing"
+            )
+        return self.manifest.scalars[param]
 
     def span(self, param: str) -> tuple[int, int]:
         """Return a parameter's slot in its segment."""
@@ -356,23 +425,6 @@ class Reader(CheckedFiles):
             )
 
 
-@dataclass(frozen=True)
-class Weight:
-    """Parameter of a checkpoint.
-
-    Attributes:
-        names: its name and the names tied to it.
-        value: the whole value on the CPU, unrounded if it is trained, else in its own dtype.
-        dtype: compute dtype.
-        is_trainable: whether it is trained.
-    """
-
-    names: tuple[str, ...]
-    value: Tensor
-    dtype: torch.dtype
-    is_trainable: bool
-
-
 def read_weights(directory: Path, tag: str | None = None) -> Iterator[Weight]:
     """Yield every parameter of checkpoint ``tag``, or of the newest, on one process.
 
@@ -382,31 +434,7 @@ def read_weights(directory: Path, tag: str | None = None) -> Iterator[Weight]:
         CheckpointError: there is no such checkpoint.
         CheckpointCorruptError: it is not what was written.
     """
-    place = find(directory, tag)
-    manifest = read_manifest(place)
-    reader = Reader(place, manifest)
-    for param in manifest.params:
-        if param.is_trainable or manifest.has_frozen:
-            yield Weight(
-                names=(param.name, *param.aliases),
-                value=_value_of(reader, param),
-                dtype=param.torch_dtype,
-                is_trainable=param.is_trainable,
-            )
-
-
-def _value_of(reader: Reader, param: Param) -> Tensor:
-    state = MASTER if param.is_trainable else VALUE
-    start, stop = reader.span(param.name)
-    flat = reader.read(state, param.name, 0, stop - start)
-    if param.memory_order is not None:
-        return from_bytes(flat, param.torch_dtype, param.shape, param.memory_order)
-    if flat.numel() != param.numel:
-        raise CheckpointError(
-            f"{reader.folder}: {param.name} is quantized, and this version of the format does not "
-            "say how: load it with an engine"
-        )
-    return flat.view(param.shape)
+    yield from Reader.of(find(directory, tag)).weights()
 
 
 def read_buffers(directory: Path, tag: str | None = None) -> dict[str, Tensor]:
@@ -416,5 +444,4 @@ def read_buffers(directory: Path, tag: str | None = None) -> dict[str, Tensor]:
         CheckpointError: there is no such checkpoint.
         CheckpointCorruptError: it is not what was written.
     """
-    place = find(directory, tag)
-    return Reader(place, read_manifest(place)).read_buffers()
+    return Reader.of(find(directory, tag)).read_buffers()

@@ -25,12 +25,12 @@ from zero_core.checkpoint.manifest import (
     read_manifest,
 )
 from zero_core.checkpoint.whole_states import check as check_state
-from zero_core.checkpoint.whole_states import restore
+from zero_core.checkpoint.whole_states import check_classes, restore
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.arithmetic import ParamSpec, Piece
 from zero_core.layout.discovery import plain_name
-from zero_core.optim.train_state import TrainState
+from zero_core.optim.train_state import TrainState, check_progress
 from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
@@ -69,8 +69,7 @@ def load_checkpoint(
         unknown = sorted(set(without) - set(PARTS))
         if unknown:
             raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
-        place = find(directory, tag)
-        reader = Reader(place, read_manifest(place))
+        reader = Reader.of(find(directory, tag))
         check_fits(state, reader, progress, without)
         return reader
 
@@ -91,9 +90,21 @@ def check_fits(
     manifest, place = reader.manifest, reader.folder
     _match(state, manifest, place, without)
     _check_frozen(manifest, place, without)
-    progress.check(decode(manifest.progress), without)
-    if not isinstance(decode(manifest.client_state), dict):
-        raise CheckpointCorruptError(f"{place}: the client state is no mapping")
+    progress.check(read_progress(reader), without)
+
+
+def read_progress(reader: Reader) -> dict[str, Any]:
+    """Return the progress that was saved. The client state is checked with it.
+
+    Raises:
+        CheckpointCorruptError: one is not what was written.
+    """
+    manifest = reader.manifest
+    progress = decode(manifest.progress)
+    if not isinstance(progress, dict) or not isinstance(decode(manifest.client_state), dict):
+        raise CheckpointCorruptError(f"{reader.folder}: progress or client state is no mapping")
+    check_progress(progress)
+    return progress
 
 
 def restore_from(
@@ -122,6 +133,20 @@ def read_client_state(directory: Path, tag: str | None = None) -> dict[str, Any]
         CheckpointCorruptError: it is not what was written.
     """
     return dict(decode(read_manifest(find(directory, tag)).client_state))
+
+
+def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
+    """Refuse what is no state of a random generator of ``device``.
+
+    Raises:
+        CheckpointCorruptError: it is none.
+    """
+    try:
+        torch.Generator(device).set_state(saved)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointCorruptError(
+            f"{reader.folder}: no state of a random generator: {error}"
+        ) from error
 
 
 def _match(state: ShardedState, manifest: Manifest, place: Path, without: Collection[str]) -> None:
@@ -220,6 +245,8 @@ class Restoring:
         self._without = without
         self._sources = {p.name: MASTER if p.is_trainable else VALUE for p in manifest.params}
         self._parts: list[tuple[Callable[[Tensor], None], list[Part]]] = []
+        self._sliced: set[str] = set()  # names of the states that are written in slices
+        self._numbers: list[Mapping[str, float]] = []  # of each piece
 
     # ---------------------------------------------------------------- checks
 
@@ -245,7 +272,6 @@ class Restoring:
             self._check_rng()
 
     def _find_slices(self) -> None:
-        tier = self._state.tier
         names = (MASTER,) if "optimizer" in self._without else self._manifest.states
         for name in names:
             for piece in self._state.pieces:
@@ -257,52 +283,46 @@ class Restoring:
                     continue
                 stop = piece.offset + piece.stop - piece.start
                 parts = self._reader.parts(source, spec.name, piece.offset, stop)
-                if name != MASTER and not isinstance(tier, WholeStateTier):
-                    # It refuses a state that the optimizer does not have.
-                    tier.write_state(name, piece.start, parts[0].tensor.read(0, 0))
-                self._parts.append((partial(tier.write_state, name, piece.start), parts))
+                store = partial(self._state.tier.write_state, name, piece.start)
+                self._parts.append((store, parts))
+                self._sliced.add(name)
 
     def _has_slices(self, spec: ParamSpec, piece: Piece) -> bool:
         """Whether the checkpoint has this rank's slice of the states of a parameter."""
         if not _is_sliced(self._state, piece.param):
             return False
-        return bool(self._scalars(spec)["num_steps"])  # never updated: it has no such states
-
-    def _scalars(self, spec: ParamSpec) -> Mapping[str, float]:
-        if spec.name not in self._manifest.scalars:
-            raise CheckpointCorruptError(
-                f"{self._reader.folder}: the optimizer's numbers of {spec.name} are missing"
-            )
-        return self._manifest.scalars[spec.name]
+        # Never updated: it has no such states.
+        return bool(self._reader.scalars(spec.name)["num_steps"])
 
     def _check_optimizer(self) -> None:
         state = self._state
         needed = {piece.param for piece in state.pieces if _is_sliced(state, piece.param)}
         if isinstance(state.tier, WholeStateTier):
             needed |= set(state.tier.updated_params())
-        for piece in state.pieces:
-            self._scalars(state.layout.params[piece.param])
+        split: dict[int, dict[str, float]] = {}
         for param in sorted(needed):
             spec = state.layout.params[param]
             whole = self._manifest.whole_states.get(spec.name)
             if whole is not None:
                 check_state(whole.state, self._reader.tensors(whole.file))
+                check_classes(whole.state)
                 if _is_sliced(state, param):
-                    _split(spec, self._whole_state(spec))
+                    tensors, split[param] = _split(spec, self._whole_state(spec))
+                    self._sliced |= tensors.keys()
             elif not _is_sliced(state, param):
                 for name in self._names_of_slices(spec):
                     self._reader.parts(name, spec.name, 0, spec.numel)
+        for piece in state.pieces:
+            own = self._reader.scalars(state.layout.params[piece.param].name)
+            self._numbers.append({**own, **split.get(piece.param, {})})
+        try:
+            state.tier.check_states(sorted(self._sliced), self._numbers)
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{self._reader.folder}: {error.args[0]}" + _HINT) from error
 
     def _check_rng(self) -> None:
-        saved = self._rng()
-        try:
-            torch.Generator().set_state(saved["torch"])
-            if "cuda" in saved:
-                torch.Generator("cuda").set_state(saved["cuda"])
-        except (RuntimeError, TypeError) as error:
-            raise CheckpointCorruptError(
-                f"{self._reader.folder}: no state of a random generator: {error}"
-            ) from error
+        for kind, saved in self._rng().items():
+            check_rng(self._reader, saved, "cpu" if kind == "torch" else kind)
 
     # ---------------------------------------------------------------- writes
 
@@ -321,15 +341,13 @@ class Restoring:
         state = self._state
         for index, piece in enumerate(state.pieces):
             spec = state.layout.params[piece.param]
-            scalars = dict(self._manifest.scalars[spec.name])
             if _is_sliced(state, piece.param) and spec.name in self._manifest.whole_states:
                 # Versions before updated Muon's groups of AdamW as whole parameters.
-                tensors, numbers = _split(spec, self._whole_state(spec))
+                tensors, _ = _split(spec, self._whole_state(spec))
                 stop = piece.offset + piece.stop - piece.start
                 for name, value in tensors.items():
                     state.tier.write_state(name, piece.start, value[piece.offset : stop])
-                scalars |= numbers
-            state.tier.write_scalars(index, scalars)
+            state.tier.write_scalars(index, self._numbers[index])
         if isinstance(state.tier, WholeStateTier):
             for param in state.tier.updated_params():
                 whole = self._whole_state(state.layout.params[param])

@@ -2,49 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero_core.checkpoint.files import Reader, find, read_latest, read_weights
-from zero_core.checkpoint.manifest import VALUE, read_manifest
+from zero_core.checkpoint.files import Reader, find, newest_tag, read_latest
+from zero_core.checkpoint.load import check_rng, read_progress
+from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, Param, file_name, read_manifest
 from zero_core.checkpoint.model_files import ModelFiles
 from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, prune
-from zero_core.errors import CheckpointError
+from zero_core.checkpoint.whole_states import check as check_state
+from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER
 
 
 def verify_checkpoint(directory: str | Path, tag: str | None = None) -> Iterator[tuple[int, int]]:
-    """Check every byte of checkpoint ``tag``, or of the newest, and that all tensors are there.
+    """Check every byte of checkpoint ``tag``, or of the newest, and that nothing is missing.
 
-    Iterate to the end: the check is done as you go.
+    Whatever a load checks that needs no engine: weights, optimizer states and their numbers, states
+    of random generators, counters and hyperparameters. Iterate to the end: the check is done as you
+    go.
 
     Yields:
         Bytes checked so far, and bytes in all.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: there is no such checkpoint, or it was removed or replaced meanwhile.
         CheckpointCorruptError: it is not what was written.
     """
-    place = find(Path(directory), tag)
-    manifest = read_manifest(place)
-    reader = Reader(place, manifest)
+    reader = Reader.of(find(Path(directory), tag))
+    manifest = reader.manifest
     total, done = sum(facts.bytes for facts in manifest.files.values()), 0
-    for name, index in reader.chunks():
-        reader.check([(name, index)])
-        chunk, size = manifest.crcs(name)[0], manifest.files[name].bytes
-        done += min(chunk, size - index * chunk)
-        yield done, total
-    for name in manifest.files:
-        reader.tensors(name)
-    for param in manifest.params:
-        start, stop = reader.span(param.name)
-        if param.is_trainable:
-            reader.parts(MASTER, param.name, 0, stop - start)
-        elif manifest.has_frozen:
-            reader.parts(VALUE, param.name, 0, stop - start)
+    with _staying(reader):
+        for name, index in reader.chunks():
+            reader.check([(name, index)])
+            chunk, size = manifest.crcs(name)[0], manifest.files[name].bytes
+            done += min(chunk, size - index * chunk)
+            yield done, total
+        for name in manifest.files:
+            reader.tensors(name)
+        for param in manifest.params:
+            for state in _states_of(reader, param):
+                start, stop = reader.span(param.name)
+                reader.parts(state, param.name, 0, stop - start)
+        buffers = [plain_name(name) for name in reader.tensors(BUFFERS)]
+        if len(set(buffers)) < len(buffers) or manifest.by_name.keys() & buffers:
+            raise CheckpointCorruptError(
+                f"{reader.folder / BUFFERS} has a name twice, or that of a parameter: {buffers[:4]}"
+            )
+        for rank in range(manifest.world_size):
+            check_rng(reader, reader.read_tensor(file_name(RNG, rank), "torch"))
+        read_progress(reader)
+
+
+def _states_of(reader: Reader, param: Param) -> Sequence[str]:
+    """Return the sliced states that must be there of a parameter, whose whole state is checked."""
+    manifest, name = reader.manifest, param.name
+    if not param.is_trainable:
+        return [VALUE] if manifest.has_frozen else []
+    whole = manifest.whole_states.get(name)
+    if whole is not None:
+        check_state(whole.state, reader.tensors(whole.file))
+    is_sliced = whole is None and reader.scalars(name)["num_steps"] > 0
+    return manifest.states if is_sliced else [MASTER]
+
+
+@contextmanager
+def _staying(reader: Reader) -> Iterator[None]:
+    """Say of an error in this context that the checkpoint was removed, if it was.
+
+    Raises:
+        CheckpointError: it was removed or replaced, or the error.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        place, now = reader.folder, None
+        with suppress(CheckpointError):
+            now = read_manifest(place)
+        if now is None or now.sha256 != reader.manifest.sha256:
+            raise CheckpointError(
+                f"{place} was removed or replaced while it was read (by keep_last of a run, or a "
+                "save of the same tag): take another checkpoint"
+            ) from error
+        raise
 
 
 def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[str, Any]:
@@ -55,11 +100,13 @@ def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[st
         CheckpointCorruptError: its manifest is not what was written.
     """
     folder = Path(directory)
+    tag = newest_tag(folder) if tag is None else tag
     place = find(folder, tag)
     manifest = read_manifest(place)
     trained = [param for param in manifest.params if param.is_trainable]
     return {
         "folder": str(place),
+        "tag": tag,
         "version": manifest.version,
         "step": manifest.progress_step(),
         "world_size": manifest.world_size,
@@ -102,23 +149,24 @@ def export_checkpoint(
         CheckpointError: there is no such checkpoint, it lacks frozen values, or there is no room.
         CheckpointCorruptError: it is not what was written.
     """
-    place = find(Path(directory), tag)
-    manifest = read_manifest(place)
+    reader = Reader.of(find(Path(directory), tag))
+    manifest = reader.manifest
     if not manifest.has_frozen and any(not p.is_trainable for p in manifest.params):
         raise CheckpointError(
-            f"{place} was saved without the values of frozen parameters: load it into an engine "
-            "of the model, and export that"
+            f"{reader.folder} was saved without the values of frozen parameters: load it into an "
+            "engine of the model, and export that"
         )
     files = ModelFiles(Path(output))
     try:
-        for weight in read_weights(Path(directory), tag):
-            value = weight.value
-            if value.is_floating_point() and weight.dtype.is_floating_point:
-                value = value.to(dtype or weight.dtype)
-            files.add(weight.names[0], value)
-            yield weight.names[0]
-        for name, buffer in Reader(place, manifest).read_buffers().items():
-            files.add(name, buffer)
+        with _staying(reader):
+            for weight in reader.weights():
+                value = weight.value
+                if value.is_floating_point() and weight.dtype.is_floating_point:
+                    value = value.to(dtype or weight.dtype)
+                files.add(weight.names[0], value)
+                yield weight.names[0]
+            for name, buffer in reader.read_buffers().items():
+                files.add(name, buffer)
         files.finish()
     except BaseException:
         files.discard()

@@ -42,7 +42,7 @@ from zero_core._libc import release_free_pages
 from zero_core._torch import set_found_inf, takes_found_inf
 from zero_core.config import WIDE_DTYPES
 from zero_core.optim.flat_tier import MASTER, Chunked, FlatTier
-from zero_core.optim.probe import optimizer_maker, probe_initial_state, probe_states
+from zero_core.optim.probe import optimizer_maker, probe_initial_state, probe_state, probe_states
 from zero_core.optim.turns import TURN_NUMEL, Due, Part, Turn, aligned, divide, widened_numel
 from zero_core.protocols import ChangeWatcher, ParamStore
 
@@ -366,6 +366,31 @@ class DeviceTier(FlatTier):
                 self._clear_state(part)
             else:
                 self._restore_state(part, scalars)
+
+    def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
+        if self._optimizer is None:
+            return
+        states = self._probe()
+        for name in names:
+            if name not in self._flat and not any(name in found for found in states.values()):
+                raise KeyError(f"{self._make.func} has no state {name!r}")
+        entries: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
+        for piece, of_piece in enumerate(scalars):
+            if not of_piece["num_steps"]:
+                continue
+            part = self._parts[piece][0]
+            key = part.group, part.param.dtype
+            if key not in entries:
+                group = self._optimizer.param_groups[part.group]
+                entries[key] = probe_state(self._make, group, self._device, part.param.dtype)
+            elementwise = states[part.param.dtype].keys()
+            needed = {k for k, v in entries[key].items() if v is not None} - elementwise
+            wrong = sorted(of_piece.keys() & elementwise), sorted(needed - of_piece.keys())
+            if any(wrong):
+                raise ValueError(
+                    f"the state is another optimizer's: scalars {wrong[0]} are tensors of this "
+                    f"one, {wrong[1]} are missing"
+                )
 
     def _clear_state(self, part: Part) -> None:
         assert self._optimizer is not None  # there is a piece

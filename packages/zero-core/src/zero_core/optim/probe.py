@@ -43,15 +43,26 @@ def probe_states(
     """
     found: dict[str, torch.dtype] = {}
     for group in groups:
-        probe = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        probe.grad = torch.zeros_like(probe)
-        optimizer = make([{**group, "params": [probe]}])
-        optimizer.step()
-        state = optimizer.state.get(probe, {})
+        state = probe_state(make, group, device, dtype, shape)
         found |= {
             k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape
         }
     return found
+
+
+def probe_state(
+    make: partial[torch.optim.Optimizer],
+    group: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...] = (2,),
+) -> dict[str, Any]:
+    """Return the state of a parameter of ``dtype`` and ``shape`` after its first step."""
+    probe = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    probe.grad = torch.zeros_like(probe)
+    optimizer = make([{**group, "params": [probe]}])
+    optimizer.step()
+    return dict(optimizer.state.get(probe, {}))
 
 
 def probe_initial_state(

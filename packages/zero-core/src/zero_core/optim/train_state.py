@@ -167,24 +167,6 @@ class LossScaler:
             "steps_since_change": self.steps_since_change,
         }
 
-    def check(self, state: object) -> None:
-        """Refuse what `load_state_dict` could not restore.
-
-        Raises:
-            CheckpointCorruptError: it is not what `state_dict` returns.
-        """
-        names = ("hysteresis_left", "steps_since_change")
-        is_right = isinstance(state, Mapping) and (
-            not state
-            or (
-                isinstance(state.get("scale"), _NUMBER)
-                and 0 < state["scale"] < math.inf
-                and all(_is_count(state.get(name)) for name in names)
-            )
-        )
-        if not is_right:
-            raise CheckpointCorruptError(f"progress.loss_scaler is {state!r:.200}")
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`. A constant scale stays what the configuration says."""
         if self.is_dynamic and state:
@@ -279,38 +261,29 @@ class TrainState:
         }
 
     def check(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
-        """Refuse a ``saved`` state that `load_state_dict` could not restore.
+        """Refuse a ``saved`` state, checked by `check_progress`, that could not be loaded here.
 
         Raises:
             CheckpointError: the schedule's state is not one that the engine's can go on from.
             CheckpointCorruptError: it is not what `state_dict` returned for such an optimizer.
         """
-        missing = sorted(self.state_dict().keys() - saved.keys())
-        if missing:
-            raise CheckpointCorruptError(f"progress has no {missing[0]}")
-        for name in ("global_steps", "micro_steps", "skipped_steps"):
-            if not _is_count(saved[name]):
-                raise CheckpointCorruptError(f"progress.{name} is {saved[name]!r:.100}")
-        self.scaler.check(saved["loss_scaler"])
         if "optimizer" not in without:
             self._check_hyperparameters(saved["param_groups"])
         if "lr_scheduler" not in without:
             self._check_schedule(saved["lr_scheduler"])
 
-    def _check_hyperparameters(self, saved: object) -> None:
-        if not isinstance(saved, list) or len(saved) != len(self._param_groups):
+    def _check_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        if len(saved) != len(self._param_groups):
             raise CheckpointCorruptError(
                 f"progress.param_groups must be {len(self._param_groups)} groups"
             )
         for number, (own, group) in enumerate(zip(self._param_groups, saved, strict=True)):
-            where = f"progress.param_groups.{number}"
-            if not isinstance(group, Mapping) or "params" in group:
-                raise CheckpointCorruptError(f"{where} is no group of hyperparameters")
-            for key, value in group.items():
-                is_wrong = not isinstance(key, str) or not is_finite_setting(key, value)
-                if is_wrong or (key in own and not _is_setting(own[key], value)):
+            # Others may be new: schedules and some optimizers (Prodigy) add theirs as they go.
+            for key in own.keys() & group.keys():
+                if not _is_setting(own[key], group[key]):
                     raise CheckpointCorruptError(
-                        f"{where}.{key} is {value!r:.100}, the optimizer's is {own.get(key)!r:.100}"
+                        f"progress.param_groups.{number}.{key} is {group[key]!r:.100}, the "
+                        f"optimizer's is {own[key]!r:.100}"
                     )
 
     def _check_schedule(self, state: Any) -> None:
@@ -367,6 +340,41 @@ class TrainState:
     def restart_step(self) -> None:
         """Begin the step under way again, as its last backward did not end."""
         self.accumulation.restart(f"rank {self._rank}: step {self.global_steps}")
+
+
+def check_progress(saved: Mapping[str, Any]) -> None:
+    """Refuse what `TrainState.state_dict` returns for no optimizer and no schedule.
+
+    Raises:
+        CheckpointCorruptError: with the place.
+    """
+    for name in ("global_steps", "micro_steps", "skipped_steps"):
+        if not _is_count(saved.get(name)):
+            raise CheckpointCorruptError(f"progress.{name} is {saved.get(name)!r:.100}")
+    if not _is_loss_scale(saved.get("loss_scaler")):
+        raise CheckpointCorruptError(f"progress.loss_scaler is {saved.get('loss_scaler')!r:.200}")
+    if "lr_scheduler" not in saved or not isinstance(saved.get("param_groups"), list):
+        raise CheckpointCorruptError("progress has no lr_scheduler, or param_groups are no list")
+    for number, group in enumerate(saved["param_groups"]):
+        where = f"progress.param_groups.{number}"
+        if not isinstance(group, Mapping) or "params" in group:
+            raise CheckpointCorruptError(f"{where} is no group of hyperparameters")
+        for key, value in group.items():
+            if not isinstance(key, str) or not is_finite_setting(key, value):
+                raise CheckpointCorruptError(f"{where}.{key} is {value!r:.100}")
+
+
+def _is_loss_scale(state: object) -> bool:
+    """Whether ``state`` is what `LossScaler.state_dict` returns."""
+    names = ("hysteresis_left", "steps_since_change")
+    return isinstance(state, Mapping) and (
+        not state
+        or (
+            isinstance(state.get("scale"), _NUMBER)
+            and 0 < state["scale"] < math.inf
+            and all(_is_count(state.get(name)) for name in names)
+        )
+    )
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -275,6 +275,13 @@ class WholeTier(FlatTier):
             }
             self._give_state(param, {**self._kept(param), **values})
 
+    def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
+        """See `StateTier`. Which states an optimizer of whole parameters keeps is not known."""
+        unknown = [name for name in names if name != MASTER]
+        if unknown and not self._sliced:
+            kind = type(self._optimizer).__name__
+            raise KeyError(f"{unknown[0]!r}: states of {kind} are whole here, not sliced")
+
     def owner_of(self, param: int) -> int | None:
         return self._owners.get(param)
 

@@ -210,15 +210,18 @@ class RuleStepper(Stepper):
         own = dict.fromkeys(self.rule.scalars, float(count)) if count else {}
         return {"num_steps": count, **own}
 
-    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore the count. Torch's ``step`` beside it is the same number."""
-        count = check_num_steps(scalars)
+    def check_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        check_num_steps(scalars)
         unknown = sorted(set(scalars) - {"num_steps", "step"})
         if unknown:
             raise ValueError(
                 f"{type(self.rule).__name__} has no scalars {unknown}; the state is another "
                 f"optimizer's"
             )
+
+    def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Restore the count. Torch's ``step`` beside it is the same number."""
+        count = int(scalars["num_steps"])
         if count == 0:
             self._fill(piece, is_fresh=False)
         self.num_steps[piece] = count

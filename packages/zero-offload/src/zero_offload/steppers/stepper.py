@@ -186,8 +186,16 @@ class Stepper(ABC):
         """Return ``num_steps`` and the optimizer's own scalars of one piece."""
 
     @abstractmethod
+    def check_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        """Refuse scalars that `read_scalars` of this optimizer does not return.
+
+        Raises:
+            ValueError: ``num_steps`` is missing, or they are another optimizer's.
+        """
+
+    @abstractmethod
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
-        """Restore `read_scalars`. The piece's elementwise state counts from then on."""
+        """Restore `read_scalars`, checked. The piece's elementwise state counts from then on."""
 
     def square_sum(self, terms: list[Tensor]) -> float:
         """Return the sum of the squares of the sum of ``terms``, in double precision.

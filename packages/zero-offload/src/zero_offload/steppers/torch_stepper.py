@@ -73,24 +73,31 @@ class EntryTemplate:
         """An entry as the constructor makes it, for a piece of ``numel`` elements."""
         return {k: _resized(v, numel) for k, v in self.initial.items()}
 
-    def restored(
-        self, scalars: Mapping[str, float], elements: Callable[[str, torch.dtype], Tensor]
-    ) -> dict[str, Any]:
-        """An entry after ``num_steps`` updates: ``elements`` gives each state's memory.
+    def scalars(self) -> set[str]:
+        """Names of the states that are no elementwise ones."""
+        return {k for k, v in self.stepped.items() if not is_elementwise(v, _PROBE_NUMEL)}
+
+    def check(self, scalars: Mapping[str, float]) -> None:
+        """Refuse scalars that no entry after an update has.
 
         Raises:
             ValueError: a scalar that the optimizer needs is missing, or it has no such scalar.
         """
-        count = check_num_steps(scalars)
-        values = {"step": count, **scalars}
-        own = {k for k, v in self.stepped.items() if not is_elementwise(v, _PROBE_NUMEL)}
-        unknown = sorted(set(scalars) - own - {"num_steps", "step"})
-        missing = sorted(k for k in own - set(values) if self.stepped[k] is not None)
+        own = self.scalars()
+        unknown = sorted(scalars.keys() - own - {"num_steps", "step"})
+        needed = {k for k in own if self.stepped[k] is not None}
+        missing = sorted(needed - scalars.keys() - {"step"})
         if unknown or missing:
             raise ValueError(
                 f"the state is another optimizer's: scalars {unknown} are unknown to this one, "
                 f"{missing} are missing"
             )
+
+    def restored(
+        self, scalars: Mapping[str, float], elements: Callable[[str, torch.dtype], Tensor]
+    ) -> dict[str, Any]:
+        """An entry with ``scalars``, checked: ``elements`` gives each state's memory."""
+        values, own = {"step": int(scalars["num_steps"]), **scalars}, self.scalars()
         return {
             k: elements(k, v.dtype) if k not in own else _with_value(v, values.get(k))
             for k, v in self.stepped.items()
@@ -313,9 +320,13 @@ class TorchStepper(Stepper):
                     scalars[name] = float(value)
         return scalars
 
+    def check_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
+        if check_num_steps(scalars):
+            self._templates[self.geometry.pieces[piece].group].check(scalars)
+
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         """Build the piece's state entry over what the buffers hold, or drop it at 0."""
-        count = check_num_steps(scalars)
+        count = int(scalars["num_steps"])
         param, span = self._params[piece], self.geometry.pieces[piece]
         self._entries.pop(param, None)
         if count == 0:

@@ -8,7 +8,7 @@ else is the same code.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
@@ -246,7 +246,7 @@ class FlatTier(ABC):
         self._worker.watcher = watcher
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """As `read_state`, of a range that is not being updated, without waiting, in any thread."""
+        """Return what `read_state` does, of a range that is not being updated, in any thread."""
         self._check_state(name, start, stop)
         return self._stepper.peek(name, start, stop)
 
@@ -298,9 +298,22 @@ class FlatTier(ABC):
             ValueError: ``num_steps`` is missing, or the scalars are another optimizer's.
         """
         self._progress.drain()
+        self._stepper.check_scalars(piece, scalars)
         span = self.geometry.pieces[piece]
         self._announce(span.start, span.stop)
         self._stepper.write_scalars(piece, scalars)
+
+    def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
+        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
+
+        Raises:
+            KeyError: the optimizer has no state of one of ``names``.
+            ValueError: ``scalars``, those of each piece, are another optimizer's.
+        """
+        for name in names:
+            self._check_state(name, 0, 0)
+        for piece, of_piece in enumerate(scalars):
+            self._stepper.check_scalars(piece, of_piece)
 
 
 class HostTier(FlatTier):

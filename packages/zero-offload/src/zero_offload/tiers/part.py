@@ -6,7 +6,7 @@ between any two tiers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -183,6 +183,13 @@ class Part:
         if self.local or name == MASTER:
             self.tier.write_state(name, start, values)
 
+    def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
+        """Refuse what could not be written of the whole space's pieces that are here."""
+        own = {index: piece for piece, indices in self.local.items() for index in indices}
+        self.tier.check_states(
+            names if own else (), [scalars[own[index]] for index in range(len(own))]
+        )
+
     def watch_changes(self, watcher: ChangeWatcher) -> None:
         """Call ``watcher`` before states change, with elements of the whole space.
 
@@ -192,7 +199,7 @@ class Part:
         self._snapshot_tier().watch_changes(_PartWatcher(watcher, self.share))
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """As ``read_state`` of the tier, in any thread."""
+        """Return what ``read_state`` of the tier does, in any thread."""
         return self._snapshot_tier().peek_state(name, start, stop)
 
     def _snapshot_tier(self) -> SnapshotTier:

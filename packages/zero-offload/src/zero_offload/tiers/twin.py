@@ -15,7 +15,7 @@ waiting state.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -356,7 +356,7 @@ class TwinTier:
             part.watch_changes(watcher)
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """As `read_state`, of a range that is not being updated, without waiting, in any thread."""
+        """Return what `read_state` does, of a range that is not being updated, in any thread."""
         return self._joined(name, start, stop, is_peek=True)
 
     def _joined(self, name: str, start: int, stop: int, *, is_peek: bool) -> Tensor:
@@ -400,6 +400,16 @@ class TwinTier:
         for part in self.parts:
             for own in part.local.get(piece, ()):
                 part.tier.write_scalars(own, scalars)
+
+    def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
+        """Refuse what `write_state` or `write_scalars` would refuse, and change nothing.
+
+        Raises:
+            KeyError: the optimizer has no state of one of ``names``.
+            ValueError: ``scalars``, those of each piece, are another optimizer's.
+        """
+        for part in self.parts:
+            part.check_states(names, scalars)
 
     @property
     def cut(self) -> int:
