@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ import report
 from cases import Case, Planned
 from families import PACK, PLANNED
 from material import save_data, save_models
-from ranks import Ranks, environment, first_error
+from ranks import MEASURED, Ranks, environment, first_error
 from rows import Rows
 
 from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together
@@ -80,7 +80,8 @@ class Sides:
         Raises:
             RankError: it failed.
         """
-        with tempfile.TemporaryDirectory() as scratch:
+        # A process that was killed may write until its server has killed it.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch)
             program = [case.program, *(case.ddp if side == "ddp" else case.arguments)]
             if program[0].endswith(".py"):
@@ -103,9 +104,12 @@ class Sides:
             if side == "ddp":
                 variables["ACCELERATE_USE_CPU"] = "true"
             if own:
-                self._start(side, own, filled, variables, folder)
+                start = [sys.executable, *LAUNCHERS[OURS]] if side == OURS else []
+                commands = [[*start, *own, MEASURED, *filled]]
+                environments = [{**environment(), **variables}]
             else:
-                self._served(side).run(filled, variables, folder, LIMIT_S)
+                commands, environments = self._served(side).commands(filled, variables)
+            _run(commands, environments, folder)
             found = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
         if [rank["deepspeed"] for rank in found] != [MODULES[side]] * RANKS:
             raise RankError(f"{len(found)} ranks of {RANKS} have results", "")
@@ -130,24 +134,17 @@ class Sides:
             self._ranks[launcher] = Ranks(launcher, RANKS, self._material / f"ranks-{side}")
         return self._ranks[launcher]
 
-    def _start(
-        self,
-        side: str,
-        launcher: Sequence[str],
-        program: Sequence[str],
-        variables: dict[str, str],
-        folder: Path,
-    ) -> None:
-        """Start ranks by a launcher that is the program's own, under zero-engine run or not."""
-        start = [sys.executable, *LAUNCHERS[OURS]] if side == OURS else []
-        command = [*start, *launcher, str(HERE / "measured.py"), *program]
-        begun = time.monotonic()
-        try:
-            variables = {**environment(), **variables}
-            run_together([command], [variables], folder, limit_s=LIMIT_S)
-        except RankError as error:
-            is_late = time.monotonic() - begun > LIMIT_S
-            raise RankError(str(error) if is_late else first_error(error.log), error.log) from error
+
+def _run(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], folder: Path
+) -> None:
+    """Run commands at once. The message of a `RankError` is the first error of a rank."""
+    begun = time.monotonic()
+    try:
+        run_together(commands, environments, folder, limit_s=LIMIT_S)
+    except RankError as error:
+        is_late = time.monotonic() - begun > LIMIT_S
+        raise RankError(str(error) if is_late else first_error(error.log), error.log) from error
 
 
 def _filled(text: str, places: dict[str, str]) -> str:

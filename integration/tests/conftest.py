@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from filelock import FileLock
-from forked_python import forked_python
 from ports import free_port
 from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
 
+from benchmarks.harness.forked_python import forked_python
 from zero_core.testing import preload, run_alone
 from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from forked_python import forked_python
+
+from benchmarks.harness.forked_python import forked_python
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_python import forked_python
+
+from benchmarks.harness.forked_python import forked_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "integration" / "examples").glob("*.py"))

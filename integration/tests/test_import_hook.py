@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from conftest import environment, run_program
-from forked_python import forked_python
 
+from benchmarks.harness.forked_python import forked_python
 from zero_engine.deepspeed.refusal import reason_to_refuse
 from zero_engine.script.hook import ON_PATH, hooked, install
 from zero_engine.script.run import run_program as run_script

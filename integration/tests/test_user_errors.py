@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import refusal_of, run_program
-from forked_python import forked_python
 
+from benchmarks.harness.forked_python import forked_python
 from faults.configurations.malformed_configurations import malformed_configurations
 from zero_core import check_config
 from zero_core.errors import ConfigError

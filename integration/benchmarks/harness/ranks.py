@@ -166,9 +166,12 @@ def run_together(
     environments: Sequence[Mapping[str, str]],
     folder: Path,
     *,
+    work_folder: Path | None = None,
     limit_s: float = TIME_LIMIT_S,
 ) -> None:
     """Run commands at once, each in its environment, their output in files of ``folder``.
+
+    They run in ``work_folder``, or in the current one.
 
     Raises:
         RankError: one failed, or took longer than ``limit_s`` seconds; all were killed.
@@ -181,6 +184,7 @@ def run_together(
             ranks.append(
                 subprocess.Popen(
                     command,
+                    cwd=work_folder,
                     env=environment,
                     stdout=file,
                     stderr=subprocess.STDOUT,

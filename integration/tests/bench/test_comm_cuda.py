@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from forked_python import forked_python
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -26,6 +25,7 @@ from benchmarks.experiments.comm_cuda import (
     section,
     verdict,
 )
+from benchmarks.harness.forked_python import forked_python
 from zero_comm import BlockFormat, quantized_nbytes
 from zero_comm.quantizer.torch_backend import TorchBackend
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from forked_python import forked_python
 
 from benchmarks.harness import memory, ranks, rounds
+from benchmarks.harness.forked_python import forked_python
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import GIB, HostWatch, limit_device
 from benchmarks.harness.models import Gpt, GptShape, GptWithCheckpoints, GptWithSmallLogits

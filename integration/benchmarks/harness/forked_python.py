@@ -1,11 +1,14 @@
 """A stand-in for the interpreter, whose processes are forked from one that has imported libraries.
 
-Launchers and the benchmarks start each rank as ``python -m MODULE`` or ``python SCRIPT``, and most
-of the time of a short test is what such a process imports. `forked_python` is a program for
-``sys.executable`` or torchrun's ``PYTHON_EXEC``. It takes the same command lines, and hands its
-arguments, environment, folder, open files and namespaces to a server, which forks. It passes
-signals on and ends as the forked process does. The server is itself forked as ranks of
-`zero_core.testing` are, with what `preload` names.
+Most of the time of a short program is what it imports. A server imports that once and forks a
+process for each command line. Its clients are a program that takes the same command lines as the
+interpreter, for ``sys.executable`` or torchrun's ``PYTHON_EXEC``. The program hands its arguments,
+environment, folder, open files and namespaces to the server, passes signals on, and ends as the
+forked process does.
+
+A server runs as long as its owner holds a connection to it (`hold_server`). It is the process that
+calls `serve`, or one that `start_server` starts. The server of `forked_python` is itself forked as
+ranks of `zero_core.testing` are, with what `preload` names.
 
 Not for what a test says of the start or the end of an interpreter.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -23,17 +27,20 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.harness.ranks import ROOT
 from zero_core.testing import run_alone
 
 CLIENT = """#!{python} -IS
@@ -63,38 +70,63 @@ NAMESPACES = ("net", "mnt")
 
 @functools.cache
 def forked_python() -> str:
-    """Start the server and return the path of the program. The server ends with this process."""
-    folder = tempfile.mkdtemp(prefix="python")
+    """Start a server and return the path of its program. It ends with this process."""
+    listener, program = listen(tempfile.mkdtemp(prefix="python"))
+    threading.Thread(target=run_alone, args=(_stand_in, listener, program), daemon=True).start()
+    # Registered after multiprocessing's, so it runs before that joins the server.
+    atexit.register(hold_server(program).close)
+    return program
+
+
+def start_server(environment: Mapping[str, str], *modules: str) -> str:
+    """Start a server that imports ``modules`` in ``environment``, and return its program's path.
+
+    It ends with this process.
+    """
+    listener, program = listen(tempfile.mkdtemp(prefix="python"))
+    number = listener.fileno()
+    command = [sys.executable, "-m", __spec__.name, str(number), *modules]
+    subprocess.Popen(command, env=environment, cwd=ROOT, pass_fds=[number])
+    listener.close()
+    atexit.register(hold_server(program).close)
+    return program
+
+
+def listen(folder: str) -> tuple[socket.socket, str]:
+    """Return the socket for `serve`, and the path of the program. Both are made in ``folder``."""
     address, program = f"{folder}/server", Path(folder, "python")
     client = CLIENT.format(python=sys.executable, address=address, namespaces=NAMESPACES)
     program.write_text(client, encoding="utf-8")
     program.chmod(0o755)
-    listener = socket.create_server(address, family=socket.AF_UNIX, backlog=64)
-    threading.Thread(target=run_alone, args=(_serve, listener, str(program)), daemon=True).start()
-    # Registered after multiprocessing's, so it runs before that joins the server.
-    atexit.register(_end, folder, address)
-    return str(program)
+    return socket.create_server(address, family=socket.AF_UNIX, backlog=64), str(program)
 
 
-def _end(folder: str, address: str) -> None:
-    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
-        connection.sendall(b" {}\n")
-    shutil.rmtree(folder, ignore_errors=True)
+def hold_server(program: str) -> socket.socket:
+    """Return a connection to the server of a program. The server ends when it is closed."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(Path(program).with_name("server")))
+    connection.sendall(b" {}\n")
+    return connection
 
 
-def _serve(listener: socket.socket, program: str) -> None:
-    """Fork a process for each connection, until one asks for nothing."""
+def _stand_in(listener: socket.socket, program: str) -> None:
     sys.executable = program  # what a forked process starts is forked, too
+    serve(listener)
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork a process for each connection, until the owner's is closed. Removes the folder."""
+    gc.freeze()  # the collector need not look at what was imported
     ended, notify = socket.socketpair()
     for end in (ended, notify):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(notify.fileno())
+    owner: socket.socket | None = None
     children: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
-        for source in (listener, ended):
-            selector.register(source, selectors.EVENT_READ)
+        for known in (listener, ended):
+            selector.register(known, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 source = key.fileobj
@@ -103,16 +135,21 @@ def _serve(listener: socket.socket, program: str) -> None:
                 elif source is listener:
                     connection, _ = listener.accept()
                     request, files = _request_of(connection)
-                    if request == {}:
-                        return
                     if request is None:
                         connection.close()
                         continue
-                    child = _start(request, files, connection)
-                    children[child] = connection
                     selector.register(connection, selectors.EVENT_READ)
+                    if request:
+                        children[_start(request, files, connection)] = connection
+                    else:
+                        owner = connection
+                elif source is owner:
+                    shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
+                    return
                 else:  # its client was killed
                     child = next(pid for pid, one in children.items() if one is source)
+                    with suppress(ProcessLookupError):  # its session may not be made yet
+                        os.killpg(child, signal.SIGKILL)
                     os.kill(child, signal.SIGKILL)
                     selector.unregister(source)
             for child in list(children):
@@ -197,3 +234,9 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    serve(socket.socket(fileno=int(sys.argv[1])))
