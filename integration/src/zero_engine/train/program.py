@@ -4,7 +4,7 @@ The copy still imports data, settings, metrics and artifacts from `zero_engine.t
 memory from `zero_engine`, which stays installed.
 
 Everything that concerns ZeRO is in six calls: `zero_core.build`, then ``engine(...)``,
-``engine.backward``, ``engine.step``, ``engine.save_checkpoint`` and ``engine.resume``.
+``engine.backward``, ``engine.step``, ``engine.async_save`` and ``engine.resume``.
 The model is an ordinary transformers model and knows nothing of it.
 
 Start it with ``zero-engine train``, which runs it under torchrun on every rank.
@@ -60,6 +60,9 @@ from zero_engine.train.settings import (
     resumed_run,
     write_resolved,
 )
+
+NVME_COPY_BYTES = 1 << 30
+"""Most host memory for copies of states in a save, where they are on NVMe for lack of it."""
 
 
 def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
@@ -181,10 +184,16 @@ def run_steps(
 ) -> signal.Signals | None:
     """Train from ``step`` to the end or to a stop request, and save a checkpoint there.
 
+    Checkpoints are written beside the next steps. The last one is there at the end.
+
     Returns:
         The signal that ended the run early, if one did.
+
+    Raises:
+        ZeroError: a save failed. It is raised at the next save, or at the end.
     """
-    stop = None
+    stop, save = None, None
+    is_on_nvme = engine.config.zero_optimization.offload_optimizer.device == "nvme"
     if step == 0:
         evaluate(engine, corpus, settings, reporter, step)
     while step < settings.steps and stop is None:
@@ -216,10 +225,14 @@ def run_steps(
         if step % settings.eval_every == 0 or step == settings.steps:
             evaluate(engine, corpus, settings, reporter, step)
         if step % settings.save_every == 0 or step == settings.steps or stop is not None:
-            client_state = {"step": step}
-            engine.save_checkpoint(
-                folder.checkpoint, client_state=client_state, keep_last=settings.keep_last
+            save = engine.async_save(
+                folder.checkpoint,
+                client_state={"step": step},
+                keep_last=settings.keep_last,
+                max_copy_bytes=NVME_COPY_BYTES if is_on_nvme else None,
             )
+    if save is not None:
+        save.result()
     return stop if step < settings.steps else None  # a run that is complete was not stopped
 
 
