@@ -16,6 +16,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
 from zero_core.protocols import Work
+from zero_core.sharded.norms import PLAIN
 from zero_core.step.statistics import GradientStatistics
 from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate, spawn
 
@@ -221,7 +222,7 @@ def _all_know_it(ranks: SimulatedRanks) -> None:
     differ: list[set[int]] = [{~28, ~18}, {~25, ~12}, {~22, ~14}]
     control, meter = ranks.connect(), Meter()
     communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
-    statistics = GradientStatistics(communicator, ranks.device, 1, 30, meter)
+    statistics = GradientStatistics(communicator, ranks.device, 1, 30, meter, PLAIN)
     for sets, is_agreed in ((differ, False), ([{1, ~2}] * 3, True), ([{1}, {2}, {1}], False)):
         statistics.agree(
             torch.zeros(1, dtype=torch.float64),

@@ -22,6 +22,7 @@ from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.plan.footprints import CollectivesFootprint
 from zero_core.plan.forecast import num_gathers
 from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
+from zero_core.sharded.norms import norms_of
 from zero_core.step.statistics import statistics_nbytes
 
 
@@ -42,9 +43,7 @@ def step_traffic(
         if footprint is not None or config.zero_optimization.quantized_key is None:
             found += _collectives(layout, config, links, footprint)
         # Both halves of an all-reduce: 2 / world_size of the whole.
-        nbytes = statistics_nbytes(
-            len(layout.params), len(layout.units), is_invariant=config.world_size_invariant
-        )
+        nbytes = statistics_nbytes(len(layout.params), len(layout.units), norms_of(config))
         facts = 2 * nbytes // layout.world_size
         found += _sum("all_reduce", "facts of the step", [links.ring(facts)])
     down, up = host_link

@@ -12,6 +12,7 @@ import torch
 
 from zero_core.config import DTYPES, Config
 from zero_core.layout.arithmetic import Segment
+from zero_core.sharded.norms import INVARIANT, PLAIN, Norms
 
 
 class GradientCase(Enum):
@@ -63,6 +64,11 @@ class GradientPlan:
     offered: torch.dtype
     normed: torch.dtype | None
     is_sequential: bool = False
+
+    @property
+    def norms(self) -> Norms:
+        """Arithmetic of the gradient's norms."""
+        return INVARIANT if self.is_sequential else PLAIN
 
     @property
     def is_passed_on_each(self) -> bool:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
-from zero_core.comm.fused_sum import norm_of, sum_dtype
+from zero_core.comm.fused_sum import sum_dtype
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
-from zero_core.sharded.exact_sums import chunk_norms
 from zero_core.sharded.gradient_plan import GradientCase, GradientPlan
 from zero_core.sharded.params import SegmentViews
 from zero_core.sharded.pool import BufferPool, Wait
@@ -102,6 +101,7 @@ class FlatGrads:
         # The sum is gathered, or the tier copies it.
         self._is_used_at_once = buffers.total is not None or tier.owns_grads
         self._predivide = buffers.plan.predivide
+        self._norms = buffers.plan.norms
         self._is_sequential = buffers.plan.is_sequential
         # One rank sends nothing, and rounds its gradients as those of several are rounded.
         self._is_rounded_here = self._is_sequential and segment.world_size == 1
@@ -315,7 +315,7 @@ class FlatGrads:
             rounded = shard.to(dtype)
         if dtype is torch.float16 and rounded is not shard:
             # fp16 may overflow in this cast: take the norm after it.
-            self._norm = self._measure(rounded)
+            self._norm = self._norms.measure(rounded)
         norm = self.norm()
         if total is not None:
             self._wait_until_read()  # total may be the memory of full_grad
@@ -460,7 +460,7 @@ class FlatGrads:
         values = self.covered()
         if self.plan.offered is torch.float16:  # whose cast may overflow
             values = values.to(torch.float16)
-        return self._measure(values, 2.0, self.plan.normed)
+        return self._norms.measure(values, 2.0, self.plan.normed)
 
     def retake_norm(self) -> Tensor:
         """Return `norm` of the shard after changes."""
@@ -471,10 +471,7 @@ class FlatGrads:
         """Return the ``p``-norm of the shard, in fp32 or wider: see `ReducedGrad`."""
         if p == 2.0 and self._norm is not None:
             return self._norm
-        return self._measure(self.values(), p, self.plan.normed)
-
-    def _measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-        return chunk_norms(values, p) if self._is_sequential else norm_of(values, p, dtype)
+        return self._norms.measure(self.values(), p, self.plan.normed)
 
     def nonfinite_ranks(self) -> list[int] | None:
         """Return the ranks that this rank found to have gradients that are not finite in this step.
@@ -531,11 +528,11 @@ class FlatGrads:
             self._until_reduced = self._until_read = work
             if self._is_used_at_once or not self._is_empty:  # or it is added to what is there
                 self.wait()
-            self._norm = None if self._is_sequential else statistics.norm
+            self._norm = self._norms.of_reduction(statistics.norm)
             self._note_nonfinite(statistics.nonfinite)
             return
         work.wait()
-        self._norm = norm = self._measure(reduced)
+        self._norm = norm = self._norms.measure(reduced)
         # The norm is free to read on a host: finite means no search. On a device reading would
         # synchronize, so look at the contributions instead.
         if not (norm.is_cpu and math.isfinite(norm.sum().item())):

@@ -39,8 +39,8 @@ from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier, AheadTier, WholeStateTier
-from zero_core.sharded.exact_sums import bin_powers, sum_bins
 from zero_core.sharded.grads import FlatGrads
+from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.agreement import StepAgreement
 from zero_core.step.param_grads import ParamGrads
@@ -113,6 +113,7 @@ class StepGradient:
         self._communicator = communicator
         self._train = train
         self._config = config
+        self._norm_kind = norms_of(config)
         num_params = len(state.layout.params)
         self._statistics = GradientStatistics(
             communicator,
@@ -120,7 +121,7 @@ class StepGradient:
             num_params,
             len(state.layout.units),
             meter,
-            is_invariant=config.world_size_invariant,
+            self._norm_kind,
         )
         self._agreement = StepAgreement(state, train, has_common_buffers=config.broadcast_buffers)
         self._is_agreed = False  # the statistics are those of the gradient as it was reduced
@@ -272,19 +273,15 @@ class StepGradient:
             if self._communicator.world_size > 1:
                 norms = {index: self._grads[index].covered_norm() for index in norms}
             square_sums = self._square_sums(norms)
-            is_binned = self._config.world_size_invariant
-            self._changed_square_sum = sum_bins(square_sums) if is_binned else square_sums.sum()
+            self._norm_kind.finish(square_sums)
+            self._changed_square_sum = square_sums[0]
 
     def _square_sums(self, norms: Mapping[int, Tensor]) -> Tensor:
-        """Return the squares of ``norms`` by segment, as the statistics take them."""
+        """Return the sums of the squares of ``norms``, by segment, as the statistics take them."""
         # In the order of the layout: that of the reductions may change from step to step.
         ordered = [norm for _, norm in sorted(norms.items())]
-        if self._config.world_size_invariant:
-            return bin_powers(torch.cat(ordered))
-        sums = [self._on_device(call()).view(1) for _, call in sorted(self._tier_sums.items())]
-        if ordered:
-            sums.append(torch.stack(ordered).to(torch.float64).square())
-        return torch.cat(sums)
+        squares = [self._on_device(call()).view(1) for _, call in sorted(self._tier_sums.items())]
+        return self._norm_kind.add_squares(ordered, squares)
 
     def _take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> bool:
         """Have the step use what was done to ``param.grad``. Return whether anything was."""
@@ -375,17 +372,9 @@ class StepGradient:
     def _p_norm(self, p: float) -> float:
         if p == 2.0:
             return math.sqrt(self._square_sum)
-        state = self._state
         grads = [grads for _, grads in sorted(self._grads.items())]
         norms = [g.norm(p).to(self._device, torch.float64) for g in grads]
-        if self._config.world_size_invariant:
-            if math.isinf(p):
-                norms = [norm.max() for norm in norms]
-            else:
-                bins = state.control.sum(bin_powers(torch.cat(norms), p))
-                return math.pow(float(sum_bins(bins)), 1.0 / p)
-        local = torch.linalg.vector_norm(torch.stack(norms), p)
-        return float(torch.linalg.vector_norm(state.control.gather(local.view(1)), p))
+        return self._norm_kind.over_ranks(norms, p, self._state.control)
 
     def explain_skip(self) -> str:
         """Return why `decide` skips the step, before `clear`.

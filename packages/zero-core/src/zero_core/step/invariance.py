@@ -69,7 +69,6 @@ class InvarianceCheck:
         """
         buffers = {name: b.detach().clone() for name, b in self._module.named_buffers()}
         drawn = random.getstate(), torch.get_rng_state()
-        override, self._train.accumulation.override = self._train.accumulation.override, False
         found = []
         try:
             with self._seeds.suspended():
@@ -88,24 +87,23 @@ class InvarianceCheck:
         finally:
             self._restore(buffers, drawn[0])
             torch.set_rng_state(drawn[1])
-            self._train.accumulation.override = override
         return found
 
     def _compute(self, batch: Mapping[str, Any]) -> list[_Result]:
         """Run forward and backward of a micro-batch, the first one of the step, and drop them."""
         found: list[_Result] = []
         self._seeds.seed(0)
-        with self._recorded(found):
-            output = self._engine(**batch)
-            floats = [t for t in _tensors(output) if t.is_floating_point()]
-            self._engine.backward(torch.stack([t.float().sum() for t in floats]).sum())
-        self._runtime.discard()
-        self._train.scaler.is_applied = False
+        with self._train.trial():
+            with self._recorded(found):
+                output = self._engine(**batch)
+                floats = [t for t in _tensors(output) if t.is_floating_point()]
+                self._engine.backward(torch.stack([t.float().sum() for t in floats]).sum())
+            self._runtime.discard()
         return found
 
     @contextmanager
     def _recorded(self, found: list[_Result]) -> Iterator[None]:
-        """Record all modules' outputs and all parameters' gradients, in the order they come."""
+        """Record all modules' outputs and all parameters' gradients, in order of execution."""
         handles = []
         for name, module in self._module.named_modules():
             hook = _output_hook(name, found)

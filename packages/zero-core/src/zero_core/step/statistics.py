@@ -16,25 +16,21 @@ from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
-from zero_core.sharded.exact_sums import NUM_BINS, sum_bins
+from zero_core.sharded.norms import Norms
 from zero_core.step.agreement import NUM_WORDS
 
-_SQUARE_SUM, _UNREDUCED, _TAIL_LATE, _WITH_GRAD, _HASH = 0, 1, 2, 3, 4
+_UNREDUCED, _TAIL_LATE, _WITH_GRAD, _HASH = 0, 1, 2, 3
 _SQUARES = _HASH + NUM_WORDS
 _FIRST_PARAM = _SQUARES + NUM_WORDS
 
 
-def statistics_nbytes(num_params: int, num_units: int, *, is_invariant: bool = False) -> int:
+def statistics_nbytes(num_params: int, num_units: int, norms: Norms) -> int:
     """Return the bytes that are summed over the ranks in a step of such a model."""
-    num_bins = NUM_BINS if is_invariant else 0
-    return (_FIRST_PARAM + num_params + 2 * num_units + num_bins) * torch.float64.itemsize
+    return (_FIRST_PARAM + num_params + 2 * num_units + norms.num_sums) * torch.float64.itemsize
 
 
 class GradientStatistics:
-    """One float64 vector per step: square sum of the gradient, flags, and counts of ranks.
-
-    If it ``is_invariant``, the square sum is that of bins, at the end of the vector.
-    """
+    """One float64 vector per step: flags, counts of ranks, and sums of the gradient's squares."""
 
     def __init__(
         self,
@@ -43,18 +39,17 @@ class GradientStatistics:
         num_params: int,
         num_units: int,
         meter: Meter,
-        *,
-        is_invariant: bool = False,
+        norms: Norms,
     ) -> None:
+        """``norms`` are those of the gradient, whose sums the vector has."""
         self._communicator = communicator
         self._device = device
         self._meter = meter
         self._has_stream = device.type != "cpu"
         self._first_unit = _FIRST_PARAM + num_params
-        numel = self._first_bin = self._first_unit + 2 * num_units
-        self._is_invariant = is_invariant
-        if is_invariant:
-            numel += NUM_BINS
+        self._first_sum = self._first_unit + 2 * num_units
+        self._norms = norms
+        numel = self._first_sum + norms.num_sums
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
         self._total = torch.zeros(numel, dtype=torch.float64, device=device)
         self._read = self._total
@@ -81,8 +76,7 @@ class GradientStatistics:
         """Start to sum the statistics over all ranks. Every rank must call it.
 
         Args:
-            square_sums: of this rank's shards: 1-D, float64, on the device. If the statistics are
-                invariant, their bins: see `zero_core.sharded.exact_sums`.
+            square_sums: of this rank's shards, on the device: see `Norms.add_squares`.
             params: numbers of the parameters with a gradient on this rank.
             has_unreduced: whether this rank has gradients that no reduction has carried.
             is_tail_late: whether this rank had a block's gradients before the tail's.
@@ -104,14 +98,10 @@ class GradientStatistics:
         if left_out:  # ~unit counts from the end
             sent[self._units][torch.tensor(sorted(left_out))] = 1.0
         total.copy_(sent, non_blocking=True)
-        if self._is_invariant:
-            total[self._first_bin :] = square_sums
-        else:
-            total[_SQUARE_SUM] = square_sums.sum()
+        total[self._first_sum :] = square_sums
         self._meter.add_all_reduce(FACTS, total.nbytes)
         self._communicator.sum_statistics(total)
-        if self._is_invariant:
-            total[_SQUARE_SUM] = sum_bins(total[self._first_bin :])
+        self._norms.finish(total[self._first_sum :])
         if self._has_stream:
             self._read.copy_(total, non_blocking=True)
             self._event = torch.accelerator.current_stream(self._device).record_event()
@@ -119,7 +109,7 @@ class GradientStatistics:
 
     @property
     def _units(self) -> slice:
-        return slice(self._first_unit, self._first_bin)
+        return slice(self._first_unit, self._first_sum)
 
     def _wait(self) -> None:
         if self._event is not None:
@@ -131,7 +121,7 @@ class GradientStatistics:
     @property
     def square_sum(self) -> float:
         """Square of the gradient's 2-norm, loss scale included."""
-        return float(self._known()[_SQUARE_SUM])
+        return float(self._known()[self._first_sum])
 
     @property
     def has_unreduced(self) -> bool:
@@ -175,7 +165,7 @@ class GradientStatistics:
     @property
     def device_square_sum(self) -> Tensor:
         """`square_sum` as it is on the device: 0-dim, float64."""
-        return self._total[_SQUARE_SUM]
+        return self._total[self._first_sum]
 
     @property
     def device_is_void(self) -> Tensor:
