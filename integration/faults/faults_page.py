@@ -14,15 +14,15 @@ RESULTS = DOCS / "benchmarks" / "faults.json"
 PAGE = DOCS / "faults.md"
 Counts = dict[str, dict[str, list[int]]]
 """By what a file of tests is about, and by test: how many faults were tried, and how many held."""
-HEAD = """# What is tried to break it
+HEAD = """# Injected faults
 
     nox -s faults
     nox -s faults -- -k checkpoint
     nox -s soak -- --minutes 20
 
-Each test starts something that works, breaks it, and says what must hold. `nox -s faults` writes
-this page from [what it counted](benchmarks/faults.json); a part that is run alone (`-k`) keeps
-the counts of the others.
+Each test starts something that works, breaks it, and checks what must still hold. `nox -s faults`
+writes this page from [its counts](benchmarks/faults.json). A run of a part (`-k`) keeps the counts
+of the others.
 """
 
 
@@ -101,23 +101,23 @@ BESIDE = """## Beside torch.distributed.checkpoint and DeepSpeed
 
 One training (two linear layers, AdamW, two gloo ranks) under three kinds of checkpoints:
 zero-core's at stage 2, `torch.distributed.checkpoint` with FSDP2, and DeepSpeed 0.19.8's at stage
-2. Each fault changes a copy of the files, or ends a save; then both ranks load.
+2. Each fault changes a copy of the files or interrupts a save. Then both ranks load.
 
-- *refused*: an error that names the file, the tag or the folder. *error without the file*:
-  another one. *already written*: how many of these errors came when the weights or states in
-  memory had been changed already.
-- *harmless*: the state is, bit for bit, what was saved. After a save that did not end, it may be
-  the one before, too; an error then means that neither is left.
+- *refused*: an error that names the file, the tag or the folder.
+- *error without the file*: any other error.
+- *already written*: how many of both errors came after weights or states in memory were changed.
+- *harmless*: the loaded state is bit for bit the saved one. After an interrupted save, the state of
+  the save before counts as well. An error then means that neither of them can be loaded.
 - *hangs or dies*: no answer in 15 s, or the process died.
-- *wrong, unnoticed*: the load returns, and weights, moments, counters or the user's own state are
-  not what was saved. Or a program within the file was run.
+- *wrong, unnoticed*: the load returns, but weights, moments, counters or the user's own state are
+  not the saved ones, or a program in the file was run.
 
-What each promises: zero-core, that a checkpoint is whole or refused. torch writes `.metadata`
-last and warns before it overwrites a checkpoint; its documentation says that what is no tensor is
-read by `torch.load`, that is, unpickled. DeepSpeed says that `load_checkpoint` returns None if
-loading failed, which counts as refused here; its files are unpickled. Neither documents checksums,
-nor that a save over the name that is there keeps the one before. A file system that keeps
-checksums finds changed bytes for all three.
+zero-core promises that a checkpoint is whole or refused. torch writes `.metadata` last and warns
+before it overwrites a checkpoint. Its documentation says that objects other than tensors are read
+by `torch.load`, so they are unpickled. DeepSpeed documents that `load_checkpoint` returns None if
+loading failed, which counts as refused here. Its files are unpickled. Neither documents checksums,
+nor that a save under an existing name keeps the previous checkpoint until it is complete. A file
+system with checksums would detect changed bytes for all three.
 """
 
 
@@ -148,11 +148,11 @@ def _outcomes(counts: Mapping[str, int]) -> str:
 
 SOAK = """## Random kills
 
-`zero-engine train` with a tiny GPT-2 of 60 steps and `"world_size_invariant": true`. Each run has
-a stage, a share of offloaded optimizer states and an interval between checkpoints; each of its
-launches has 1, 2 or 4 ranks. Something happens to a launch at a drawn step, or while it starts;
-then the run goes on with `--resume auto`, or by `--max-restarts`. The weights at the end are
-compared with those of a run on one rank that nothing happened to. `--seed` draws the same again.
+`zero-engine train` trains a tiny GPT-2 for 60 steps with `"world_size_invariant": true`. For each
+run a stage, a share of offloaded optimizer states and an interval between checkpoints are drawn;
+each of its launches has 1, 2 or 4 ranks. A fault hits a launch at a random step or during its
+start. The run then continues with `--resume auto`, or by `--max-restarts`. Its final weights are
+compared with those of an undisturbed run on one rank. `--seed` repeats the same draws.
 """
 
 

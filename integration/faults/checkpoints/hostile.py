@@ -1,4 +1,4 @@
-"""Manifests that somebody made up, under a right digest, and files that are none."""
+"""Forged manifests with a valid digest, and files that are not checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody made up a checkpoint: it is refused in time and before anything is written."""
+"""A forged checkpoint is refused in time and before anything is written."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _refused(engine: zero_core.Engine, folder: Path, tag: str | None = None) -> 
     return f"took {seconds} s" if seconds > _MAX_S else ""
 
 
-def test_manifests_under_a_right_digest_are_refused(
+def test_forged_manifests_with_a_valid_digest_are_refused(
     saved: Path, engine: zero_core.Engine, tmp_path: Path, count_faults: Callable[[int, int], None]
 ) -> None:
     found, count = [], 0
@@ -82,7 +82,7 @@ def test_manifests_under_a_right_digest_are_refused(
     assert not found, "\n".join(found)
 
 
-def test_files_that_are_none_are_refused(
+def test_files_that_are_not_checkpoints_are_refused(
     saved: Path, engine: zero_core.Engine, tmp_path: Path, count_faults: Callable[[int, int], None]
 ) -> None:
     found, count = [], 0
@@ -108,7 +108,7 @@ def test_files_that_are_none_are_refused(
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_a_tag_that_leads_elsewhere_is_refused(
+def test_a_tag_outside_the_folder_is_refused(
     saved: Path, engine: zero_core.Engine, tmp_path: Path, tag: str
 ) -> None:
     folder = tmp_path / "inside"

@@ -1,4 +1,4 @@
-"""A rank stops, ends, or goes elsewhere: all others name it in time."""
+"""A rank stops, ends or diverges: all others name it in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines in health: no line in 10**5 steps, and what a watch costs."""
+"""In 10**5 healthy steps no rank is named."""
 
 from __future__ import annotations
 
