@@ -6,10 +6,10 @@ wrote itself are imported by integration/compat/checks/test_import_deepspeed.py.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import zipfile
@@ -534,27 +534,36 @@ def test_missing_rank_and_foreign_forms_are_told(classes: dict[str, type], tmp_p
         find_place(tmp_path / "nothing", None)
 
 
-_CONNECT = """
-import socket, sys
-from zero_engine.deepspeed_import.isolation import leave_network
-assert leave_network()
-try:
-    socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=5)
-except OSError as error:
-    print("no network:", error)
-"""
+# A tuple of 60 nested pairs as a dict's key: its hash takes 2^60 steps.
+_ENDLESS = b"".join(
+    [b"\x80\x02})", *(b"q%ch%c\x86" % (i, i) for i in range(60)), b"Ns."],
+)
 
 
-def test_reader_has_no_network() -> None:
+def test_reader_has_no_network(tmp_path: Path) -> None:
     if os.fork() == 0:
         os._exit(0 if leave_network() else 1)
     if os.wait()[1] != 0:
         pytest.skip("this system permits no network namespace, which the reader says")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        command = [sys.executable, "-c", _CONNECT, port]
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout.startswith("no network:"), found.stdout
+    (tmp_path / "global_step4").mkdir()
+    _with_pickle(tmp_path / "global_step4" / "mp_rank_00_model_states.pt", _ENDLESS)
+    request = {"place": str(tmp_path / "global_step4"), "frozen": [], "parent": os.getpid()}
+    command = [sys.executable, "-P", "-m", "zero_engine.deepspeed_import.child"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stderr=pipe, stdout=pipe, text=True) as child:
+        assert child.stdin is not None
+        assert child.stderr is not None
+        child.stdin.write(json.dumps(request))
+        child.stdin.close()
+        said = child.stderr.readline()
+        process = Path(f"/proc/{child.pid}")
+        networks = {os.readlink(thread / "ns" / "net") for thread in process.glob("task/*")}
+        interfaces = (process / "net" / "dev").read_text().splitlines()[2:]
+        child.kill()
+    assert said.startswith("reading "), said
+    assert len(networks) == 1
+    assert os.readlink("/proc/self/ns/net") not in networks
+    assert [line.split(":")[0].strip() for line in interfaces] == ["lo"]  # which is down
 
 
 def test_file_that_asks_for_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
@@ -581,9 +590,7 @@ def test_holes_and_links_do_not_count_as_bytes_of_files(tmp_path: Path) -> None:
 
 
 def test_pickle_that_takes_for_ever_ends_with_its_processor_time(tmp_path: Path) -> None:
-    # A tuple of 60 nested pairs as a dict's key: its hash takes 2^60 steps.
-    nested = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
-    _with_pickle(tmp_path / "a.pt", b"\x80\x02})" + nested + b"Ns.")
+    _with_pickle(tmp_path / "a.pt", _ENDLESS)
     child = os.fork()
     if child == 0:
         limit_processor_time(0, spare_s=0)

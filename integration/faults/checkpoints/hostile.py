@@ -163,25 +163,41 @@ def _replace(place: Path, name: str, make: Callable[[Path], object]) -> None:
     make(path)
 
 
-def folders() -> Iterator[tuple[str, Callable[[Path], object]]]:
-    """Yield what somebody does to the files of a checkpoint, with a name."""
-    weights = "master_weight-00000.safetensors"
-    for name in (MANIFEST, weights, "buffers.safetensors", "rng-00000.safetensors"):
-        yield f"{name} is a pipe", lambda p, n=name: _replace(p, n, os.mkfifo)
-        yield f"{name} is missing", lambda p, n=name: (p / n).unlink()
-        yield f"{name} is a folder", lambda p, n=name: _replace(p, n, Path.mkdir)
-        yield f"{name} is a device", lambda p, n=name: _link(p, n, "/dev/zero")
-        yield f"{name} is a link", lambda p, n=name: _link_to_copy(p, n)
-        yield f"{name} is empty", lambda p, n=name: (p / n).write_bytes(b"")
-        yield f"{name} is 2^40 bytes long", lambda p, n=name: os.truncate(p / n, _HUGE)
+_WEIGHTS = "master_weight-00000.safetensors"
+_BUFFERS = "buffers.safetensors"
+_RNG = "rng-00000.safetensors"
+FILES_OF = {
+    "read_weights": (MANIFEST, _WEIGHTS),
+    "read_buffers": (MANIFEST, _BUFFERS),
+    "verify_checkpoint": (MANIFEST, _WEIGHTS, _BUFFERS, _RNG),
+}
+"""Files of which each reader must refuse a damaged one."""
+
+
+def folders() -> Iterator[tuple[str, str, Callable[[Path], object]]]:
+    """Yield what somebody does to a file of a checkpoint, with the file's name and its own."""
+    for name in (MANIFEST, _WEIGHTS, _BUFFERS, _RNG):
+        for what, change in _ways(name):
+            yield name, f"{name} {what}", change
     for text in (b"[" * 10**5, b'{"a":' * 10**5, b"{", b"\xff" * 99, b"null", b"[]", b'"x"'):
-        yield f"a manifest {text[:9]!r}...", lambda p, t=text: (p / MANIFEST).write_bytes(t)
+        what = f"a manifest {text[:9]!r}..."
+        yield MANIFEST, what, lambda p, t=text: (p / MANIFEST).write_bytes(t)
     for header in (b"[" * 10**5, b'{"a":' * 10**5, b"null", b"{}", b'{"0": 1}'):
-        yield f"a header {header[:9]!r}...", lambda p, h=header: _with_header(p, weights, h)
-    yield (
-        "a header of 2^63 bytes",
-        lambda p: _with_bytes(p, weights, (2**63).to_bytes(8, "little") + b"{}"),
-    )
+        what = f"a header {header[:9]!r}..."
+        yield _WEIGHTS, what, lambda p, h=header: _with_header(p, _WEIGHTS, h)
+    size = (2**63).to_bytes(8, "little")
+    what = "a header of 2^63 bytes"
+    yield _WEIGHTS, what, lambda p: _with_bytes(p, _WEIGHTS, size + b"{}")
+
+
+def _ways(name: str) -> Iterator[tuple[str, Callable[[Path], object]]]:
+    yield "is a pipe", lambda p: _replace(p, name, os.mkfifo)
+    yield "is missing", lambda p: (p / name).unlink()
+    yield "is a folder", lambda p: _replace(p, name, Path.mkdir)
+    yield "is a device", lambda p: _link(p, name, "/dev/zero")
+    yield "is a link", lambda p: _link_to_copy(p, name)
+    yield "is empty", lambda p: (p / name).write_bytes(b"")
+    yield "is 2^40 bytes long", lambda p: os.truncate(p / name, _HUGE)
 
 
 def _link(place: Path, name: str, target: str) -> None:

@@ -24,6 +24,7 @@ _Edit = Callable[[Path, dict[str, Any]], None]
 def _build(optimizer: str) -> zero_core.Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.register_parameter("empty", nn.Parameter(torch.empty(0)))
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "optimizer": {"type": optimizer, "params": {"lr": 0.1}},

@@ -38,7 +38,7 @@ from zero_engine.launch.ranks import (
     on_first_rank,
     sum_over_ranks,
 )
-from zero_engine.machine import used_bytes
+from zero_engine.machine import memory_limit_bytes, used_bytes
 from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 from zero_engine.train.metrics import Reporter, StepRecord, last_finished_step
@@ -61,8 +61,9 @@ from zero_engine.train.settings import (
     write_resolved,
 )
 
-NVME_COPY_BYTES = 1 << 30
-"""Most host memory for copies of states in a save, where they are on NVMe for lack of it."""
+COPY_SHARE = 1 / 8
+"""Share of the host's memory that copies of states in a save may take. A step that needs more waits
+for the writer."""
 
 
 def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
@@ -193,7 +194,9 @@ def run_steps(
         ZeroError: a save failed. It is raised at the next save, or at the end.
     """
     stop, save = None, None
-    is_on_nvme = engine.config.zero_optimization.offload_optimizer.device == "nvme"
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory = memory_limit_bytes()
+    copied = None if memory is None else int(COPY_SHARE * memory / num_local)
     if step == 0:
         evaluate(engine, corpus, settings, reporter, step)
     while step < settings.steps and stop is None:
@@ -201,9 +204,9 @@ def run_steps(
         loss = take_step(engine, corpus, step)
         step += 1
         # One small sum carries all that ranks exchange after a step. Here the host reads it.
-        memory = [0.0] * engine.world_size
-        memory[engine.rank] = float(used_bytes(engine.device))
-        shared = [0.0, *request.as_flags(), *memory]
+        held = [0.0] * engine.world_size
+        held[engine.rank] = float(used_bytes(engine.device))
+        shared = [0.0, *request.as_flags(), *held]
         is_accelerated = engine.device.type != "cpu"
         sent = torch.tensor(shared, dtype=torch.float64, pin_memory=is_accelerated)
         sums = sent.to(engine.device, non_blocking=True)
@@ -229,7 +232,7 @@ def run_steps(
                 folder.checkpoint,
                 client_state={"step": step},
                 keep_last=settings.keep_last,
-                max_copy_bytes=NVME_COPY_BYTES if is_on_nvme else None,
+                max_copy_bytes=copied,
             )
     if save is not None:
         save.result()

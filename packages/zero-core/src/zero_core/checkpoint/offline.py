@@ -64,11 +64,11 @@ def _states_of(reader: Reader, param: Param) -> Sequence[str]:
     manifest, name = reader.manifest, param.name
     if not param.is_trainable:
         return [VALUE] if manifest.has_frozen else []
+    has_state = param.numel > 0 and reader.scalars(name)["num_steps"] > 0
     whole = manifest.whole_states.get(name)
     if whole is not None:
         check_state(whole.state, reader.tensors(whole.file))
-    is_sliced = whole is None and reader.scalars(name)["num_steps"] > 0
-    return manifest.states if is_sliced else [MASTER]
+    return manifest.states if has_state and whole is None else [MASTER]
 
 
 @contextmanager
