@@ -32,14 +32,15 @@ import re
 import shlex
 import shutil
 import sys
-import sysconfig
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nox
 
 nox.needs_version = ">=2025.2.9"
-nox.options.default_venv_backend = "venv"
+nox.options.default_venv_backend = "virtualenv"  # it has pip at hand; venv unpacks it for seconds
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests"]
 # Of what is installed little is imported, so its bytecode is written then, not before (most of
@@ -50,7 +51,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
 PARTS = ("lint", *PACKAGES, "together")
-NATIVE = ("cpu-adam", "zero-comm")
 EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
 WHEELS = Path(".nox", "wheels")
 TORCH = Path(".nox", "torch")
@@ -67,12 +67,27 @@ NATIVE_FOLDERS = (
 CHECKED = ("noxfile.py", ".ci", "packages", "integration")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 PIP_FLAGS = ("--quiet", "--progress-bar=off")
-RUNNER = "pytest-xdist>=3.6"
+RUNNER = "pytest-xdist>=3.7"
 PYTEST_FAULTS = ("python", "-m", "pytest", "-q", "faults", "--write")
 TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100", RUNNER)
 # Files of tests go to several processes: most tests start ranks, which wait for each other more
 # than they compute. A file stays together, for what its tests share.
-IN_PARALLEL = ("--numprocesses=auto", "--maxprocesses=3", "--dist=loadfile", "--durations=25")
+IN_PARALLEL = (
+    *("--numprocesses=auto", "--maxprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"),
+    "--durations=25",
+)
+# Files that take longest are begun first. Begun last, one would run while the other processes have
+# nothing left to do.
+LONGEST = {
+    "zero-core": ("compile", "late_engine", "equivalence", "memory_peak", "triton_sum"),
+    "zero-comm": ("triton_kernels", "fsdp2_plugin", "ddp_comm_hook", "quantizer_backends"),
+    "zero-offload": ("data_parallel", "nvme_tier"),
+    "integration": (
+        *("stop_and_resume", "nvme_offload", "lightning", "import_hook", "deepspeed_launcher"),
+        *("comm_convergence", "host_share", "host_rules", "secondary_shards", "few_bits"),
+        *("param_offload", "accelerate_launch", "sharded_hugging_face", "process_group_end"),
+    ),
+}
 # There are more processes than cores: a thread that spins until others come takes theirs away.
 NO_SPINNING = {"OMP_WAIT_POLICY": "passive"}
 LINT_TOOLS = ("ruff>=0.15,<0.18", "clang-format>=20")
@@ -333,7 +348,8 @@ def test_alone(session: nox.Session, package: str) -> None:
         install(session, f"packages/{package}[torch,test]")
         files = sorted(Path("packages", package, "tests").glob("test_*.py"))
         with_torch = [f"tests/{f.name}" for f in files if "torch" in f.read_text(encoding="utf-8")]
-        run_package_tests(session, package, *with_torch)
+        with session.chdir(f"packages/{package}"):
+            run_tests(session, *with_torch)
         return
     run_package_tests(session, package)
 
@@ -344,24 +360,26 @@ def test_together(session: nox.Session) -> None:
     run_typecheck(session)
     run_integration_tests(session)
     # Those of its tests that take cpu-adam, which was not there when it was tested alone.
-    run_package_tests(session, "zero-offload", "-k", "cpu_adam or kernel_class")
+    # One process: most of its time is to start.
+    chosen = ("-k", "cpu_adam or kernel_class", "--numprocesses=0")
+    run_package_tests(session, "zero-offload", *chosen)
 
 
 def install_everything(session: nox.Session, *further: str, extras: str = "") -> None:
     """Install the five packages of this repository, and ``further`` requirements."""
-    for package in NATIVE:  # compiled while a session beside this one makes torch's files
+    for package in PACKAGES:  # compiled while a session beside this one makes torch's files
         find_wheel(session, package)
     link_torch(session)
     install(session, *EVERYTHING, f"./integration{extras}", *further)
 
 
 def install(session: nox.Session, *requirements: str) -> None:
-    """Install ``requirements``; a package with compiled code is compiled once for all sessions."""
+    """Install ``requirements``; a package's wheel is built once for all sessions."""
     wheels: list[str] = []
     others = []
     for requirement in requirements:
         name, bracket, extras = requirement.removeprefix("packages/").partition("[")
-        if name in NATIVE:
+        if name in PACKAGES:
             wheels += find_wheel(session, name)
             others.append(name + bracket + extras)
         else:
@@ -380,21 +398,17 @@ def link_torch(session: nox.Session) -> None:
     there = Path(session.virtualenv.location).resolve()
     if sys.platform == "win32" or (there / "bin" / "torchrun").exists():
         return  # pip's programs for Windows are binary files with the environment's path
-    digest = hashlib.sha256(sys.version.encode() + Path(CONSTRAINTS[1]).read_bytes()).hexdigest()
+    digest = hashlib.sha256(interpreter(there) + Path(CONSTRAINTS[1]).read_bytes()).hexdigest()
     kept = TORCH.resolve() / digest[:16]
-    if not kept.exists():
-        made = kept.with_suffix(f".{os.getpid()}")
-        session.run_install("python", "-m", "venv", "--without-pip", str(made))
-        python = str(made / "bin" / "python")
-        pip = ("python", "-m", "pip", "--python", python)
-        session.run_install(*pip, "install", *PIP_FLAGS, *CONSTRAINTS, "torch")
-        # Environments may have another release of it from the beginning.
-        session.run_install(*pip, "uninstall", "--quiet", "--yes", "setuptools")
-        session.run_install(python, "-W", "ignore", "-c", IMPORTS, external=True, log=False)
-        try:
-            made.rename(kept)
-        except OSError:  # nothing was made, or a run beside this one was first
-            shutil.rmtree(made, ignore_errors=True)
+    with made_once(kept) as made:
+        if made is not None:
+            session.run_install("python", "-m", "venv", "--without-pip", str(made))
+            python = str(made / "bin" / "python")
+            pip = ("python", "-m", "pip", "--python", python)
+            session.run_install(*pip, "install", *PIP_FLAGS, *CONSTRAINTS, "torch")
+            # Environments may have another release of it from the beginning.
+            session.run_install(*pip, "uninstall", "--quiet", "--yes", "setuptools")
+            session.run_install(python, "-W", "ignore", "-c", IMPORTS, external=True, log=False)
     if kept.exists():
         shutil.copytree(libraries(kept), libraries(there), copy_function=link, dirs_exist_ok=True)
         program = (kept / "bin" / "torchrun").read_text(encoding="utf-8")
@@ -405,10 +419,33 @@ def link_torch(session: nox.Session) -> None:
         own.chmod(0o755)
 
 
-def libraries(environment: Path) -> str:
+@contextmanager
+def made_once(kept: Path) -> Iterator[Path | None]:
+    """A folder that becomes ``kept`` when it is made; None: it is there. An error removes it."""
+    made = kept.with_suffix(f".{os.getpid()}")
+    for left in kept.parent.glob("*.*"):  # by a run that was killed; none takes a day
+        with suppress(OSError):  # a run beside this one has just renamed it
+            if left.stat().st_mtime < time.time() - 24 * 3600:
+                shutil.rmtree(left)
+    try:
+        yield None if kept.exists() else made
+        if made.exists():
+            with suppress(OSError):  # a run beside this one was first
+                made.rename(kept)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def interpreter(environment: Path) -> bytes:
+    """What an environment says of its interpreter, which need not be nox's own."""
+    lines = (environment / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if line.startswith(("home =", "version"))).encode()
+
+
+def libraries(environment: Path) -> Path:
     """Return the folder of an environment that packages are installed into."""
-    base = str(environment)
-    return sysconfig.get_path("platlib", "venv", {"base": base, "platbase": base})
+    (folder,) = environment.glob("lib/python*/site-packages")
+    return folder
 
 
 def link(source: str, target: str) -> None:
@@ -424,18 +461,14 @@ def find_wheel(session: nox.Session, package: str) -> list[str]:
     """
     folder = Path("packages", package)
     made_from = sorted(path for path in folder.rglob("*") if is_source(path.relative_to(folder)))
-    digest = hashlib.sha256(sys.version.encode())
+    digest = hashlib.sha256(interpreter(Path(session.virtualenv.location)))
     for path in made_from:
         digest.update(f"{path.as_posix()} {path.stat().st_size} ".encode() + path.read_bytes())
     kept = WHEELS / digest.hexdigest()[:16]
-    if not kept.exists():
-        made = kept.with_suffix(f".{os.getpid()}")
-        pip_wheel = ("python", "-m", "pip", "wheel", *PIP_FLAGS, "--no-deps", f"--wheel-dir={made}")
-        session.run_install(*pip_wheel, str(folder))
-        try:
-            made.rename(kept)
-        except OSError:  # nothing was made, or a run beside this one was first
-            shutil.rmtree(made, ignore_errors=True)
+    with made_once(kept) as made:
+        if made is not None:
+            pip_wheel = ("python", "-m", "pip", "wheel", *PIP_FLAGS, "--no-deps")
+            session.run_install(*pip_wheel, f"--wheel-dir={made}", str(folder))
     return [str(path) for path in kept.glob("*.whl")]
 
 
@@ -448,13 +481,24 @@ def is_source(path: Path) -> bool:
 def run_package_tests(session: nox.Session, package: str, *options: str) -> None:
     """Run a package's own tests from within its folder, where its settings are."""
     with session.chdir(f"packages/{package}"):
-        session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *options, env=NO_SPINNING)
+        run_tests(session, *options, *longest_first(package), "tests")
 
 
 def run_integration_tests(session: nox.Session) -> None:
     """Run conformance and the end-to-end tests."""
     with session.chdir("integration"):
-        session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, env=NO_SPINNING)
+        programs = ("tests/device/test_happens_before.py", "tests/bench")  # and benchmarks
+        run_tests(session, *programs, *longest_first("integration"), "tests", "conformance")
+
+
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    """Run pytest on files and folders, which are begun in the order they are named."""
+    session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *arguments, env=NO_SPINNING)
+
+
+def longest_first(package: str) -> list[str]:
+    """Return the files of `LONGEST`."""
+    return [f"tests/test_{name}.py" for name in LONGEST.get(package, ())]
 
 
 def run_compat(session: nox.Session, program: str, *arguments: str) -> None:

@@ -108,7 +108,7 @@ class Gpt2(nn.Module):
 
     def __init__(self, shape: GptShape) -> None:
         # Imported here: programs for accelerators do without the library.
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
         super().__init__()
         config = GPT2Config(

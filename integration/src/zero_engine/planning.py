@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-from transformers import GPT2Config
+from transformers.models.gpt2 import GPT2Config
 
 import zero_core
 from zero_core.config.schema import parse_json, read_config_text
@@ -154,6 +153,8 @@ def write_plan(plan: zero_core.Plan, json_path: str | None, png_path: str | None
 
 def draw_plan(plan: zero_core.Plan, path: Path) -> None:
     """Bars of device and host memory per rank, stacked by kind, as a PNG at ``path``."""
+    from matplotlib.figure import Figure  # seconds, and few ask for a picture
+
     axes = Figure(figsize=(7, 5), layout="constrained").add_subplot()
     places = {"device": plan.memory.device, "host": plan.memory.host}
     kinds = dict.fromkeys(kind for place in places.values() for kind in place)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer
-from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+from transformers.models.gpt2 import GPT2LMHeadModel
 
 import zero_core
 from zero_engine.train.data import END_OF_TEXT, Corpus
 from zero_engine.train.metrics import MIB, read_metrics
 from zero_engine.train.settings import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def clear_run(folder: RunFolder) -> None:
@@ -99,6 +101,8 @@ def _plot_memory(entries: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _axes(label: str) -> Axes:
+    from matplotlib.figure import Figure  # every rank would import it, and rank 0 draws
+
     # A Figure of its own needs no display and leaves no state behind, as pyplot would.
     axes = Figure(figsize=(8, 4.5), layout="constrained").add_subplot()
     axes.set_xlabel("step")
@@ -108,6 +112,8 @@ def _axes(label: str) -> Axes:
 
 
 def _save(axes: Axes, path: Path) -> None:
+    from matplotlib.figure import Figure
+
     if axes.get_lines():
         axes.legend()
     figure = axes.figure

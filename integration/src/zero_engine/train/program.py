@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
 import zero_core
 from zero_engine.launch.ranks import (
