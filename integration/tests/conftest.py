@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -55,6 +56,19 @@ TIME_LIMIT_S = 600
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Leave garbage alone while test files import libraries: little of what they make is."""
+    gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from here on, but do not look at what imports made."""
+    gc.freeze()
+    gc.enable()
+
+
 def command(*arguments: str) -> list[str]:
     """The command line that runs ``zero-engine ARGUMENTS`` with this interpreter."""
     return [sys.executable, "-m", "zero_engine", *arguments]
@@ -70,7 +84,7 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``zero-engine ARGUMENTS`` in a forked process, with ``more`` set. Its ranks are new ones.
 
-    `test_stop_and_resume` and `test_started_ranks` start the program as a user does.
+    `test_stop_and_resume` and `test_started_ranks` start the launcher as a user does.
     """
     done = run_forked(*arguments, more=more)
     assert done.returncode == expected_code, done.stdout + done.stderr

@@ -1,7 +1,8 @@
 """Quantized communication costs no more loss than its bar: the short gate of the long proof.
 
 ``nox -s bench -- comm_convergence`` trains all of it for 1000 steps and three seeds. This takes the
-same model and the same settings for fewer steps of one seed, on simulated ranks.
+same model and the same settings for fewer steps of one seed, on simulated ranks. In fp32,
+test_few_bits.py bounds how far quantized runs go from exact ones.
 """
 
 from __future__ import annotations
@@ -34,13 +35,12 @@ STEPS = 30
 HELD_OUT_WINDOWS, HELD_OUT_BATCH = 512, 8
 BYTES_ONLY = 257
 """Vocabulary without merges: bytes are learned fastest."""
-QUANTIZED = ("qwZ", "qgZ", "all three", "4-bit")
+QUANTIZED = ("all three", "4-bit")
 JOBS = [
-    *(("fp32", name) for name in (PLAIN, "all three", "4-bit")),
     *(("bf16", name) for name in (PLAIN, "hpZ", *QUANTIZED)),
     *(("fp16", name) for name in (PLAIN, "all three")),
 ]
-"""Dtype and contender."""
+"""Dtype and contender. A fault of qwZ or qgZ shows in ``all three``; the bench has each alone."""
 
 # Percent from the unquantized run. Measured in bf16 with seeds 0, 1 and 2: held-out loss at most
 # 0.8 away for qgZ and all three, 0.4 for 4 bits, 0.03 for qwZ; of the early steps, where runs have
@@ -49,7 +49,7 @@ JOBS = [
 # 4-bit mode 4.7; every block decoded with its neighbour's scale, qgZ 2.2 and the 4-bit mode 5.1; so
 # with qwZ, 57 to the held-out loss. An error that differences lose does not show in so few steps:
 # see test_secondary_shards.py.
-HELD_OUT_BOUND = {"qwZ": 1.0, "qgZ": 2.0, "all three": 2.0, "4-bit": 2.0}
+HELD_OUT_BOUND = 2.0
 EARLY, EARLY_BOUND = slice(10, 30), 0.8
 LEARNED = 3.45
 """Nats per byte; all alike: 5.5, guessing by frequency: 3.23. Measured 3.39, in fp16 3.40."""
@@ -107,7 +107,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[tupl
     return found
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_model_learns_without_quantization(runs: dict[tuple[str, str], Run], dtype: str) -> None:
     run = runs[dtype, PLAIN]
     assert all(map(math.isfinite, run.curve))
@@ -122,7 +122,7 @@ def test_held_out_loss_stays_near_the_unquantized_one(
     assert all(map(math.isfinite, run.curve))
     # The loss scale finds its height.
     assert abs(run.skipped_steps - plain.skipped_steps) <= 1
-    assert abs(_percent(run.held_out, plain.held_out)) <= HELD_OUT_BOUND[name]
+    assert abs(_percent(run.held_out, plain.held_out)) <= HELD_OUT_BOUND
     early, plain_early = (statistics.fmean(r.curve[EARLY]) for r in (run, plain))
     assert abs(_percent(early, plain_early)) <= EARLY_BOUND
     assert run.between_nodes_bytes < plain.between_nodes_bytes  # it was quantized at all

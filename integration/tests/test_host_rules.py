@@ -19,7 +19,7 @@ from cpu_adam import reference
 from zero_core.testing import SimulatedRanks, batch, make_model, simulate
 from zero_offload.rules import codes
 
-STEPS = 6
+STEPS = 4
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1},
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1},

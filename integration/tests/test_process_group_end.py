@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import environment, run_forked
 from ports import free_port
 
+from benchmarks.harness.forked_python import forked_python
 from zero_core import ConfigError
 from zero_engine import deepspeed
 from zero_engine.launch.torchrun import local_address_only
@@ -92,7 +93,8 @@ def test_no_thread_of_the_group_is_left_when_the_process_ends(tmp_path: Path) ->
 
 def test_rank_that_dies_does_not_keep_the_others_from_ending(tmp_path: Path) -> None:
     script = _script(tmp_path, ONE_DIES)
-    done = run_forked("run", "--nproc-per-node=2", script)
+    ranks = {"PYTHON_EXEC": forked_python()}
+    done = run_forked("run", "--nproc-per-node=2", script, more=ranks)
     assert done.returncode in (1, 9), done.stderr
 
 

@@ -18,6 +18,7 @@ from conftest import STEPS, TIME_LIMIT_S, command, environment, refusal_of, trai
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import destroy_process_group, init_process_group
 
+from benchmarks.harness.forked_python import forked_python
 from zero_core.errors import ConfigError
 from zero_engine.launch.rendezvous import agree_on_prefix
 from zero_engine.train.launch import check_request, default_ranks
@@ -45,7 +46,7 @@ def stop_after(num_entries: int, folder: RunFolder, arguments: tuple[str, ...]) 
     """Start the program, send SIGTERM when its log is so long; its exit code and output."""
     program = subprocess.Popen(
         command("train", *arguments, f"--output={folder.root}"),
-        env=environment(),
+        env={**environment(), "PYTHON_EXEC": forked_python()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

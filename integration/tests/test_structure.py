@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,12 @@ def load_script(name: str) -> ModuleType:
 structure = load_script("structure")
 docstrings = load_script("docstrings")
 CORE = "packages/zero-core/src/zero_core"
-MODULES = structure.read_modules(ROOT)
+
+
+@pytest.fixture(scope="module")
+def modules() -> Any:
+    """All source files. They are parsed by the one test process that asks for them."""
+    return structure.read_modules(ROOT)
 
 
 def test_each_decision_has_a_number_of_its_own() -> None:
@@ -35,13 +41,13 @@ def test_each_decision_has_a_number_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("title", structure.CHECKS)
-def test_the_source_keeps_the_rule(title: str) -> None:
-    assert "zero_core.engine" in MODULES
-    assert structure.CHECKS[title](MODULES) == []
+def test_the_source_keeps_the_rule(title: str, modules: Any) -> None:
+    assert "zero_core.engine" in modules
+    assert structure.CHECKS[title](modules) == []
 
 
-def test_signatures_of_zero_core_take_few_callables() -> None:
-    found = structure.find_callable_parameters(MODULES)
+def test_signatures_of_zero_core_take_few_callables(modules: Any) -> None:
+    found = structure.find_callable_parameters(modules)
     assert len(found) <= structure.MAX_CALLABLES, "\n".join(found)
 
 

@@ -1,5 +1,8 @@
 """What all test files share."""
 
+import gc
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 from zero_core.testing import preload
@@ -10,3 +13,16 @@ settings.load_profile("zero-core")
 
 # Compiling imports it, seconds long; so ranks are forked from a server that has it.
 preload("torch._inductor.compile_fx", "torch._dynamo.testing")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Leave garbage alone while test files import libraries: little of what they make is."""
+    gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from here on, but do not look at what imports made."""
+    gc.freeze()
+    gc.enable()
