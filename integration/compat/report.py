@@ -13,18 +13,19 @@ HEAD = """# What runs unmodified
 
     nox -s compat
 
-Public scripts and configurations with tiny models and local data, started by `zero-engine run` in
-place of their launcher, on 2 ranks of one thread on the CPU. The scripts of TRL are the installed
-ones; the others are written with the calls and arguments of the named project, whose configuration
-has its keys and values. Each is run with DeepSpeed 0.19.8 itself too, or, where DeepSpeed does not
-run it on a CPU, with DDP. "Loss" is the largest relative difference at any step and on any rank
-from that run; more than 1e-3 fails. Step times are medians of all steps but the first two; peaks
-are what a rank's resident memory rose by above its imports. The limits that accelerate,
-Lightning and the Trainer (bf16) set themselves on a CPU are lifted on both sides. A run that was
-interrupted goes on where it ended, unless with `nox -s compat -- --again` or after a change of
-sources or packages. [Data](benchmarks/compat.json).
+Public scripts and configurations with tiny models and local data. `zero-engine run` starts them in
+place of their own launcher, with 2 ranks of one thread each on the CPU. TRL's scripts are the
+installed ones. The others are written for this test: they make the named project's calls with its
+arguments, configuration keys and values. Each is also run with DeepSpeed 0.19.8 itself or, where
+DeepSpeed does not run it on a CPU, with DDP. "Loss" is the largest relative difference from that
+run at any step and on any rank; more than 1e-3 fails. Step times are medians of all steps but the
+first two. A peak is the growth of a rank's resident memory over its imports. The limits that
+accelerate, Lightning and the Trainer (bf16) set themselves on a CPU are lifted on both sides. An
+interrupted run continues where it ended, unless with `nox -s compat -- --again` or after a change
+of sources or packages. [Data](benchmarks/compat.json).
 """
-BUSY = """Rows marked `*`: the machine did other work. Losses and peaks hold, times do not.
+BUSY = """Rows marked `*` were measured on a busy machine: their losses and peaks are valid,
+their times are not.
 """
 
 

@@ -175,7 +175,7 @@ def _request_of(connection: socket.socket) -> tuple[dict[str, Any] | None, list[
 
 
 def _start(request: dict[str, Any], files: list[int], connection: socket.socket) -> int:
-    """Fork what the other end asks for, tell it the process, and return that."""
+    """Fork the requested process, and send and return its number."""
     child = os.fork()
     if not child:
         signal.set_wakeup_fd(-1)
@@ -190,7 +190,7 @@ def _start(request: dict[str, Any], files: list[int], connection: socket.socket)
 
 
 def _enter(kind: str, namespace: int) -> None:
-    """Enter a namespace of Linux, if this process is in another one; Python can do so from 3.12."""
+    """Enter a Linux namespace unless this process is in it. (`os.setns` is Python 3.12's.)"""
     is_there = os.fstat(namespace).st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
     if not is_there and ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
         raise OSError(ctypes.get_errno(), f"cannot enter the namespace {kind!r}")

@@ -42,9 +42,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def limit_memory(mapped_bytes: int) -> None:
-    """Bound this process's address space: what it has, ``mapped_bytes`` of files, and a margin.
+    """Limit this process's address space to its present size, ``mapped_bytes`` and a margin.
 
-    A file that asks for more gets a MemoryError. No core is dumped.
+    ``mapped_bytes`` is the size of the files to be mapped. A file that takes more memory causes a
+    MemoryError. No core is dumped.
     """
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = min(pages * os.sysconf("SC_PAGE_SIZE") + mapped_bytes + _SPARE_BYTES, _MAX_LIMIT)
@@ -56,10 +57,10 @@ def limit_memory(mapped_bytes: int) -> None:
 
 
 def limit_processor_time(read_bytes: int, spare_s: int = _SPARE_SECONDS) -> None:
-    """Bound this process's processor time to what ``read_bytes`` of files take, generously.
+    """Limit this process's processor time to a generous bound for reading ``read_bytes``.
 
-    A pickle of a few bytes can take for ever, such as a tuple of tuples that is a dict's key:
-    its hash visits each path. The process is ended by SIGXCPU.
+    Reading a pickle of a few bytes can take for ever, for instance a dict key of nested tuples,
+    whose hash visits each path. The process is ended by SIGXCPU.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + 1 + spare_s

@@ -1,7 +1,7 @@
 """End of a rank whose launcher is gone.
 
-torchrun ends the ranks when one of them fails, or when it is asked to stop. If it is killed
-itself, nobody does: its ranks would train on, beside those that are started in their place.
+torchrun ends the ranks when one of them fails, or when it is asked to stop. If torchrun itself is
+killed, nothing ends its ranks: they would train on, beside those that replace them.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from zero_engine.train.settings import RunFolder, Start
 def longest_wait_s(start: Start) -> float:
     """Return how many seconds a start waits for another program in its folder to end.
 
-    Ranks whose launcher was killed save before they end. A run that is not to be continued waits
-    for a process alone that is ending already.
+    A run that is continued waits for as long as ranks may save after their launcher was killed. A
+    new run waits only for a process that is already exiting.
     """
     return GRACE_PERIOD_S if start in (Start.RESUME, Start.AUTO) else 10.0
 
@@ -101,7 +101,7 @@ def launch_numbers(device: torch.device) -> list[int]:
 
 
 def _parent() -> str:
-    """Number of the parent process, and when it started, since numbers are given again."""
+    """Return the parent's process number and, as numbers are reused, when it started."""
     parent = os.getppid()
     try:
         status = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8")

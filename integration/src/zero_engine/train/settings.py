@@ -28,7 +28,7 @@ MAX_SEED = 2**44
 
 
 class Start(StrEnum):
-    """How a run begins: the user's ``--resume``, ``--resume auto``, ``--overwrite``, or neither."""
+    """Way in which a run begins: by ``--resume``, ``--resume auto``, ``--overwrite`` or neither."""
 
     NEW = "new"
     """In a folder that holds no run worth keeping."""

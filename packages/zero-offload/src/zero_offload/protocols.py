@@ -299,7 +299,7 @@ class SnapshotTier(StateTier, Protocol):
         """Call ``watcher`` before every change of states from now on."""
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """As `read_state`, of a range that no thread is changing. Waits for no update."""
+        """Do as `read_state`, without waiting, for a range that no thread is changing."""
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
+from zero_core.runtime.copies import EngineParameter
 
 SANITY_CHECKS = "ds_enable_sanity_checks"
 """Attribute that has `GatheredParameters` look for edits that would be lost."""
@@ -44,7 +45,7 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-class ShardedParameter(nn.Parameter):
+class ShardedParameter(EngineParameter):
     """Class of a parameter while an engine of stage 3 has it."""
 
     @property
@@ -61,13 +62,6 @@ class ShardedParameter(nn.Parameter):
     def partition_numel(self) -> int:
         """Return the number of this rank's elements. Lightning's summary of a model asks for it."""
         return self.ds_tensor.numel()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a parameter of torch's own class, which belongs to no engine."""
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        found: nn.Parameter = memo[id(self)]
-        return found
 
 
 def is_zero_param(parameter: object) -> bool:

@@ -21,6 +21,17 @@ from zero_core.sharded.sharded_state import ShardedState
 _KEY = "__deepcopy__"  # looked up on the object by `copy.deepcopy`
 
 
+class EngineParameter(nn.Parameter):
+    """Base of the classes that parameters have while they belong to an engine."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a parameter of torch's own class, which belongs to no engine."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+
 class ModelCopies:
     """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing.
 

@@ -31,12 +31,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_core._torch import allow_foreach, get_grad, set_grad
+from zero_core.runtime.copies import EngineParameter
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.params import FlatParams
 
@@ -47,7 +47,7 @@ _UPDATED_IN_BACKWARD = (
 )
 
 
-class TrainedParameter(nn.Parameter):
+class TrainedParameter(EngineParameter):
     """Class of a parameter that an engine of stage 0 trains."""
 
     @property
@@ -68,13 +68,6 @@ class TrainedParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a parameter of torch's own class, which belongs to no engine."""
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        found: nn.Parameter = memo[id(self)]
-        return found
 
 
 allow_foreach(TrainedParameter)

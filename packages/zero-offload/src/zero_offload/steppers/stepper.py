@@ -174,7 +174,7 @@ class Stepper(ABC):
         """
 
     def peek(self, name: str, start: int, stop: int) -> Tensor:
-        """As `read`, of a range that is not being updated, in any thread."""
+        """Do as `read`, in any thread, for a range that is not being updated."""
         return self.read(name, start, stop)
 
     @abstractmethod
