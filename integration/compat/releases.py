@@ -23,7 +23,7 @@ from types import ModuleType
 HERE = Path(__file__).resolve()
 TESTS = HERE.parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
-from scars import NUMBERS, SEEN, run_all  # noqa: E402
+from scars import NUMBERS, SEEN, SOMETIMES, run_all  # noqa: E402
 
 LIMIT_S = 900  # operators of a release are compiled in its first program, for minutes
 
@@ -130,7 +130,8 @@ def main() -> None:
         run_rank(options.number[0], options.results)
         return
     runs = [(release, number) for release in options.release or () for number in NUMBERS]
-    runs = runs or [(release, number) for number, (release, _) in SEEN.items()]
+    seen = {number: release for number, (release, _) in SEEN.items()}
+    runs = runs or [(release, number) for number, release in {**seen, **SOMETIMES}.items()]
     missing = []
     for release, number in runs:
         if options.number and number not in options.number:

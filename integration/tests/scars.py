@@ -619,14 +619,12 @@ SEEN: dict[int, tuple[str, str]] = {
     7707: ("0.18.2", "AssertionError: norm 0.4435, not 0.4417"),
     7718: ("0.18.2", "AssertionError: norm 0.3115, not 1.065"),
     7807: ("0.18.6", "AssertionError: updates differ by 0.51"),
-    7837: ("0.18.2", "AssertionError: norm 1.131e+05, not 1.726"),
+    7837: ("0.18.2", "AssertionError: norm "),  # 1.131e+05 and 220.9, not 1.726
     7967: ("0.18.2", "AssertionError: norm 0.9921, not 1.331"),
     7969: ("0.18.6", "AssertionError: rates [0.0, 0.2], not [0.0, 0.0]"),
     7981: ("0.18.2", "AssertionError: norm 0.4331, not 1.331"),
     7985: ("0.18.6", "AssertionError: norm 0.6721, not 0.7536"),
     8066: ("0.18.6", "AssertionError: norm 1.094, not 1.837"),
-    8113: ("0.19.2", "RuntimeError: ProcessGroupGloo::allgather: invalid tensor type at index 0"),
-    8158: ("0.19.2", "AssertionError: norm 0.6652, not 0.2939"),
     8171: ("0.19.2", "AssertionError: rates [0.1, 0.1], not [0.1, 0.2]"),
     8224: ("0.19.2", "AssertionError: norm 4.315, not 2.833"),
     8382: ("0.19.2", "AssertionError: norm 1.962, not 1.726"),
@@ -636,6 +634,8 @@ SEEN: dict[int, tuple[str, str]] = {
 }
 """The release of DeepSpeed in which a number was seen, and how its program ends there: another
 error, or another wrong number, is another bug's."""
+SOMETIMES: dict[int, str] = {8113: "0.19.2", 8158: "0.19.2"}
+"""The release in which a number was seen in some runs, and not in others."""
 
 
 def run_all(
