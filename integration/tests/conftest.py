@@ -47,7 +47,7 @@ TINY = (
     "--vocab=300",
     "--eval-every=20",
     "--eval-windows=16",
-    "--save-every=50",
+    "--save-every=20",
     "--ranks=2",
 )
 STEPS = 80

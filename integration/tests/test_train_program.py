@@ -36,7 +36,9 @@ def loss_of_exported_model(folder: RunFolder, *, num_windows: int) -> float:
 
 def test_run_leaves_every_promised_file(finished_run: tuple[RunFolder, str]) -> None:
     folder, _ = finished_run
-    assert (folder.checkpoint / "latest").is_file()
+    kept = [f"step-{STEPS - back}" for back in (40, 20, 0)]  # of a save every 20 steps
+    assert sorted(path.name for path in folder.checkpoint.iterdir()) == ["latest", *kept]
+    assert (folder.checkpoint / "latest").read_text() == kept[-1]
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         assert (folder.hf / name).is_file(), name
     for picture in (folder.loss_plot, folder.memory_plot):
