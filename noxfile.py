@@ -76,6 +76,7 @@ IN_PARALLEL = (
     *("--numprocesses=auto", "--maxprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"),
     "--durations=25",
 )
+ONE_PROCESS = "--numprocesses=0"  # for few tests: each process imports torch, for seconds
 # Files that take longest are begun first. Begun last, one would run while the other processes have
 # nothing left to do.
 LONGEST = {
@@ -349,7 +350,7 @@ def test_alone(session: nox.Session, package: str) -> None:
         files = sorted(Path("packages", package, "tests").glob("test_*.py"))
         with_torch = [f"tests/{f.name}" for f in files if "torch" in f.read_text(encoding="utf-8")]
         with session.chdir(f"packages/{package}"):
-            run_tests(session, *with_torch)
+            run_tests(session, ONE_PROCESS, *with_torch)
         return
     run_package_tests(session, package)
 
@@ -360,9 +361,8 @@ def test_together(session: nox.Session) -> None:
     run_typecheck(session)
     run_integration_tests(session)
     # Those of its tests that take cpu-adam, which was not there when it was tested alone.
-    # One process: most of its time is to start.
-    chosen = ("-k", "cpu_adam or kernel_class", "--numprocesses=0")
-    run_package_tests(session, "zero-offload", *chosen)
+    chosen = ("-k", "cpu_adam or kernel_class")
+    run_package_tests(session, "zero-offload", ONE_PROCESS, *chosen)
 
 
 def install_everything(session: nox.Session, *further: str, extras: str = "") -> None:

@@ -108,7 +108,8 @@ def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 def _compare_shares(ranks: SimulatedRanks, dtype: str) -> None:
     expected: tuple[list[float], dict[str, torch.Tensor]] | None = None
-    for stage in STAGES:  # each of the static shares at two stages
+    # Each of the static shares at two stages; a stage's partition knows nothing of the dtype.
+    for stage in STAGES if dtype == "bf16" else STAGES[-1:]:
         static = [share for n, share in enumerate(STATIC) if n % len(STAGES) != stage - 1]
         for share in ("all", "auto", *static):
             engine = _build(stage, share, dtype, ranks=ranks)
