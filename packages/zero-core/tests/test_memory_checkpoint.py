@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ import torch
 
 import zero_core
 from zero_core import CheckpointError, ConfigError
-from zero_core.checkpoint.in_memory import keeper
+from zero_core.checkpoint.in_memory import keeper, place
+from zero_core.checkpoint.in_memory.slot import Slice, Slot, Values
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 
 STEPS = 5
@@ -175,8 +179,15 @@ def test_keeper_removes_the_folder_once_launcher_and_ranks_have_ended(tmp_path: 
     launcher = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     rank = os.open(folder / keeper.USERS, os.O_CREAT | os.O_RDWR)
     fcntl.flock(rank, fcntl.LOCK_SH)
-    arguments = [str(folder), str(launcher.pid), keeper.started_at(launcher.pid)]
-    kept = subprocess.Popen([sys.executable, "-I", "-S", keeper.__file__, *arguments])
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    peer, connection = os.pipe()  # to another rank, which reads the end of this one from it
+    arguments = [str(folder), str(launcher.pid), keeper.started_at(launcher.pid), str(lock)]
+    kept = subprocess.Popen(
+        [sys.executable, "-I", "-S", keeper.__file__, *arguments], pass_fds=(lock, connection)
+    )
+    os.close(connection)
+    os.close(lock)
+    assert os.read(peer, 1) == b""
     launcher.kill()
     launcher.communicate()
     with pytest.raises(subprocess.TimeoutExpired):
@@ -185,6 +196,86 @@ def test_keeper_removes_the_folder_once_launcher_and_ranks_have_ended(tmp_path: 
     os.close(rank)
     assert kept.wait(60) == 0
     assert not folder.exists()
+
+
+def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
+    with subprocess.Popen(["sh", "-c", "read x"], stdin=subprocess.PIPE, env=variables) as shell:
+        monkeypatch.setattr(os, "getppid", lambda: shell.pid)
+        assert place.find_launcher() == os.getpid()
+
+
+def test_second_engine_in_one_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "_WAIT_S", 0.0)
+
+    def resume_twice(ranks: SimulatedRanks) -> None:
+        memory = {"path": str(tmp_path / "memory")}
+        first = _build(ranks, 1, memory_checkpoint=memory)
+        assert first.resume(tmp_path / "disk") is None
+        second = _build(ranks, 1, memory_checkpoint=memory)
+        with pytest.raises(CheckpointError, match="another engine keeps copies"):
+            second.resume(tmp_path / "disk")
+        assert second.resume(tmp_path / "other") is None
+        first.close()
+        third = _build(ranks, 1, memory_checkpoint=memory)
+        assert third.resume(tmp_path / "disk") is None
+
+    simulate(resume_twice, 2)
+
+
+def test_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 20)
+
+    def resume(ranks: SimulatedRanks) -> None:
+        engine = _build(ranks, 1, memory_checkpoint={"path": str(tmp_path)})
+        with pytest.raises(CheckpointError, match="belongs to another user"):
+            engine.resume(tmp_path / "disk")
+
+    simulate(resume, 1)
+
+
+def test_full_memory_is_an_error_before_anything_is_written_there(tmp_path: Path) -> None:
+    values = [Values("0", torch.ones(1 << 18))]
+    slot = Slot(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="make the memory larger"):
+            slot.write("master_weight-00000.safetensors", values)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert slot.write("master_weight-00000.safetensors", values) > 1 << 20
+
+
+def test_copy_under_way_at_close_has_the_values_of_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Slot.write
+
+    def write_late(slot: Slot, name: str, parts: Sequence[Values | Slice]) -> int:
+        time.sleep(0.1)
+        return write(slot, name, parts)
+
+    monkeypatch.setattr(Slot, "write", write_late)
+
+    def close(ranks: SimulatedRanks) -> None:
+        memory = {"path": str(tmp_path / "memory")}
+        engine = _build(ranks, 0, memory_checkpoint=memory)
+        engine.resume(tmp_path / "disk")
+        expected = _run(engine, 0, 2)
+        engine.close()
+        with torch.no_grad():  # they are the program's own again
+            for param in engine.module.parameters():
+                param.zero_()
+        again = _build(ranks, 0, memory_checkpoint=memory)
+        assert again.resume(tmp_path / "disk") == {"step": 2}
+        _assert_same(again.full_state_dict(), expected)
+
+    simulate(close, 1)
 
 
 def test_plan_has_the_bytes_that_the_copies_take(tmp_path: Path) -> None:

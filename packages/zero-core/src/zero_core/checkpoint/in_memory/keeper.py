@@ -16,16 +16,21 @@ USERS = ".users"
 """File of the folder on which every rank and the keeper hold a shared lock."""
 
 
+def status(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on, none if there is no process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
 def started_at(pid: int) -> str:
     """Return when a process was started, in ticks, or an empty string if there is none.
 
     Numbers of processes are given again.
     """
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    return status.rpartition(")")[2].split()[19]
+    return "".join(status(pid)[19:20])
 
 
 def keep(folder: Path, launcher: int, start: str) -> None:
@@ -43,5 +48,12 @@ def keep(folder: Path, launcher: int, start: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def close_all_but(kept: int) -> None:
+    """Close what the rank had open: its connections would outlive it, and peers wait."""
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+
+
 if __name__ == "__main__":
+    close_all_but(int(sys.argv[4]))
     keep(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

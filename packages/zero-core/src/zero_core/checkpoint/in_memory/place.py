@@ -7,16 +7,22 @@ import hashlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from zero_core.checkpoint.in_memory import keeper
 from zero_core.errors import CheckpointError, ConfigError
+from zero_core.watch.processes import process_namespace
 
 _BASE = Path("/dev/shm")
 _KEEPER = ".keeper"
 """File on which the keeper holds a lock."""
+_MARK = "TORCHELASTIC_RUN_ID"
+"""Variable that torchrun gives to what it starts."""
+_WAIT_S = 15.0
+"""Longer than the workers of a data loader take to notice the end of their rank."""
 
 
 class Place:
@@ -26,21 +32,22 @@ class Place:
         folder: of the copies that belong to one folder of checkpoints.
     """
 
-    def __init__(self, path: str | None, directory: Path) -> None:
+    def __init__(self, path: str | None, directory: Path, rank: int) -> None:
         """Open the folder for the checkpoints of ``directory``.
 
         ``path``: given by the user, who removes it; None is the launcher's.
 
         Raises:
-            ConfigError: nothing here outlives a rank.
-            CheckpointError: the folder cannot be made.
+            CheckpointError: the folder cannot be made, or is in use for another engine.
         """
-        self._users: int | None = None
+        self._locks: list[int] = []
         try:
             root = self._open_of_launcher() if path is None else Path(path)
             digest = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()
             self.folder = root / digest[:16]
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_is_own(self.folder)
+            self._lock(self.folder / f".rank-{rank:05d}.lock", directory)
         except OSError as error:
             raise CheckpointError(
                 f"memory_checkpoint: no folder in memory: {error}; give one as "
@@ -48,42 +55,85 @@ class Place:
             ) from error
 
     def _open_of_launcher(self) -> Path:
-        launcher = os.getppid()
-        if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise ConfigError(
-                "memory_checkpoint: no launcher that would start this rank anew was found: start "
-                "the ranks by torchrun or zero-engine on Linux, or give a folder in memory that "
-                "outlives them as memory_checkpoint.path"
-            )
-        start, user = keeper.started_at(launcher), os.getuid()
+        launcher, user = find_launcher(), os.getuid()
+        start = keeper.started_at(launcher)
         root = root_of(launcher, start)
         with _locked(_BASE / f"zero-core-{user}.lock"):
             _remove_stale(user)
             root.mkdir(mode=0o700, exist_ok=True)
             _check_is_own(root)
-            self._users = _open(root / keeper.USERS)
-            fcntl.flock(self._users, fcntl.LOCK_SH)
+            self._locks.append(_open(root / keeper.USERS))
+            fcntl.flock(self._locks[-1], fcntl.LOCK_SH)
             _start_keeper(root, launcher, start)
         return root
 
+    def _lock(self, path: Path, directory: Path) -> None:
+        """Refuse a second engine, which would write to the same files.
+
+        A process that a rank has forked may hold the lock of the rank for a while after its end.
+        """
+        self._locks.append(_open(path))
+        limit = time.monotonic() + _WAIT_S
+        while not _has_lock(self._locks[-1]):
+            if time.monotonic() > limit:
+                raise CheckpointError(
+                    f"memory_checkpoint: another engine keeps copies for {directory}: resume() "
+                    "each from a folder of its own, or close() the other one first"
+                )
+            time.sleep(0.1)
+
     def close(self) -> None:
         """Leave the folder to its keeper."""
-        if self._users is not None:
-            os.close(self._users)
-            self._users = None
+        while self._locks:
+            os.close(self._locks.pop())
 
     def __del__(self) -> None:
         self.close()
 
 
+def check_launcher() -> None:
+    """Refuse a program that nothing would start anew.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if sys.platform != "linux" or _MARK not in os.environ:
+        raise ConfigError(
+            "memory_checkpoint: no launcher that would start this rank anew was found: start "
+            "the ranks by torchrun or zero-engine on Linux, or give a folder in memory that "
+            "outlives them as memory_checkpoint.path"
+        )
+
+
+def find_launcher() -> int:
+    """Return the process that starts this rank anew.
+
+    It is the nearest one above that no launcher has started: between them may be a shell, which
+    ends with the rank.
+    """
+    process = os.getppid()
+    while process > 1 and _has_launcher(process):
+        process = int(keeper.status(process)[1])
+    return process
+
+
+def _has_launcher(process: int) -> bool:
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return any(variable.startswith(_MARK.encode() + b"=") for variable in variables)
+
+
 def root_of(launcher: int, start: str) -> Path:
     """Return the folder of a launcher: its process and when that was started."""
-    digest = hashlib.sha256(f"{launcher} {start}".encode()).hexdigest()
-    return _BASE / f"zero-core-{os.getuid()}-{digest[:16]}"
+    name = f"{process_namespace()} {launcher} {start}"
+    return _BASE / f"zero-core-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if os.fstat(descriptor).st_uid != os.getuid():  # who could hold its lock for ever
+        os.close(descriptor)
+        raise PermissionError(f"{path} belongs to another user")
+    return descriptor
 
 
 def _check_is_own(path: Path) -> None:
@@ -137,6 +187,12 @@ def _start_keeper(root: Path, launcher: int, start: str) -> None:
         streams = [(os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_RDWR, 0) for n in range(3)]
         program = [sys.executable, "-I", "-S", keeper.__file__, str(root), str(launcher), start]
         # A session of its own: what ends the launcher's processes does not end it.
-        os.posix_spawn(sys.executable, program, {}, file_actions=streams, setsid=True)
+        os.posix_spawn(
+            sys.executable,
+            [*program, str(lock)],
+            os.environ,  # where Python finds its libraries
+            file_actions=streams,
+            setsid=True,
+        )
     finally:
         os.close(lock)

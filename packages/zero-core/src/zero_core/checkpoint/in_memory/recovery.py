@@ -28,7 +28,6 @@ from zero_core.checkpoint.manifest import (
     parse,
     seal,
 )
-from zero_core.checkpoint.safetensors_files import bytes_of
 from zero_core.checkpoint.save import fill
 from zero_core.comm.control import PIECE_BYTES
 from zero_core.sharded.sharded_state import ShardedState
@@ -134,7 +133,6 @@ def _add_missing(place: Path, rank: int, frame: Mapping[str, Any], names: list[s
                 dtype = torch.float64 if is_wide else torch.float32
                 parts.append(Values(str(index), torch.zeros(segment["shard_numel"], dtype=dtype)))
         slot.write(file_name(name, rank), parts)
-    slot.close()
 
 
 def _facts(
@@ -191,9 +189,7 @@ def _fetch(
             piece = piece.to(state.device)
             control.broadcast(piece, source=sources[name])
             if name in lacking:
-                host = piece.cpu()
-                slot.store(aside.name, start, bytes_of(host))
-        slot.close()
+                slot.file(aside.name, size)[start : start + piece.numel()] = piece.cpu()
         if name in lacking:
             aside.replace(path)
     control.together(

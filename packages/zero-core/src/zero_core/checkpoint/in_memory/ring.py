@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -51,20 +52,9 @@ class Ring:
         for name, nbytes in rows:
             check_plain_size(name, nbytes)
         slot.invalidate(self.source)
-        given, taken = list(_blocks(list(files.items()))), list(_blocks(rows))
-        for index in range(max(len(given), len(taken))):
-            out = into = None
-            if index < len(given):
-                name, start, count = given[index]
-                out = _tensor(slot.load(name, start, count))
-            if index < len(taken):
-                into = torch.empty(taken[index][2], dtype=torch.uint8)
+        given, taken = _blocks(slot, files), _blocks(slot, dict(rows))
+        for out, into in zip_longest(given, taken):
             self._exchange(out, into)
-            if into is not None:
-                name, start, _ = taken[index]
-                slot.store(name, start, bytes_of(into))
-        for name, nbytes in rows:
-            slot.cut(name, nbytes)
         slot.commit(self.source, their_marker.encode())
 
     def _exchange(self, given: Tensor | None, into: Tensor | None) -> None:
@@ -76,11 +66,10 @@ class Ring:
         wait_all(works)
 
 
-def _blocks(files: list[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
-    """Yield name, start and bytes of each message."""
-    for name, size in files:
-        for start in range(0, size, _BLOCK_BYTES):
-            yield name, start, min(_BLOCK_BYTES, size - start)
+def _blocks(slot: Slot, files: Mapping[str, int]) -> Iterator[Tensor]:
+    """Yield the bytes of each message, where they are in memory."""
+    for name, size in files.items():
+        yield from slot.file(name, size).split(_BLOCK_BYTES)
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from zero_core.checkpoint.disk import create, no_room, write_all
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
-from zero_core.checkpoint.safetensors_files import bytes_of, make_header
+from zero_core.checkpoint.safetensors_files import make_header
 from zero_core.errors import CheckpointError
 from zero_core.protocols import StateTier
 
@@ -76,13 +78,16 @@ class Slice:
 class Slot:
     """A slot that this process writes.
 
+    Its files are mapped: that takes half the time of writing to them. Memory is reserved before, as
+    a write to a page for which there is none would end the process.
+
     Attributes:
         folder: its files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, int] = {}
+        self._files: dict[str, Tensor] = {}
 
     def write(self, name: str, parts: Sequence[Values | Slice]) -> int:
         """Write a safetensors file in place, and return its bytes.
@@ -93,44 +98,42 @@ class Slot:
         typed = [(part.dtype, part) for part in parts]
         typed.sort(key=lambda item: (-item[0].itemsize, item[1].key))
         header = make_header(((p.key, dtype, p.shape) for dtype, p in typed), {})
-        stop = self.store(name, 0, memoryview(header))
+        size = sum(math.prod(part.shape) * dtype.itemsize for dtype, part in typed)
+        into = self.file(name, len(header) + size)
+        stop = len(header)
+        into[:stop] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for _, part in typed:
             for block in part.blocks():
-                stop = self.store(name, stop, bytes_of(block))
-        self.cut(name, stop)
-        return stop
+                start, stop = stop, stop + block.nbytes
+                into[start:stop] = block.view(-1).view(torch.uint8)
+        return into.numel()
 
-    def store(self, name: str, start: int, data: memoryview) -> int:
-        """Write bytes from ``start`` on. Returns where they end."""
-        try:
-            descriptor = self._open(name)
-            while data.nbytes:
-                count = os.pwrite(descriptor, data, start)
-                start, data = start + count, data[count:]
-        except OSError as error:
-            raise no_room(self.folder / name, error, _ADVICE) from error
-        return start
+    def file(self, name: str, size: int) -> Tensor:
+        """Return the bytes of a file, as they are in memory. It gets ``size`` of them.
 
-    def cut(self, name: str, size: int) -> None:
-        """End a file at ``size`` bytes."""
-        descriptor = self._open(name)
-        if os.fstat(descriptor).st_size != size:
-            os.ftruncate(descriptor, size)
+        Raises:
+            CheckpointError: there is no room.
+        """
+        found = self._files.get(name)
+        if found is None or found.numel() != size:
+            try:
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(self.folder / name, flags, 0o600)
+                try:
+                    os.posix_fallocate(descriptor, 0, size)
+                    os.ftruncate(descriptor, size)
+                    mapped = mmap.mmap(descriptor, size)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise no_room(self.folder / name, error, _ADVICE) from error
+            found = self._files[name] = torch.frombuffer(mapped, dtype=torch.uint8)
+        return found
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
-        return os.fstat(self._open(name)).st_size
-
-    def load(self, name: str, start: int, count: int) -> bytes:
-        """Read bytes that this process wrote."""
-        return os.pread(self._open(name), count, start)
-
-    def _open(self, name: str) -> int:
-        if name not in self._files:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._files[name] = os.open(self.folder / name, flags, 0o600)
-        return self._files[name]
+        """Return the bytes of a file that this process wrote."""
+        return self._files[name].numel()
 
     def invalidate(self, rank: int) -> None:
         """Remove the marker of a rank, before its files are overwritten."""
@@ -149,14 +152,6 @@ class Slot:
 
     def _marker(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.json"
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._files:
-            os.close(self._files.popitem()[1])
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def slot_folders(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.in_memory.place import Place
+from zero_core._libc import use_one_core
+from zero_core.checkpoint.in_memory.place import Place, check_launcher
 from zero_core.checkpoint.in_memory.recovery import Snapshot, find_newest, open_snapshot
 from zero_core.checkpoint.in_memory.ring import Ring
 from zero_core.checkpoint.in_memory.slot import (
@@ -52,6 +54,7 @@ class _Small:
         buffers: the model's; rank 0 keeps them.
         frozen_version: of the values of frozen parameters.
         done: fires when the update is done on an accelerator.
+        is_read: set when this rank has read its states, or failed to.
     """
 
     serial: int
@@ -62,6 +65,7 @@ class _Small:
     buffers: dict[str, Tensor]
     frozen_version: int
     done: torch.Event | None
+    is_read: threading.Event
 
 
 class MemoryCheckpoints:
@@ -95,6 +99,8 @@ class MemoryCheckpoints:
         self._per_node = per_node
         self._queue = HostQueues()
         self._under_way: Work | None = None
+        self._is_read = threading.Event()  # of the last snapshot
+        self._is_read.set()
         self._place: Place | None = None
         self._slots: list[Slot] = []
         self._frozen_versions = [-1, -1]  # in each slot
@@ -108,11 +114,19 @@ class MemoryCheckpoints:
     def open(self, directory: Path) -> None:
         """Take the folder for copies of the training that is saved in ``directory``.
 
+        Every rank must call it.
+
         Raises:
             ConfigError: nothing here outlives a rank.
+            CheckpointError: a rank has no such folder, or it is in use.
         """
         self.remove()
-        self._place = Place(self._path, directory)
+        if self._path is None:
+            check_launcher()
+        control = self._state.control
+        self._place = control.together(
+            "memory_checkpoint: open", lambda: Place(self._path, directory, control.rank)
+        )
         self._slots = [Slot(folder) for folder in slot_folders(self._place.folder)]
         self._restart()
 
@@ -170,7 +184,9 @@ class MemoryCheckpoints:
                 state.params[s.index].version for s in state.layout.segments if not s.is_trainable
             ),
             done=None if is_here else torch.accelerator.current_stream(device).record_event(),
+            is_read=threading.Event(),
         )
+        self._is_read = small.is_read
         self._under_way = self._queue.launch(partial(self._make, small), is_reduction=False)
 
     def wait(self) -> None:
@@ -186,14 +202,22 @@ class MemoryCheckpoints:
 
     @torch.no_grad()
     def _make(self, small: _Small) -> None:
-        with stream_after(small.done, self._state.device):
-            self._write(small)
+        use_one_core()
+        slot = self._slots[small.serial % 2]
+        try:
+            with stream_after(small.done, self._state.device):
+                sent, marker = self._write(small, slot)
+        finally:
+            small.is_read.set()
+        if self._ring is not None:
+            self._ring.swap(slot, sent, marker)
+        self._frozen_versions[small.serial % 2] = small.frozen_version
 
-    def _write(self, small: _Small) -> None:
+    def _write(self, small: _Small, slot: Slot) -> tuple[dict[str, int], bytes]:
+        """Write this rank's files, and return those that are new and the marker."""
         state, tier, rank = self._state, self._state.tier, self._state.control.rank
         if self._num_made == 2:  # the first one is whole on all ranks
             self._drop_strangers()
-        slot = self._slots[small.serial % 2]
         slot.invalidate(rank)
         names, written = list(tier.state_names()), {}
         for name in names:
@@ -227,9 +251,7 @@ class MemoryCheckpoints:
             }
         )
         slot.commit(rank, marker)
-        if self._ring is not None:
-            self._ring.swap(slot, sent, marker)
-        self._frozen_versions[small.serial % 2] = small.frozen_version
+        return sent, marker
 
     def _parts(self, name: str) -> list[Values | Slice]:
         """Return this rank's slices of a state, as a save writes them."""
@@ -297,9 +319,14 @@ class MemoryCheckpoints:
     def remove(self) -> None:
         """Stop, on this rank alone. Snapshots stay for whoever is started anew.
 
-        One that is under way may wait for a neighbour that is gone: nobody waits for it.
+        One that is under way reads the states first, which may change after this. It may wait for a
+        neighbour that is gone: nobody waits for that.
         """
-        self._under_way, self._slots, self._place = None, [], None
+        self._is_read.wait()
+        self._under_way, self._slots = None, []
+        if self._place is not None:
+            self._place.close()
+            self._place = None
 
 
 def make_memory_checkpoints(
