@@ -15,6 +15,7 @@ EXPERIMENTS = {
     "late": "random delays on an accelerator made of threads; results must be the CPU's",
     "memory": "memory and start-up against formula and plan",
     "checkpoint": "saves at once and beside training, beside torch.distributed.checkpoint",
+    "copies": "steps with copies of all states in memory, beside steps without",
     "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
     "comm_convergence": "the loss of a small GPT with quantized communication; hours",
     "cpu_adam": "one optimizer step on host memory, beside other libraries' kernels",

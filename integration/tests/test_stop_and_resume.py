@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -174,6 +177,23 @@ def test_a_folder_in_which_a_program_trains_is_refused_to_others(tmp_path: Path)
     lock.release()
     other.acquire(wait_s=0)
     other.release()
+
+
+def test_a_lock_that_outlives_its_program_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)  # as on Lustre without its option
+    folder = RunFolder(tmp_path)
+    lock, other = (RunLock(folder) for _ in range(2))
+    lock.acquire(wait_s=0)
+    advice = f"if that program was killed, remove {folder.lock}"
+    assert advice in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        other.acquire(wait_s=0.01)
+    lock.release()
 
 
 def test_settings_of_saving_and_of_the_end_may_change_and_versions_before_had_fewer(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -18,7 +19,16 @@ from pathlib import Path
 import pytest
 
 from faults.harness import Program, is_running
-from faults.ranks.test_restarts import ONE_NODE, last_step, steps_of, weights
+from faults.ranks.test_restarts import (
+    ONE_NODE,
+    OWN_STORE,
+    last_step,
+    node,
+    num_ranks,
+    steps_of,
+    weights,
+)
+from zero_core.checkpoint.in_memory import keeper, place
 from zero_engine.train.settings import RunFolder
 
 STEPS = 200
@@ -29,11 +39,15 @@ OPTIONS = (
 MEMORY = Path("/dev/shm")
 
 
-def config(folder: Path, stage: int, device: str, *, is_copied: bool) -> str:
+def config(
+    folder: Path, stage: int, device: str, *, is_copied: bool, is_invariant: bool = False
+) -> str:
     """Write a configuration, with or without copies in memory, and return its path."""
     path = folder / f"{stage}-{device}-{is_copied}.json"
     content: dict[str, object] = {
+        "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 4,
+        "world_size_invariant": is_invariant,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "offload_optimizer": {"device": device}},
     }
@@ -48,10 +62,10 @@ def program(folder: RunFolder, config: str) -> tuple[str, ...]:
     return ("-m", "zero_engine", "train", *OPTIONS, *own)
 
 
-def resumed_at(run: Program) -> list[int]:
-    """Return the steps after which the run went on."""
-    lines = [line for line in run.output.splitlines() if line.startswith("goes on after step ")]
-    return [int(line.split()[4]) for line in lines]
+def resumed_at(*nodes: Program) -> list[int]:
+    """Return the steps after which the run went on, as the first rank says."""
+    lines = [line for node in nodes for line in node.output.splitlines()]
+    return [int(line.split()[4]) for line in lines if line.startswith("goes on after step ")]
 
 
 def left_in_memory() -> set[Path]:
@@ -94,5 +108,54 @@ def test_killed_ranks_lose_at_most_one_step(stage: int, device: str, tmp_path: P
         resumed = resumed_at(run)
     assert len(resumed) == 3
     assert all(step - 1 <= again <= step + 1 for step, again in zip(reached, resumed, strict=True))
+    assert steps_of(folder) == list(range(1, STEPS + 1))
+    assert weights(folder) == weights(straight)
+
+
+def keepers() -> dict[Path, int]:
+    """Return the processes that keep memory of jobs on this machine, by the folder."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended meanwhile
+            continue
+        if keeper.__file__ in arguments:
+            found[Path(arguments[arguments.index(keeper.__file__) + 1])] = int(path.parent.name)
+    return found
+
+
+def test_node_that_is_lost_with_its_memory_comes_back_from_the_other_one(tmp_path: Path) -> None:
+    straight, folder = RunFolder(tmp_path / "straight"), RunFolder(tmp_path / "run")
+    plain = config(tmp_path, 3, "none", is_copied=False, is_invariant=True)
+    with Program(*ONE_NODE, *program(straight, plain)) as run:
+        assert run.end() == 0, run.output
+    copied = config(tmp_path, 3, "none", is_copied=True, is_invariant=True)
+    command = (*node(29613), *program(folder, copied))
+    with nothing_left_in_memory(), Program(*command, **OWN_STORE) as first:
+        first.wait_for(lambda: bool(first.ranks()))  # it hosts the rendezvous
+        with (
+            Program(*command, **OWN_STORE) as second,
+            Program(*command, **OWN_STORE) as spare,  # it waits until a node is missing
+        ):
+            first.wait_for(lambda: num_ranks(folder)[-1] == 2)
+            if not second.ranks():
+                second, spare = spare, second
+            first.wait_for(lambda: last_step(folder) >= 20)
+            assert not spare.ranks()
+            lost = second.ranks()
+            of_second = place.root_of(second.pid, keeper.started_at(second.pid))
+            os.kill(keepers()[of_second], signal.SIGKILL)
+            second.kill_all()
+            first.wait_for(lambda: not any(map(is_running, lost)))
+            reached, num_before = last_step(folder), len(resumed_at(first, spare))
+            shutil.rmtree(of_second)
+            first.wait_for(lambda: len(resumed_at(first, spare)) > num_before)
+            assert not folder.has_checkpoint
+            assert first.end() == 0, first.output
+            assert spare.end() == 0, spare.output
+            again = resumed_at(first, spare)[num_before]
+    assert num_ranks(folder)[-1] == 2
+    assert reached - 1 <= again <= reached + 1
     assert steps_of(folder) == list(range(1, STEPS + 1))
     assert weights(folder) == weights(straight)

@@ -14,6 +14,7 @@ import pytest
 
 from faults.harness import Program, is_running, last_step, weights
 from zero_engine.train.metrics import read_metrics
+from zero_engine.train.run_lock import RunLock
 from zero_engine.train.settings import RunFolder
 
 STEPS = 60
@@ -97,31 +98,27 @@ def test_ranks_of_a_killed_launcher_save_and_leave_and_the_run_goes_on(
         run.wait_for(lambda: last_step(folder) >= 15)
         ranks = run.ranks()
         run.kill()
-    limit = time.monotonic() + 60
-    while any(map(is_running, ranks)):
-        assert time.monotonic() < limit, "ranks without a launcher train on"
-        time.sleep(0.1)
     assert len(ranks) == 2
+    assert ranks_leave(ranks), "ranks without a launcher train on"
     assert last_step(folder) < STEPS
     with Program(*ONE_NODE, *program(folder, "--resume=auto")) as run:
         assert run.end() == 0, run.output
     assert weights(folder) == weights(straight)
 
 
-def node(folder: RunFolder, port: int, steps: int) -> tuple[str, ...]:
-    """Return the command of one of up to two nodes of a job."""
+def node(port: int) -> tuple[str, ...]:
+    """Return what starts one of up to two nodes of a job."""
     return (
         *TORCHRUN,
         *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--local-addr=127.0.0.1"),
         *("--rdzv-backend=c10d", "--rdzv-id=elastic", f"--rdzv-endpoint=127.0.0.1:{port}"),
         "--rdzv-conf=last_call_timeout=3,join_timeout=120",
-        *program(folder, steps=steps),
     )
 
 
 def test_killed_node_leaves_the_run_to_the_other(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    command = node(folder, 29611, 100)
+    command = (*node(29611), *program(folder, steps=100))
     with Program(*command, **OWN_STORE) as first:
         time.sleep(2)  # the first one hosts the rendezvous
         with Program(*command, **OWN_STORE) as second:
@@ -135,7 +132,7 @@ def test_killed_node_leaves_the_run_to_the_other(tmp_path: Path) -> None:
 
 def test_node_that_comes_later_takes_part(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    command = node(folder, 29612, 400)
+    command = (*node(29612), *program(folder, steps=400))
     with Program(*command, **OWN_STORE) as first:
         first.wait_for(lambda: last_step(folder) >= 15)
         assert num_ranks(folder)[-1] == 1
@@ -143,3 +140,60 @@ def test_node_that_comes_later_takes_part(tmp_path: Path) -> None:
             assert first.end() == 0, first.output + second.output
     assert steps_of(folder) == list(range(1, 401))
     assert num_ranks(folder)[-1] == 2
+
+
+def ranks_leave(ranks: list[int]) -> bool:
+    """Whether these processes end within a minute."""
+    limit = time.monotonic() + 60
+    while any(map(is_running, ranks)) and time.monotonic() < limit:
+        time.sleep(0.1)
+    return not any(map(is_running, ranks))
+
+
+def test_ranks_of_a_launcher_that_is_killed_while_they_import_leave(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with Program(*ONE_NODE, "--max-restarts=1", *program(folder), **OWN_STORE) as run:
+        run.wait_for(lambda: len(run.ranks()) == 2)
+        time.sleep(1)  # Python has started; torch takes longer
+        ranks = run.ranks()
+        run.kill()
+        assert ranks_leave(ranks)
+    assert last_step(folder) < STEPS
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_start_that_waits_for_the_folder_is_told_to_stop(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    other = RunLock(folder)
+    other.acquire(wait_s=0)
+    command = (*program(folder, "--resume=auto")[2:], "--ranks=2")
+    with Program("-m", "zero_engine", *command) as run:
+        run.wait_for(lambda: "waiting for its end" in run.output)
+        ranks = run.ranks()
+        os.kill(run.pid, signum)
+        assert run.end() == 128 + signum, run.output
+        assert ranks_leave(ranks)
+    other.release()
+
+
+STALE_VIEW = """
+import os, sys
+from zero_engine.train.program import train
+from zero_engine.train.settings import Start
+sizes = {"layers": 1, "width": 32, "heads": 2, "context": 32, "vocab": 300, "eval_windows": 8}
+folder, steps = sys.argv[1] + os.environ["RANK"], int(sys.argv[2])
+sys.exit(train({**sizes, "output": folder, "steps": steps}, Start.OVERWRITE))
+"""
+
+
+def test_ranks_that_see_the_folder_of_before_take_the_settings_of_the_first(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "run-"
+    script.write_text(STALE_VIEW)
+    for number, steps in (("1", 3), ("0", 3)):  # of a run of before, on each machine
+        with Program(str(script), str(folder), str(steps), RANK=number) as run:
+            assert run.end() == 0, run.output
+    with Program(*ONE_NODE, str(script), str(folder), "5") as run:
+        assert run.end() == 0, run.output
+    assert steps_of(RunFolder(tmp_path / "run-0")) == [1, 2, 3, 4, 5]

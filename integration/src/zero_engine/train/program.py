@@ -17,12 +17,14 @@ import os
 # Nothing is fetched from a model hub: the model is made from a config, the tokenizer from the text.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import json
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 import zero_core
 from zero_engine.launch.ranks import (
     StopRequest,
+    from_first_rank,
     join_ranks,
     leave_ranks,
     on_first_rank,
@@ -86,35 +89,32 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
     folder = RunFolder(Path(options.get("output") or RunSettings.output))
     lock, launch = RunLock(folder), launch_numbers(device)
 
-    is_resumed = torch.zeros(1, device=device)
+    agreed: dict[str, Any] = {"is_resumed": False}
 
     def prepare() -> None:
         lock.acquire(wait_s=longest_wait_s(start))
         is_again = belongs_to(folder, launch)
-        if folder.has_checkpoint and (is_again or start is Start.AUTO):
-            resumed_run(options)
-            is_resumed.fill_(1)
-        elif is_again:
-            pass  # all is prepared, and the states may be in memory
-        elif start is Start.RESUME:
-            resumed_run(options)
-            is_resumed.fill_(1)
-        else:
+        has_checkpoint = folder.has_checkpoint and (is_again or start is Start.AUTO)
+        if has_checkpoint or (start is Start.RESUME and not is_again):
+            agreed.update(run=asdict(resumed_run(options)), is_resumed=True)
+        elif not is_again:  # otherwise all is prepared, and the states may be in memory
             settings = fresh_run(options, start)
             config, text = engine_config(settings), read_text(settings.data)
             clear_run(folder)
             write_resolved(folder, settings, config=config)
             prepare_corpus(text, folder.data, vocab_size=settings.vocab, context=settings.context)
         note_launch(folder, launch)
+        resolved = read_resolved(folder)
+        agreed.update(config=resolved["config"], run=agreed.get("run", resolved["run"]))
 
     on_first_rank(prepare, device)
     request = StopRequest()  # from now on a signal waits for the next step's end
     # Rank 0 alone has looked: another machine may see the folder as it was before.
-    should_resume = bool(sum_over_ranks(is_resumed))
-    settings = (
-        resumed_run(options) if should_resume else RunSettings(**read_resolved(folder)["run"])
+    agreed = json.loads(from_first_rank(json.dumps(agreed), device))
+    settings, should_resume = RunSettings(**agreed["run"]), bool(agreed["is_resumed"])
+    stop = train_in(
+        folder, settings, agreed["config"], device, request, should_resume=should_resume
     )
-    stop = train_in(folder, settings, device, request, should_resume=should_resume)
     leave_ranks()
     lock.release()
     return 0 if stop is None else 128 + stop
@@ -123,6 +123,7 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
 def train_in(
     folder: RunFolder,
     settings: RunSettings,
+    config: dict[str, Any],
     device: torch.device,
     request: StopRequest,
     *,
@@ -130,11 +131,16 @@ def train_in(
 ) -> signal.Signals | None:
     """Train the run that is prepared in ``folder``, and leave the results there.
 
+    ``config`` is the engine's configuration as the user wrote it.
+
     Returns:
         The signal that ended the run early, if one did.
     """
-    config = read_resolved(folder)["config"]
     corpus = Corpus.open(folder.data, seed=settings.seed)
+    if from_first_rank(corpus.sha256_of_text, device) != corpus.sha256_of_text:
+        raise zero_core.ConfigError(
+            f"{folder.data} has another text here than on rank 0: give all ranks the same folder"
+        )
 
     make_deterministic(settings.seed, device)
     model = build_model(settings, corpus.vocab_size)

@@ -13,13 +13,16 @@ import json
 import os
 import socket
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from zero_core.checkpoint.disk import write_synced
+from zero_core.checkpoint.in_memory.keeper import started_at
+from zero_core.checkpoint.in_memory.place import find_launcher
 from zero_core.errors import ConfigError
 from zero_engine.launch.orphans import GRACE_PERIOD_S
 from zero_engine.train.settings import RunFolder, Start
@@ -54,22 +57,35 @@ class RunLock:
         except Timeout:
             raise ConfigError(
                 f"--output {folder}: another program trains in this folder ({self._holder()}). "
-                "Wait for its end, end it, or choose another folder"
+                f"Wait for its end, end it, or choose another folder{self._soft_advice()}"
             ) from None
         except OSError as error:
             raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from None
         self._who.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
 
     def _acquire(self, wait_s: float) -> None:
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            print(
-                f"another program trains in {self._path.parent} ({self._holder()}): waiting for "
-                f"its end, for at most {wait_s:.0f} s",
-                file=sys.stderr,
-            )
-            self._lock.acquire(timeout=wait_s)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a soft lock: it is named below
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                print(
+                    f"another program trains in {self._path.parent} ({self._holder()}): waiting "
+                    f"for its end, for at most {wait_s:.0f} s{self._soft_advice()}",
+                    file=sys.stderr,
+                )
+                self._lock.acquire(timeout=wait_s)
+        if advice := self._soft_advice():
+            print(f"the run's folder is locked{advice}", file=sys.stderr)
+
+    def _soft_advice(self) -> str:
+        """Return what to do about the lock of a program that was killed, if it stays behind."""
+        if not isinstance(self._lock, SoftFileLock):
+            return ""
+        return (
+            f" by a file, as its file system has no flock: if that program was killed, remove "
+            f"{self._path}"
+        )
 
     def release(self) -> None:
         self._lock.release()
@@ -93,21 +109,13 @@ def launch_numbers(device: torch.device) -> list[int]:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
-    digest = hashlib.sha256(f"{socket.gethostname()} {_parent()}".encode()).digest()
+    launcher = find_launcher()
+    name = f"{socket.gethostname()} {launcher} {started_at(launcher)}"
+    digest = hashlib.sha256(name.encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:7], "big")], dtype=torch.int64, device=device)
     numbers = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(numbers, own)
     return sorted({int(number) for number in numbers})
-
-
-def _parent() -> str:
-    """Return the parent's process number and, as numbers are reused, when it started."""
-    parent = os.getppid()
-    try:
-        status = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return str(parent)
-    return f"{parent} {status.rpartition(')')[2].split()[19]}"
 
 
 def belongs_to(folder: RunFolder, numbers: list[int]) -> bool:

@@ -118,7 +118,10 @@ def find_launcher() -> int:
 
 
 def _has_launcher(process: int) -> bool:
-    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    try:
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:  # another user's, or not Linux
+        return False
     return any(variable.startswith(_MARK.encode() + b"=") for variable in variables)
 
 

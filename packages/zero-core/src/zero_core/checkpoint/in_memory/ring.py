@@ -69,7 +69,9 @@ class Ring:
 def _blocks(slot: Slot, files: Mapping[str, int]) -> Iterator[Tensor]:
     """Yield the bytes of each message, where they are in memory."""
     for name, size in files.items():
-        yield from slot.file(name, size).split(_BLOCK_BYTES)
+        data = slot.file(name, size)
+        for start in range(0, size, _BLOCK_BYTES):
+            yield data[start : start + _BLOCK_BYTES]
 
 
 def _tensor(data: bytes) -> Tensor:
