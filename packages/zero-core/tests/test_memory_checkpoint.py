@@ -20,6 +20,7 @@ import zero_core
 from zero_core import CheckpointError, ConfigError
 from zero_core.checkpoint.in_memory import keeper, place
 from zero_core.checkpoint.in_memory.slot import Slice, Slot, Values
+from zero_core.step.gradient import updates_in_backward
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 
 STEPS = 5
@@ -148,6 +149,14 @@ def test_states_that_were_loaded_replace_the_copies(tmp_path: Path) -> None:
     simulate(roll_back, 2)
 
 
+def test_states_that_are_copied_beside_backward_are_not_updated_in_it() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {"train_batch_size": 2, "check_grad_overflow": False, "zero_optimization": zero}
+    assert updates_in_backward(zero_core.load_config(config, world_size=1))
+    copied = zero_core.load_config({**config, "memory_checkpoint": {}}, world_size=1)
+    assert not updates_in_backward(copied)
+
+
 def test_a_step_before_resume_is_refused() -> None:
     def step(ranks: SimulatedRanks) -> None:
         engine = _build(ranks, 1, memory_checkpoint={"path": "/dev/shm/none"})
@@ -202,7 +211,12 @@ def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     variables = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
-    with subprocess.Popen(["sh", "-c", "read x"], stdin=subprocess.PIPE, env=variables) as shell:
+    command = ["sh", "-c", "echo; read x"]
+    with subprocess.Popen(
+        command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as shell:
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == b"\n"
         monkeypatch.setattr(os, "getppid", lambda: shell.pid)
         assert place.find_launcher() == os.getpid()
 

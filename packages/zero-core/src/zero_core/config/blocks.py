@@ -60,7 +60,8 @@ class OffloadOptimizerConfig(_Block):
     pin_memory_bytes: NonNegativeInt | None = None
     """Most host bytes that a rank page-locks for transfers. None sets no limit."""
     update_in_backward: bool | None = None
-    """Update each unit in backward. None does so where nothing can cancel the step."""
+    """Update each unit in backward. None does so where nothing can cancel the step, and without
+    ``memory_checkpoint``."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of Adam's moments on the host. Not in DeepSpeed's configuration."""
     numa: bool = unneeded(

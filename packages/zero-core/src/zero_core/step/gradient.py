@@ -55,13 +55,17 @@ _MAX_RANKS = 8
 def updates_in_backward(config: Config) -> bool:
     """Whether units are updated in backward, as configured.
 
-    By default: with optimizer offload and no clipping, fp16 or overflow check.
+    By default: with optimizer offload and no clipping, fp16 or overflow check. Nor with
+    ``memory_checkpoint``, which reads the states beside backward.
     """
     offload = config.zero_optimization.offload_optimizer
     if offload.update_in_backward is not None:
         return offload.update_in_backward
     return offload.device != "none" and not (
-        config.gradient_clipping or config.loss_scaling.enabled or config.check_grad_overflow
+        config.gradient_clipping
+        or config.loss_scaling.enabled
+        or config.check_grad_overflow
+        or config.memory_checkpoint is not None
     )
 
 

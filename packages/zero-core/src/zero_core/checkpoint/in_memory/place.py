@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import os
 import shutil
@@ -73,6 +74,8 @@ class Place:
         A process that a rank has forked may hold the lock of the rank for a while after its end.
         """
         self._locks.append(_open(path))
+        if not _has_lock(self._locks[-1]):
+            gc.collect()  # of an engine that was dropped without close()
         limit = time.monotonic() + _WAIT_S
         while not _has_lock(self._locks[-1]):
             if time.monotonic() > limit:
