@@ -15,7 +15,6 @@ from pathlib import Path
 
 from zero_core.checkpoint.in_memory import keeper
 from zero_core.errors import CheckpointError, ConfigError
-from zero_core.watch.processes import process_namespace
 
 _BASE = Path("/dev/shm")
 _KEEPER = ".keeper"
@@ -130,7 +129,8 @@ def _has_launcher(process: int) -> bool:
 
 def root_of(launcher: int, start: str) -> Path:
     """Return the folder of a launcher: its process and when that was started."""
-    name = f"{process_namespace()} {launcher} {start}"
+    space = os.stat("/proc/self/ns/pid").st_ino  # containers may share the folder's memory
+    name = f"{space} {launcher} {start}"
     return _BASE / f"zero-core-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
