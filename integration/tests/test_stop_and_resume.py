@@ -189,7 +189,7 @@ def test_a_lock_that_outlives_its_program_is_named(
     folder = RunFolder(tmp_path)
     lock, other = (RunLock(folder) for _ in range(2))
     lock.acquire(wait_s=0)
-    advice = f"if that program was killed, remove {folder.lock}"
+    advice = f"stays until {folder.lock} is removed"
     assert advice in capsys.readouterr().err
     with pytest.raises(ConfigError, match=re.escape(advice)):
         other.acquire(wait_s=0.01)

@@ -127,6 +127,24 @@ def test_copies_are_restored_at_another_number_of_ranks_as_a_checkpoint(tmp_path
         _assert_same(values, expected)
 
 
+def test_of_a_checkpoint_on_the_disk_only_the_manifest_is_read(tmp_path: Path) -> None:
+    def restart(ranks: SimulatedRanks) -> None:
+        memory = {"path": str(tmp_path / "memory")}
+        engine = _build(ranks, 3, memory_checkpoint=memory)
+        assert engine.resume(tmp_path / "disk") is None
+        expected = _run(engine, 0, 2)
+        place = engine.save_checkpoint(tmp_path / "disk", client_state={"step": 2})
+        engine.close()
+        ranks.connect().barrier()
+        for path in place.glob(f"*-{ranks.rank:05d}.safetensors"):
+            path.unlink()
+        again = _build(ranks, 3, memory_checkpoint=memory)
+        assert again.resume(tmp_path / "disk") == {"step": 2}
+        _assert_same(again.full_state_dict(), expected)
+
+    simulate(restart, 2)
+
+
 def test_states_that_were_loaded_replace_the_copies(tmp_path: Path) -> None:
     def roll_back(ranks: SimulatedRanks) -> None:
         memory = {"path": str(tmp_path / "memory"), "every": 2}

@@ -57,7 +57,7 @@ class RunLock:
         except Timeout:
             raise ConfigError(
                 f"--output {folder}: another program trains in this folder ({self._holder()}). "
-                f"Wait for its end, end it, or choose another folder{self._soft_advice()}"
+                f"Wait for its end, end it, or choose another folder{self._advice(': ')}"
             ) from None
         except OSError as error:
             raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from None
@@ -71,20 +71,20 @@ class RunLock:
             except Timeout:
                 print(
                     f"another program trains in {self._path.parent} ({self._holder()}): waiting "
-                    f"for its end, for at most {wait_s:.0f} s{self._soft_advice()}",
+                    f"for its end, for at most {wait_s:.0f} s{self._advice('; ')}",
                     file=sys.stderr,
                 )
                 self._lock.acquire(timeout=wait_s)
-        if advice := self._soft_advice():
-            print(f"the run's folder is locked{advice}", file=sys.stderr)
+        if advice := self._advice(": "):
+            print(f"{self._path.parent}{advice}", file=sys.stderr)
 
-    def _soft_advice(self) -> str:
-        """Return what to do about the lock of a program that was killed, if it stays behind."""
+    def _advice(self, separator: str) -> str:
+        """Return what to do where a lock outlives its program, after ``separator``."""
         if not isinstance(self._lock, SoftFileLock):
             return ""
         return (
-            f" by a file, as its file system has no flock: if that program was killed, remove "
-            f"{self._path}"
+            f"{separator}its file system has no flock, so the lock of a program that was killed "
+            f"stays until {self._path} is removed"
         )
 
     def release(self) -> None:
