@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from zero_core.checkpoint.disk import write_synced
 from zero_core.checkpoint.in_memory.keeper import started_at
@@ -42,7 +42,7 @@ class RunLock:
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.lock
-        self._lock = FileLock(folder.lock)
+        self._lock: BaseFileLock = FileLock(folder.lock)
 
     def acquire(self, *, wait_s: float) -> None:
         """Take the lock, and if it is held say so and wait for at most ``wait_s`` seconds.
