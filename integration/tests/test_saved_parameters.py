@@ -1,7 +1,8 @@
-"""What the backward of an autograd.Function reads of a parameter that its forward saved."""
+"""What a backward reads of a parameter that an autograd.Function or a checkpoint has saved."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 
 from zero_core.testing import LR, spawn
 
@@ -36,19 +38,33 @@ class _Head(torch.autograd.Function):
         from zero_engine.deepspeed import zero
 
         hidden, weight, bias = ctx.saved_tensors
-        if hasattr(weight, "ds_status"):
-            missing = [p for p in (weight, bias) if p.ds_status != zero.ZeroParamStatus.AVAILABLE]
-            _Head.found.append((missing, weight.ds_id, weight.ds_shape, bias.ds_numel))
-            assert not hasattr(hidden, "ds_id")
+        _look(hidden, weight, bias)
         with zero.GatheredParameters([weight, bias]):
             return grad @ weight, grad.t() @ hidden, grad.sum(0)
+
+
+def _look(hidden: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """Note what a library that serves DeepSpeed reads, in ``_Head.found``."""
+    from zero_engine.deepspeed import zero
+
+    if hasattr(weight, "ds_status"):
+        missing = [p for p in (weight, bias) if p.ds_status != zero.ZeroParamStatus.AVAILABLE]
+        _Head.found.append((missing, weight.ds_id, weight.ds_shape, bias.ds_numel))
+        assert not hasattr(hidden, "ds_id")
+
+
+def _recomputed_head(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if torch._C._current_graph_task_id() != -1:  # in a backward
+        _look(hidden, weight, bias)
+    return torch.addmm(bias, hidden, weight.t())
 
 
 class _Model(nn.Module):
     """A head that is called past its module; tied, it is in the root, else in the tail."""
 
-    def __init__(self, *, is_tied: bool) -> None:
+    def __init__(self, *, is_tied: bool, is_recomputed: bool) -> None:
         super().__init__()
+        self.is_recomputed = is_recomputed
         self.embed = nn.Embedding(VOCAB, 6)
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.head = nn.Linear(6, VOCAB)
@@ -62,19 +78,23 @@ class _Model(nn.Module):
         for block in self.blocks:
             hidden = hidden + torch.tanh(block(hidden))
         with zero.GatheredParameters([self.head.weight, self.head.bias]):
-            return _Head.apply(hidden, self.head.weight, self.head.bias).square().mean()
+            saved = (hidden, self.head.weight, self.head.bias)
+            if self.is_recomputed:
+                return checkpoint(_recomputed_head, *saved, use_reentrant=False).square().mean()
+            return _Head.apply(*saved).square().mean()
 
 
 def _trains(rank: int, world_size: int) -> None:
     from zero_engine import deepspeed
 
+    get_inputs = vars(_CheckpointFrame).get("get_inputs")
     names = set(dir(Tensor))  # of which torch.compile takes each for an attribute of every tensor
-    for is_tied in (True, False):
+    for is_tied, is_recomputed in itertools.product((True, False), repeat=2):
         torch.manual_seed(0)
-        expected = DistributedDataParallel(_Model(is_tied=is_tied))
+        expected = DistributedDataParallel(_Model(is_tied=is_tied, is_recomputed=is_recomputed))
         optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
         torch.manual_seed(0)
-        model = _Model(is_tied=is_tied)
+        model = _Model(is_tied=is_tied, is_recomputed=is_recomputed)
         engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
         assert set(dir(Tensor)) == names
         for step in range(2):
@@ -94,6 +114,7 @@ def _trains(rank: int, world_size: int) -> None:
             assert torch.equal(value, expected.module.state_dict()[name]), name
         engine.destroy()
     assert "saved_tensors" not in vars(BackwardCFunction)
+    assert vars(_CheckpointFrame).get("get_inputs") is get_inputs
     assert not hasattr(torch.ones(2), "ds_status")
     with pytest.raises(AttributeError, match="has no attribute 'ds_status'"):
         _ = model.head.weight.data.ds_status

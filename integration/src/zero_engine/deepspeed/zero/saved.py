@@ -1,4 +1,4 @@
-"""DeepSpeed's attributes of parameters that an ``autograd.Function`` has saved.
+"""DeepSpeed's attributes of parameters that a backward unpacks.
 
 [Note: parameters in an autograd.Function]
 DeepSpeed's parameter is saved as the object it is, so the backward of an ``autograd.Function``
@@ -8,6 +8,10 @@ attributes. So from the first engine of stage 3 to the end of the last one, ``ct
 a property of the class of these contexts. It gives tensors that have the address and the shape of a
 parameter the parameter's attributes. ``torch.Tensor`` has no such names: torch.compile takes what
 that class has for an attribute of every tensor.
+
+`torch.utils.checkpoint` without reentrance saves the arguments of the function that it calls again.
+Their frame's ``get_inputs`` gives them back, and so is replaced as long. Releases of torch without
+it save them by an ``autograd.Function``.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import _CheckpointFrame
 
 from zero_core import ShardedModel
 from zero_engine.deepspeed.zero.described import ASKED, ZeroParamStatus
@@ -29,6 +34,7 @@ NAMES = (
 """The attributes by which scripts know a sharded parameter."""
 
 _engines: list[_Served] = []
+_get_inputs: Any = vars(_CheckpointFrame).get("get_inputs")
 
 
 def serve_saved(engine: ShardedModel) -> None:
@@ -46,23 +52,38 @@ class _Served:
                 self.by_shape.setdefault(param.shape, []).append(param)
         if not _engines:
             BackwardCFunction.saved_tensors = property(_saved_tensors)  # type: ignore[assignment]
+            if _get_inputs is not None:
+                _CheckpointFrame.get_inputs = _inputs
         _engines.append(self)
 
     def remove(self) -> None:
         _engines.remove(self)
         if not _engines:
             del BackwardCFunction.saved_tensors
+            if _get_inputs is not None:
+                _CheckpointFrame.get_inputs = _get_inputs
 
 
 def _saved_tensors(context: BackwardCFunction) -> tuple[Any, ...]:
     saved: tuple[Any, ...] = super(BackwardCFunction, context).saved_tensors
-    for tensor in saved:
+    _describe(saved)
+    return saved
+
+
+def _inputs(frame: _CheckpointFrame) -> list[Any]:
+    inputs: list[Any] = _get_inputs(frame)
+    _describe(inputs)
+    return inputs
+
+
+def _describe(unpacked: Iterable[Any]) -> None:
+    """Give tensors that are parameters' gathered values the parameters' attributes."""
+    for tensor in unpacked:
         if type(tensor) is Tensor:
             param = _param_behind(tensor)
             if param is not None:
                 vars(tensor).update({name: getattr(param, name) for name in NAMES})
                 vars(tensor)["ds_status"] = ZeroParamStatus.AVAILABLE
-    return saved
 
 
 def _param_behind(tensor: Tensor) -> nn.Parameter | None:
