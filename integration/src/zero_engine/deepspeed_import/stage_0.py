@@ -3,7 +3,7 @@
 [Note: names at stage 0]
 The file numbers an optimizer's parameters and does not name them. With 16-bit weights, a master
 weight is of the parameter whose weights it rounds to. Where several have these (norms that are
-still 1), the import is refused. In fp32 the shapes must tell: of each shape all parameters are
+still 1), the import is refused. In fp32 shapes must decide: of each shape all parameters are
 trained, in one group, or none is. Their order among themselves is assumed to be the model's,
 which a line on stderr says.
 """

@@ -22,7 +22,7 @@ _LIMIT_S = 300.0
 
 
 def fresh_store() -> Store | None:
-    """Return a store without entries for the ranks of this start, None if torch's own is one.
+    """Return a store without entries for the ranks of this start. None: torch makes such a store.
 
     Every rank must call it, before ``init_process_group``, which takes the store, RANK and
     WORLD_SIZE.
@@ -38,11 +38,11 @@ def fresh_store() -> Store | None:
 def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
     """Return a prefix that is new, the same on all ranks that are starting now.
 
-    Rank 0 makes it. Another rank may read the one of before: it adds a number of its own, and takes
-    the prefix only when rank 0 has confirmed it with that number.
+    Rank 0 makes it. Another rank may still read the prefix of an earlier start. So it adds a number
+    of its own under the prefix, and uses the prefix only when rank 0 has confirmed that number.
 
     Raises:
-        CollectiveError: rank 0 has not within five minutes.
+        CollectiveError: rank 0 has not confirmed one within five minutes.
     """
     if rank == 0:
         prefix = f"zero_engine/{uuid.uuid4().hex}"
