@@ -439,7 +439,7 @@ def made_once(kept: Path) -> Iterator[Path | None]:
 def interpreter(environment: Path) -> bytes:
     """What an environment says of its interpreter, which need not be nox's own."""
     lines = (environment / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
-    return "\n".join(line for line in lines if line.startswith(("home =", "version"))).encode()
+    return "\n".join(line for line in lines if line.startswith(("home =", "version ="))).encode()
 
 
 def libraries(environment: Path) -> Path:
