@@ -75,6 +75,8 @@ class FlatGrads:
     `release`. `clear` starts a new step.
     """
 
+    _missing = 0.0  # the gradient of a parameter without one
+
     def __init__(
         self,
         segment: Segment,
@@ -102,9 +104,6 @@ class FlatGrads:
         self._is_used_at_once = buffers.total is not None or tier.owns_grads
         self._predivide = buffers.plan.predivide
         self._norms = buffers.plan.norms
-        self._is_sequential = buffers.plan.is_sequential
-        # One rank sends nothing, and rounds its gradients as those of several are rounded.
-        self._is_rounded_here = self._is_sequential and segment.world_size == 1
         self._shard = buffers.shard
         self._padded_numel = segment.padded_numel
         self._has_one_rank = segment.world_size == 1
@@ -114,7 +113,6 @@ class FlatGrads:
         self._views = views
         self._no_grad = [False] * len(self.params)
         self._has_grad = self._no_grad.copy()
-        self._added: set[int] = set()  # positions, in this backward, if the plan is sequential
         self._is_wide = False
         self._work: NamedReduction | None = None
         self._target: Tensor | None = None  # of the reduction under way
@@ -142,10 +140,6 @@ class FlatGrads:
         """Whether gradients were added that no reduction has carried yet."""
         return self._full is not None
 
-    def begin_backward(self) -> None:
-        """Begin a backward, in which each parameter has one gradient if the plan is sequential."""
-        self._added.clear()
-
     def accumulate_locally(self) -> None:
         """Let gradients of the following backwards add up until the next reduction (``no_sync``).
 
@@ -158,8 +152,7 @@ class FlatGrads:
 
         Raises:
             ValueError: it is sparse.
-            RuntimeError: the segment has been updated in this backward already, or the plan is
-                sequential and the parameter had a gradient in this backward before.
+            RuntimeError: the segment has been updated in this backward already.
         """
         if grad.layout is not _STRIDED:
             raise ValueError(
@@ -169,10 +162,6 @@ class FlatGrads:
             self._check_not_updated()
             self._open()
         view = self._slots[position]
-        if self._is_sequential:
-            self._check_first(position)
-        if self._is_rounded_here:
-            grad = grad.to(self.plan.communicated)
         if self._has_grad[position]:
             view.add_(grad, alpha=self._predivide)
         else:
@@ -218,7 +207,7 @@ class FlatGrads:
         if False in self._has_grad:
             for view, has_grad in zip(self._slots, self._has_grad, strict=True):
                 if not has_grad:
-                    view.fill_(-0.0 if self._is_sequential else 0.0)
+                    view.fill_(self._missing)
         for gap in self._gaps:
             gap.zero_()
         if self._has_one_rank:  # full_grad is grad_shard: later gradients add to it
@@ -229,13 +218,7 @@ class FlatGrads:
         self._work = self._start_reduction(self._target, full)
 
     def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
-        communicator, index = self._communicator, self.segment.index
-        is_wide = target.dtype is sum_dtype(full.dtype)
-        if not self._is_sequential or (self._is_empty and is_wide):
-            return communicator.reduce_scatter(target, full, index)
-        if self._is_empty:
-            target.fill_(-0.0)
-        return communicator.reduce_add(target, full, index)
+        return self._communicator.reduce_scatter(target, full, self.segment.index)
 
     def finish(self) -> None:
         """Add the reduction to the step's gradient.
@@ -279,7 +262,7 @@ class FlatGrads:
             target = pool.acquire(numel, self.plan.accumulated, index)
             self._lent = pool, target
             return target
-        if not (self._is_empty or self._is_sequential):
+        if not self._is_empty:
             return torch.empty_like(shard)
         self._wait_until_copied()
         return shard
@@ -510,17 +493,6 @@ class FlatGrads:
                 "offload_optimizer.update_in_backward to false, and go on from a checkpoint"
             )
 
-    def _check_first(self, position: int) -> None:
-        if position in self._added:
-            shape = list(self.params[position].shape)
-            name = self._communicator.name_of(f"parameter of shape {shape}", self.segment.index)
-            raise RuntimeError(
-                f"world_size_invariant: a {name} had two gradients in one backward, as of a module "
-                "that is used twice under reentrant activation checkpointing. They would be added "
-                "in another order at another world size: checkpoint with use_reentrant=False"
-            )
-        self._added.add(position)
-
     def _take_reduction(self, work: NamedReduction, reduced: Tensor) -> None:
         """Keep the norm of what ``work`` has ``reduced``, and the ranks that are not finite."""
         statistics = work.statistics()
@@ -586,3 +558,48 @@ class FlatGrads:
         until_read, self._until_read = self._until_read, None
         readers = None if until_read is None else until_read.wait
         self._buffers.full_pools[full.dtype].release(full, readers)
+
+
+class SequentialGrads(FlatGrads):
+    """Gradients that are added to the step's sum rank by rank, as a sequential plan has it.
+
+    See [Note: the same bits at any world size] in `zero_core.sharded.gradient_plan`.
+    """
+
+    _missing = -0.0  # changes no bit of a sum
+    _added: set[int]  # positions, since `begin_backward`
+
+    def begin_backward(self) -> None:
+        """Begin a backward, in which each parameter has one gradient."""
+        self._added = set()
+
+    def add(self, position: int, grad: Tensor) -> None:
+        """See `FlatGrads.add`.
+
+        Raises:
+            RuntimeError: the parameter had a gradient in this backward before.
+        """
+        if position in self._added:
+            shape = list(self.params[position].shape)
+            name = self._communicator.name_of(f"parameter of shape {shape}", self.segment.index)
+            raise RuntimeError(
+                f"world_size_invariant: a {name} had two gradients in one backward, as of a module "
+                "that is used twice under reentrant activation checkpointing. They would be added "
+                "in another order at another world size: checkpoint with use_reentrant=False"
+            )
+        self._added.add(position)
+        # One rank sends nothing, and rounds its gradients as those of several are rounded.
+        super().add(position, grad.to(self.plan.communicated) if self._has_one_rank else grad)
+
+    def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
+        if self._is_empty and target.dtype is sum_dtype(full.dtype):
+            return super()._start_reduction(target, full)
+        if self._is_empty:
+            target.fill_(self._missing)
+        return self._communicator.reduce_add(target, full, self.segment.index)
+
+    def _find_target(self) -> Tensor:
+        shard = self._shard
+        assert shard is not None, "a sequential plan keeps it"
+        self._wait_until_copied()
+        return shard

@@ -19,7 +19,7 @@ from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
 from zero_core.protocols import AccumulatingTier, StateTier
 from zero_core.sharded.gradient_plan import GradientPlan, plan_segment_gradient
-from zero_core.sharded.grads import FlatGrads, GradientBuffers
+from zero_core.sharded.grads import FlatGrads, GradientBuffers, SequentialGrads
 from zero_core.sharded.param_offload import (
     LocalStore,
     OffloadedSegments,
@@ -172,7 +172,7 @@ class Memory:
         ):
             tier.expect_micro_steps(self._config.gradient_accumulation_steps)
         grads = {
-            index: FlatGrads(
+            index: (SequentialGrads if of_segment.plan.is_sequential else FlatGrads)(
                 segments[index],
                 [p for p in self._params_of(segments[index]) if isinstance(p, nn.Parameter)],
                 of_segment,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from zero_core.sharded.grads import FlatGrads
+from zero_core.sharded.grads import FlatGrads, SequentialGrads
 from zero_core.sharded.unit import Unit
 
 
@@ -100,7 +100,7 @@ class Reductions:
         self.has_peers = has_peers
         self._units = units
         self._grads = [grads for unit in units for grads in unit.grads]
-        self._sequential = [grads for grads in self._grads if grads.plan.is_sequential]
+        self._sequential = [grads for grads in self._grads if isinstance(grads, SequentialGrads)]
         self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self._grads)
         self._sink = sink
         self._ready = ready
