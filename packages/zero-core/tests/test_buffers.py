@@ -131,3 +131,60 @@ def _two_forwards(ranks: SimulatedRanks) -> None:
 
 def test_two_forwards_may_precede_one_backward():
     simulate(_two_forwards, 2)
+
+
+class _Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(1):
+            self.linear = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def _gain_or_lose(rank: int, world_size: int, odd: int, change: str) -> None:
+    model = _Counted()
+    engine = zero_core.build(
+        model,
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        },
+    )
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(1, 6)))
+        engine.step()
+
+    def alter() -> None:
+        if change == "gains":
+            model.register_buffer("more", torch.full((2,), float(rank)))
+        elif change == "loses":
+            del model.seen
+        else:
+            model.seen = torch.full((5,), float(rank))
+
+    step()
+    if rank == odd:
+        alter()
+    with pytest.raises(zero_core.RankMismatchError, match=r"buffer (more|seen)"):
+        step()
+    engine.backward(engine(torch.ones(1, 6)))  # the broadcast still fits
+    if rank != odd:
+        alter()
+    engine.step()  # all ranks have the same again
+    step()
+    found = {name: b.tolist() for name, b in model.named_buffers()}
+    if change == "gains":
+        assert found == {"seen": [0.0] * 3, "more": [0.0] * 2}
+    else:
+        assert found == ({} if change == "loses" else {"seen": [0.0] * 5})
+
+
+@pytest.mark.parametrize("change", ["gains", "loses", "reshapes"])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(odd: int, change: str) -> None:
+    spawn(_gain_or_lose, 3, odd, change)

@@ -17,11 +17,11 @@ from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout.arithmetic import Layout, ParamSpec
+from zero_core.layout.buffers import CommonBuffers
 from zero_core.layout.discovery import (
     Discovered,
     LeafRule,
     compute_dtype,
-    describe_buffers,
     discover,
     plain_name,
 )
@@ -117,8 +117,7 @@ class Blueprint:
         model["order of parameters"] = _digest(repr([p.name for p in self.layout.params]))
         model["layout"] = _digest(repr(self.layout))
         if config.broadcast_buffers:
-            for name, module in self.module.named_modules():
-                model |= describe_buffers(module, name)
+            model |= CommonBuffers(self.module).describe()
         # Hosts may have their memory at different places.
         settings = config.model_dump(mode="json", exclude={"memory_checkpoint": {"path"}})
         for what, facts in (

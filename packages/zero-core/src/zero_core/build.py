@@ -25,6 +25,7 @@ from zero_core.engine import Engine
 from zero_core.errors import ConfigError
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.values import InitialValues
+from zero_core.layout.buffers import CommonBuffers
 from zero_core.layout.experts import expert_lists_of
 from zero_core.lifecycle import check_is_free
 from zero_core.optim.schedules.base import Schedule
@@ -196,6 +197,7 @@ def build(
             params=tuple(params),
             tier=tier,
             control=control,
+            common_buffers=CommonBuffers(model),
             pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
             optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
             quantized=found.quantized,

@@ -112,7 +112,9 @@ class ShardedModel:
         self._meter = parts.meter
         self._gathering = GatheredParams(runtime, state)
         self._module_units = ModuleUnits(runtime)
-        self._buffers = buffers = BufferSync(state.module, state.control, runtime)
+        self._buffers = buffers = BufferSync(
+            state.module, state.common_buffers, state.control, runtime
+        )
         if parts.config.broadcast_buffers:
             buffers.attach()
         self._guard = ParamGuard(state.module, state.params, state.param_names)

@@ -53,7 +53,7 @@ class _Served:
         if not _engines:
             BackwardCFunction.saved_tensors = property(_saved_tensors)  # type: ignore[assignment]
             if _get_inputs is not None:
-                _CheckpointFrame.get_inputs = _inputs
+                _CheckpointFrame.get_inputs = _inputs  # type: ignore[method-assign]
         _engines.append(self)
 
     def remove(self) -> None:
@@ -61,7 +61,7 @@ class _Served:
         if not _engines:
             del BackwardCFunction.saved_tensors
             if _get_inputs is not None:
-                _CheckpointFrame.get_inputs = _get_inputs
+                _CheckpointFrame.get_inputs = _get_inputs  # type: ignore[method-assign]
 
 
 def _saved_tensors(context: BackwardCFunction) -> tuple[Any, ...]:

@@ -370,12 +370,3 @@ def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> tor
     if low_precision is None or param.dtype.is_complex or is_storage_dtype(param.dtype):
         return param.dtype
     return low_precision
-
-
-def describe_buffers(module: nn.Module, name: str) -> dict[str, str]:
-    """Describe the shape and dtype of ``module``'s own buffers, by their names in the model."""
-    return {
-        f"buffer {name}{'.' if name else ''}{key}": f"{buffer.dtype} {tuple(buffer.shape)}"
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    }

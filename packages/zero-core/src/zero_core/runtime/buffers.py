@@ -5,7 +5,9 @@ As in torch's DistributedDataParallel: before each forward of the model, unless 
 it ran without gradients or within ``no_sync``, for then no rank has changed them in a step that the
 others share. So evaluation after a training forward sees rank 0's running statistics on every rank.
 Every rank must run such a forward. A buffer that only a submodule called by itself updates waits
-for the model's next forward.
+for the model's next forward. One that is registered after the build is broadcast after the next
+step, which compares the ranks: see [Note: buffers that ranks agree on] in
+`zero_core.layout.buffers`.
 """
 
 from __future__ import annotations
@@ -17,15 +19,19 @@ from torch import Tensor, nn
 
 from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.comm.control import ControlGroup
+from zero_core.layout.buffers import CommonBuffers
 from zero_core.runtime.runtime import Runtime
 
 
 class BufferSync:
     """Brings rank 0's buffers to every rank. See [Note: when buffers are broadcast]."""
 
-    def __init__(self, model: nn.Module, control: ControlGroup, runtime: Runtime) -> None:
+    def __init__(
+        self, model: nn.Module, buffers: CommonBuffers, control: ControlGroup, runtime: Runtime
+    ) -> None:
         """Prepare. ``runtime`` knows whether this is within ``no_sync``."""
         self._model = model
+        self._buffers = buffers
         self._control = control
         self._runtime = runtime
         self._is_due = True
@@ -65,19 +71,18 @@ class BufferSync:
         self._is_due = torch.is_grad_enabled() and self._runtime.should_sync
 
     def _broadcast(self) -> None:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._model.buffers():  # looked up each time: a module may replace its own
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for same in by_dtype.values():
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in same])
+        for same in self._buffers.by_dtype().values():  # each time: a module may replace its own
+            flat = torch.cat([buffer.detach().reshape(-1) for buffer, _ in same])
             self._control.broadcast(flat)
             if self._control.rank != 0:
                 _copy_back(flat, same)
 
 
-def _copy_back(flat: Tensor, buffers: list[Tensor]) -> None:
-    parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-    for buffer, part in zip(buffers, parts, strict=True):
+def _copy_back(flat: Tensor, buffers: list[tuple[Tensor, bool]]) -> None:
+    parts = torch.split(flat, [buffer.numel() for buffer, _ in buffers])
+    for (buffer, is_here), part in zip(buffers, parts, strict=True):
+        if not is_here:
+            continue
         # Through .data: what an earlier forward saved of a buffer counts as unchanged, as it does
         # where batch normalisation updates its statistics; two forwards may precede a backward.
         buffer.data.copy_(part.view_as(buffer))

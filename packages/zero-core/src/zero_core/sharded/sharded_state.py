@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
 from zero_core.layout.arithmetic import Layout, ParamSpec, Piece
+from zero_core.layout.buffers import CommonBuffers
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier
 from zero_core.sharded.params import FlatParams
@@ -30,6 +31,7 @@ class ShardedState:
         params: the flat parameters of every segment, by segment index.
         tier: the master weights and optimizer state.
         control: the group for small exchanges.
+        common_buffers: the model's buffers, as ranks agree on them.
         pieces: this rank's part of each trainable parameter.
         optimizer: its kind and number of groups, in words.
         quantized: the model's quantized parameters.
@@ -41,6 +43,7 @@ class ShardedState:
     params: tuple[FlatParams, ...]
     tier: StateTier
     control: ControlGroup
+    common_buffers: CommonBuffers
     pieces: tuple[Piece, ...]
     optimizer: str
     quantized: tuple[Quantized, ...] = ()

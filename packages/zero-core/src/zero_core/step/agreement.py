@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from zero_core.errors import RankMismatchError
-from zero_core.layout.discovery import describe_buffers
+from zero_core.layout.buffers import CommonBuffers
 from zero_core.optim.train_state import TrainState, describe_groups
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -28,12 +28,11 @@ class StepAgreement:
 
     def __init__(self, state: ShardedState, train: TrainState, *, has_common_buffers: bool) -> None:
         """``has_common_buffers``: they are broadcast, so each rank must have the same ones."""
+        self._buffers = state.common_buffers if has_common_buffers else CommonBuffers(nn.Identity())
         self._control = state.control
         self._train = train
         self._names = state.param_names
         self._params = [p for f in state.params if f.segment.is_trainable for p in f.params]
-        modules = state.module.named_modules() if has_common_buffers else ()
-        self._with_buffers = [(name, m) for name, m in modules if m._buffers]
         self._hashed: Any = None
         self._words = [0.0] * NUM_WORDS
         self._changed: Sequence[str] = ()
@@ -47,7 +46,7 @@ class StepAgreement:
         facts = (
             describe_groups(self._train.hyperparameters()),
             [param.requires_grad for param in self._params],
-            _buffers(self._with_buffers),
+            self._buffers.describe(),
             self._train.accumulation.steps,
             self._train.scaler.scale,
             changed,
@@ -58,6 +57,10 @@ class StepAgreement:
             pairs = (digest[2 * i : 2 * i + 2] for i in range(NUM_WORDS))
             self._words = [float(int.from_bytes(pair, "big")) for pair in pairs]
         return self._words
+
+    def confirm(self) -> None:
+        """Go on with what was hashed last: all ranks have the same."""
+        self._buffers.confirm()
 
     def refuse(self, step: int) -> None:
         """Raise, on all ranks, with what differs in step number ``step``. All must call it.
@@ -70,7 +73,7 @@ class StepAgreement:
             facts[f"parameter {self._names[id(param)]}"] = (
                 "trainable" if param.requires_grad else "frozen"
             )
-        facts |= _buffers(self._with_buffers)
+        facts |= self._buffers.describe()
         facts["gradient_accumulation_steps"] = str(self._train.accumulation.steps)
         facts["loss scale"] = str(self._train.scaler.scale)
         facts["changes"] = ", ".join(self._changed) or "none"
@@ -80,7 +83,3 @@ class StepAgreement:
             "Every rank must set the same: a schedule that follows the loss needs the mean over "
             "all ranks"
         )
-
-
-def _buffers(modules: list[tuple[str, nn.Module]]) -> Mapping[str, str]:
-    return {key: text for name, m in modules for key, text in describe_buffers(m, name).items()}

@@ -482,6 +482,7 @@ class StepGradient:
             self.reopen()  # ranks may set the same and call step() again
             self._changed_before = set()
             self._agreement.refuse(self._train.global_steps + 1)
+        self._agreement.confirm()
         self.param_grads.close()
         self._changed_before, self._changed_late = self._changed_late, set()
         used, scale = self._statistics.num_ranks_with_grad, self._train.scaler.scale

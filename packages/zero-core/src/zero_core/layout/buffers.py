@@ -1,0 +1,72 @@
+"""The model's buffers that all ranks have, with the same shapes and dtypes.
+
+[Note: buffers that ranks agree on]
+A broadcast must have the same bytes on all ranks, or gloo ends the process. So a rank that
+registers, drops or reshapes a buffer goes on with the list of before until the next step has
+compared the buffers of all ranks. For one that it no longer has in that form it sends zeros, and
+ignores what it receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    module: nn.Module
+    key: str
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+
+    def find(self) -> Tensor | None:
+        """Return the tensor that the module has now, if it is of this form."""
+        found = self.module._buffers.get(self.key)
+        if found is None or found.dtype != self.dtype or found.shape != self.shape:
+            return None
+        return found
+
+
+class CommonBuffers:
+    """Buffers of the modules that have some when the engine is built.
+
+    Another module that gets its first buffer later keeps it to itself, as under
+    DistributedDataParallel. See [Note: buffers that ranks agree on].
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(name, m) for name, m in model.named_modules() if m._buffers]
+        self._seen: tuple[_Buffer, ...] = ()
+        self.describe()
+        self._agreed: tuple[_Buffer, ...] = self._seen
+
+    def describe(self) -> Mapping[str, str]:
+        """Return shape and dtype of this rank's buffers, by their names."""
+        seen, said = [], {}
+        for name, module in self._modules:
+            for key, b in module._buffers.items():
+                if b is not None:
+                    seen.append(_Buffer(module, key, b.dtype, b.shape, b.device))
+                    said[f"buffer {name}{'.' if name else ''}{key}"] = f"{b.dtype} {tuple(b.shape)}"
+        self._seen = tuple(seen)
+        return said
+
+    def confirm(self) -> None:
+        """Take what `describe` has seen last: all ranks have the same."""
+        self._agreed = self._seen
+
+    def by_dtype(self) -> Mapping[torch.dtype, list[tuple[Tensor, bool]]]:
+        """Return tensors of the agreed buffers' forms, and whether each is the module's."""
+        found: dict[torch.dtype, list[tuple[Tensor, bool]]] = {}
+        for buffer in self._agreed:
+            own = buffer.find()
+            value = torch.zeros((), dtype=buffer.dtype, device=buffer.device).expand(buffer.shape)
+            found.setdefault(buffer.dtype, []).append(
+                (value if own is None else own, own is not None)
+            )
+        return found
