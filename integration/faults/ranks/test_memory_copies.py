@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.harness import Program, is_running
+from faults.harness import END_S, Program, is_running
 from faults.ranks.test_restarts import (
     ONE_NODE,
     OWN_STORE,
@@ -77,9 +77,9 @@ def nothing_left_in_memory() -> Iterator[None]:
     """Check that the jobs within remove what they keep in memory."""
     before = left_in_memory()
     yield
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + END_S
     while left_in_memory() - before:
-        assert time.monotonic() < limit, left_in_memory() - before
+        assert time.monotonic() < limit, (left_in_memory() - before, keepers())
         time.sleep(0.1)
 
 

@@ -50,8 +50,9 @@ def keep(folder: Path, launcher: int, start: str) -> None:
 
 def close_all_but(kept: int) -> None:
     """Close what the rank had open: its connections would outlive it, and peers wait."""
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor != kept:
+            os.closerange(descriptor, descriptor + 1)  # that of the list is closed already
 
 
 if __name__ == "__main__":
