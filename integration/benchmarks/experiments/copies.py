@@ -92,8 +92,8 @@ def main(
     ranks: Annotated[int, typer.Option(min=1)] = 2,
     stage: Annotated[int, typer.Option(min=0, max=3)] = 2,
     is_offloaded: Annotated[bool, typer.Option("--offload", help="States on the host.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 3,
-    rounds: Rounds = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 2,
+    rounds: Rounds = 6,
     threads: Annotated[int, typer.Option(min=1, help="Of each rank.")] = 1,
     output: Output = RESULTS,
 ) -> None:
