@@ -138,13 +138,13 @@ class _Counted(nn.Module):
         super().__init__()
         with seeded(1):
             self.linear = nn.Linear(6, 6)
-        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("seen", torch.full((3,), 7.0))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).square().mean()
 
 
-def _gain_or_lose(rank: int, world_size: int, odd: int, change: str) -> None:
+def _gain_or_lose(rank: int, world_size: int, odd: int, change: str, is_16_bit: bool) -> None:
     model = _Counted()
     engine = zero_core.build(
         model,
@@ -152,6 +152,7 @@ def _gain_or_lose(rank: int, world_size: int, odd: int, change: str) -> None:
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": 1},
             "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+            "bf16": {"enabled": is_16_bit},
         },
     )
 
@@ -162,15 +163,19 @@ def _gain_or_lose(rank: int, world_size: int, odd: int, change: str) -> None:
     def alter() -> None:
         if change == "gains":
             model.register_buffer("more", torch.full((2,), float(rank)))
+        elif change == "gains the first of a part":
+            model.linear.register_buffer("more", torch.full((2,), float(rank)))
         elif change == "loses":
             del model.seen
         else:
             model.seen = torch.full((5,), float(rank))
 
+    model.seen.fill_(rank)
     step()
+    assert model.seen.tolist() == [0.0] * 3
     if rank == odd:
         alter()
-    with pytest.raises(zero_core.RankMismatchError, match=r"buffer (more|seen)"):
+    with pytest.raises(zero_core.RankMismatchError, match=r"buffer (linear.more|more|seen)"):
         step()
     engine.backward(engine(torch.ones(1, 6)))  # the broadcast still fits
     if rank != odd:
@@ -178,13 +183,23 @@ def _gain_or_lose(rank: int, world_size: int, odd: int, change: str) -> None:
     engine.step()  # all ranks have the same again
     step()
     found = {name: b.tolist() for name, b in model.named_buffers()}
-    if change == "gains":
-        assert found == {"seen": [0.0] * 3, "more": [0.0] * 2}
-    else:
-        assert found == ({} if change == "loses" else {"seen": [0.0] * 5})
+    assert (
+        found
+        == {
+            "gains": {"seen": [0.0] * 3, "more": [0.0] * 2},
+            "gains the first of a part": {"seen": [0.0] * 3, "linear.more": [0.0] * 2},
+            "loses": {},
+            "reshapes": {"seen": [0.0] * 5},
+        }[change]
+    )
 
 
-@pytest.mark.parametrize("change", ["gains", "loses", "reshapes"])
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(odd: int, change: str) -> None:
-    spawn(_gain_or_lose, 3, odd, change)
+@pytest.mark.parametrize("is_16_bit", [False, True])
+@pytest.mark.parametrize(
+    ("odd", "change"),
+    [(0, "gains"), (1, "gains the first of a part"), (0, "loses"), (1, "reshapes")],
+)
+def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(
+    odd: int, change: str, is_16_bit: bool
+) -> None:
+    spawn(_gain_or_lose, 3, odd, change, is_16_bit)

@@ -99,3 +99,29 @@ def _hold_on_nodes(per_node: int) -> None:
 @pytest.mark.parametrize("per_node", [4, 2])
 def test_buffers_of_reductions_are_allocated_in_build(per_node: int) -> None:
     run_alone(_hold_on_nodes, per_node)
+
+
+def _running_means(ranks: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    engine = zero_core.build(model, Case(stage=1, dtype="bf16").config(), process_group=ranks)
+    for step in range(2):
+        x = torch.arange(12.0).view(3, 4) * (step + 1 + ranks.rank)
+        engine.backward(engine(x.to(ranks.device)).square().mean())
+        engine.step()
+    model.eval()
+    with torch.no_grad():
+        engine(x.to(ranks.device))
+    return [buffer.cpu() for buffer in model.buffers()]
+
+
+def _run_running_means() -> None:
+    late_device.load()
+    expected = simulate(_running_means, 2)
+    torch.testing.assert_close(expected[1], expected[0], rtol=0, atol=0)
+    found = simulate(_running_means, 2, device="late")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_buffers_in_16_bits_are_those_of_rank_0() -> None:
+    run_alone(_run_running_means)

@@ -197,7 +197,8 @@ def build(
             params=tuple(params),
             tier=tier,
             control=control,
-            common_buffers=CommonBuffers(model),
+            # Each rank keeps its own where they are not broadcast.
+            common_buffers=CommonBuffers(model if resolved.broadcast_buffers else nn.Identity()),
             pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
             optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
             quantized=found.quantized,
@@ -209,6 +210,8 @@ def build(
             for flat in params:
                 adopt(flat)
         adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
+        state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
+        state.common_buffers.confirm()
         if ranks.device.type != "cpu":
             memory.reserve()
             if isinstance(tier, ReservingTier):

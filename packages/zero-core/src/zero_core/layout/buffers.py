@@ -4,7 +4,7 @@
 A broadcast must have the same bytes on all ranks, or gloo ends the process. So a rank that
 registers, drops or reshapes a buffer goes on with the list of before until the next step has
 compared the buffers of all ranks. For one that it no longer has in that form it sends zeros, and
-ignores what it receives.
+ignores what it receives. torch's DistributedDataParallel looks them up before each broadcast.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ class _Buffer:
             return None
         return found
 
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
 
 class CommonBuffers:
-    """Buffers of the modules that have some when the engine is built.
-
-    Another module that gets its first buffer later keeps it to itself, as under
-    DistributedDataParallel. See [Note: buffers that ranks agree on].
-    """
+    """The model's buffers, as all ranks have them. See [Note: buffers that ranks agree on]."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [(name, m) for name, m in model.named_modules() if m._buffers]
+        """Prepare; there are none before `confirm`."""
+        self._model = model
         self._seen: tuple[_Buffer, ...] = ()
-        self.describe()
-        self._agreed: tuple[_Buffer, ...] = self._seen
+        self._agreed: tuple[_Buffer, ...] = ()
 
     def describe(self) -> Mapping[str, str]:
         """Return shape and dtype of this rank's buffers, by their names."""
         seen, said = [], {}
-        for name, module in self._modules:
+        for name, module in self._model.named_modules():
             for key, b in module._buffers.items():
                 if b is not None:
                     seen.append(_Buffer(module, key, b.dtype, b.shape, b.device))
@@ -65,8 +64,6 @@ class CommonBuffers:
         found: dict[torch.dtype, list[tuple[Tensor, bool]]] = {}
         for buffer in self._agreed:
             own = buffer.find()
-            value = torch.zeros((), dtype=buffer.dtype, device=buffer.device).expand(buffer.shape)
-            found.setdefault(buffer.dtype, []).append(
-                (value if own is None else own, own is not None)
-            )
+            value = buffer.zeros() if own is None else own
+            found.setdefault(buffer.dtype, []).append((value, own is not None))
         return found

@@ -6,10 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from zero_core.errors import RankMismatchError
-from zero_core.layout.buffers import CommonBuffers
 from zero_core.optim.train_state import TrainState, describe_groups
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -26,9 +23,8 @@ class StepAgreement:
     products are not, but are rounded alike where they are equal.
     """
 
-    def __init__(self, state: ShardedState, train: TrainState, *, has_common_buffers: bool) -> None:
-        """``has_common_buffers``: they are broadcast, so each rank must have the same ones."""
-        self._buffers = state.common_buffers if has_common_buffers else CommonBuffers(nn.Identity())
+    def __init__(self, state: ShardedState, train: TrainState) -> None:
+        self._buffers = state.common_buffers
         self._control = state.control
         self._train = train
         self._names = state.param_names

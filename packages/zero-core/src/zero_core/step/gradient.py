@@ -127,7 +127,7 @@ class StepGradient:
             meter,
             self._norm_kind,
         )
-        self._agreement = StepAgreement(state, train, has_common_buffers=config.broadcast_buffers)
+        self._agreement = StepAgreement(state, train)
         self._is_agreed = False  # the statistics are those of the gradient as it was reduced
         self._changed_square_sum: Tensor | None = None  # with the changes made to param.grad
         # Segments in which param.grad was changed: before the sum of the statistics, after it, and
