@@ -84,9 +84,10 @@ LONGEST = {
     "zero-comm": ("triton_kernels", "fsdp2_plugin", "ddp_comm_hook", "quantizer_backends"),
     "zero-offload": ("data_parallel", "nvme_tier"),
     "integration": (
-        *("stop_and_resume", "nvme_offload", "lightning", "import_hook", "deepspeed_launcher"),
-        *("comm_convergence", "host_share", "host_rules", "secondary_shards", "few_bits"),
-        *("param_offload", "accelerate_launch", "sharded_hugging_face", "process_group_end"),
+        *("happens_before", "stop_and_resume", "nvme_offload", "lightning", "import_hook"),
+        *("deepspeed_launcher", "comm_convergence", "host_share", "host_rules", "secondary_shards"),
+        *("few_bits", "param_offload", "accelerate_launch", "sharded_hugging_face"),
+        *("process_group_end",),
     ),
 }
 # There are more processes than cores: a thread that spins until others come takes theirs away.
@@ -481,24 +482,29 @@ def is_source(path: Path) -> bool:
 def run_package_tests(session: nox.Session, package: str, *options: str) -> None:
     """Run a package's own tests from within its folder, where its settings are."""
     with session.chdir(f"packages/{package}"):
-        run_tests(session, *options, *longest_first(package), "tests")
+        run_tests(session, *options, *longest_first(package, "tests"))
 
 
 def run_integration_tests(session: nox.Session) -> None:
     """Run conformance and the end-to-end tests."""
     with session.chdir("integration"):
-        programs = ("tests/device/test_happens_before.py", "tests/bench")  # and benchmarks
-        run_tests(session, *programs, *longest_first("integration"), "tests", "conformance")
+        run_tests(session, *longest_first("integration", "tests", "conformance"))
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
-    """Run pytest on files and folders, which are begun in the order they are named."""
+    """Run pytest on files, which are begun in the order they are named."""
     session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *arguments, env=NO_SPINNING)
 
 
-def longest_first(package: str) -> list[str]:
-    """Return the files of `LONGEST`."""
-    return [f"tests/test_{name}.py" for name in LONGEST.get(package, ())]
+def longest_first(package: str, *folders: str) -> list[str]:
+    """Return the test files in ``folders`` of the current one, those of `LONGEST` before others.
+
+    All by name: pytest takes a file that is named beside its folder for a part of the folder.
+    """
+    files = sorted(path for folder in folders for path in Path(folder).rglob("test_*.py"))
+    named = {path.stem: path for path in files}
+    longest = [named[f"test_{name}"] for name in LONGEST.get(package, ())]
+    return [str(path) for path in dict.fromkeys([*longest, *files])]
 
 
 def run_compat(session: nox.Session, program: str, *arguments: str) -> None:
