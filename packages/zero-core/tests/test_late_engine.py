@@ -14,6 +14,7 @@ from zero_core.testing import (
     late_device,
     make_model,
     run_alone,
+    seeded,
     simulate,
     train_unread,
 )
@@ -102,8 +103,8 @@ def test_buffers_of_reductions_are_allocated_in_build(per_node: int) -> None:
 
 
 def _running_means(ranks: Any) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    with seeded(0):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     engine = zero_core.build(model, Case(stage=1, dtype="bf16").config(), process_group=ranks)
     for step in range(2):
         x = torch.arange(12.0).view(3, 4) * (step + 1 + ranks.rank)
