@@ -13,8 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zero_engine.train
+from zero_core.errors import ConfigError
+from zero_core.testing import spawn
 from zero_engine.train import program
-from zero_engine.train.data import Corpus
+from zero_engine.train.data import Corpus, prepare_corpus
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.settings import RunFolder
 
@@ -44,6 +46,25 @@ def test_run_leaves_every_promised_file(finished_run: tuple[RunFolder, str]) -> 
     for picture in (folder.loss_plot, folder.memory_plot):
         assert picture.read_bytes().startswith(PNG_START), picture
     assert "written by the model" in folder.sample.read_text(encoding="utf-8")
+
+
+def _open_each_its_own(rank: int, _world_size: int, folder: str) -> None:
+    cpu = torch.device("cpu")
+    same = program.open_corpus(Path(folder, "0"), 0, cpu)
+    assert program.open_corpus(Path(folder, "same", str(rank)), 0, cpu).train.equal(same.train)
+    for other in ("another", "missing"):
+        with pytest.raises(ConfigError, match=r"on ranks \[1\]: give all ranks the same folder"):
+            program.open_corpus(Path(folder, other, str(rank)), 0, cpu)
+
+
+def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path: Path) -> None:
+    def prepare(text: str, *names: str) -> None:
+        for name in names:
+            prepare_corpus(text, tmp_path / name, vocab_size=260, context=8)
+
+    prepare("one text of a few words " * 9, "0", "same/0", "same/1", "another/0", "missing/0")
+    prepare("another text of some words " * 9, "another/1")
+    spawn(_open_each_its_own, 2, str(tmp_path))
 
 
 def test_held_out_loss_falls(finished_run: tuple[RunFolder, str]) -> None:

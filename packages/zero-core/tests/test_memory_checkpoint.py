@@ -228,15 +228,22 @@ def test_keeper_removes_the_folder_once_launcher_and_ranks_have_ended(tmp_path: 
 def test_launcher_is_found_above_a_shell_that_ends_with_the_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    variables = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
-    command = ["sh", "-c", "echo; read x"]
-    with subprocess.Popen(
-        command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as shell:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/0/error.json")
+    command, own = ["sh", "-c", "echo; read x"], dict(os.environ)
+    with subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None
         assert shell.stdout.readline() == b"\n"
         monkeypatch.setattr(os, "getppid", lambda: shell.pid)
-        assert place.find_launcher() == os.getpid()
+        above = place.find_launcher()
+        # It may be a launcher, too, that another one has started.
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/1/error.json")
+        assert place.find_launcher() == shell.pid
+        # It ends between the two reads.
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/0/error.json")
+        monkeypatch.setattr(keeper, "status", lambda process: [])
+        assert place.find_launcher() == shell.pid
+    assert above == os.getpid()
 
 
 def test_second_engine_in_one_folder_is_refused(

@@ -109,6 +109,13 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def ranks_where(is_so: bool, device: torch.device) -> list[int]:
+    """Return the ranks on which ``is_so``. Every rank calls it."""
+    flags = torch.zeros(dist.get_world_size() if dist.is_initialized() else 1, device=device)
+    flags[_rank()] = is_so
+    return [rank for rank, flag in enumerate(sum_over_ranks(flags).tolist()) if flag]
+
+
 def fail(error: Exception) -> NoReturn:
     """Print a mistake of the user's and end this process with code 2.
 

@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from zero_engine.launch.ranks import (
     join_ranks,
     leave_ranks,
     on_first_rank,
+    ranks_where,
     sum_over_ranks,
 )
 from zero_engine.machine import memory_limit_bytes, used_bytes
@@ -136,12 +137,7 @@ def train_in(
     Returns:
         The signal that ended the run early, if one did.
     """
-    corpus = Corpus.open(folder.data, seed=settings.seed)
-    if from_first_rank(corpus.sha256_of_text, device) != corpus.sha256_of_text:
-        raise zero_core.ConfigError(
-            f"{folder.data} has another text here than on rank 0: give all ranks the same folder"
-        )
-
+    corpus = open_corpus(folder.data, settings.seed, device)
     make_deterministic(settings.seed, device)
     model = build_model(settings, corpus.vocab_size)
     engine = zero_core.build(model, fill_auto(config, settings.steps))
@@ -178,6 +174,26 @@ def train_in(
             plot_run(folder)
             reporter.say(farewell(folder, stop))
     return stop
+
+
+def open_corpus(folder: Path, seed: int, device: torch.device) -> Corpus:
+    """Open the text that rank 0 has prepared. Every rank calls it.
+
+    Raises:
+        ConfigError: on all ranks, if one of them finds no text or another one than rank 0.
+    """
+    corpus: Corpus | None = None
+    with suppress(FileNotFoundError):
+        corpus = Corpus.open(folder, seed=seed)
+    text = "none" if corpus is None else corpus.sha256_of_text
+    of_first = from_first_rank(text, device)
+    others = ranks_where(corpus is None or text != of_first, device)
+    if corpus is None or others:
+        raise zero_core.ConfigError(
+            f"{folder} has no text, or another one than on rank 0, on ranks {others}: give all "
+            "ranks the same folder"
+        )
+    return corpus
 
 
 def run_steps(

@@ -21,6 +21,8 @@ _KEEPER = ".keeper"
 """File on which the keeper holds a lock."""
 _MARK = "TORCHELASTIC_RUN_ID"
 """Variable that torchrun gives to what it starts."""
+_ERRORS = "TORCHELASTIC_ERROR_FILE"
+"""Variable that torchrun gives to what it starts, with a path of each rank's own."""
 _WAIT_S = 15.0
 """Longer than the workers of a data loader take to notice the end of their rank."""
 
@@ -110,21 +112,26 @@ def check_launcher() -> None:
 def find_launcher() -> int:
     """Return the process that starts this rank anew.
 
-    It is the nearest one above that no launcher has started: between them may be a shell, which
-    ends with the rank.
+    It is the nearest one above without this rank's variables: between them may be a shell, which
+    ends with the rank. A launcher below another launcher has variables of the other one.
     """
     process = os.getppid()
-    while process > 1 and _has_launcher(process):
-        process = int(keeper.status(process)[1])
+    while process > 1 and _has_own_variables(process):
+        fields = keeper.status(process)
+        if not fields:  # it has just ended
+            break
+        process = int(fields[1])
     return process
 
 
-def _has_launcher(process: int) -> bool:
+def _has_own_variables(process: int) -> bool:
+    """Whether a process has what the launcher gave to this rank."""
+    own = {os.fsencode(f"{n}={os.environ[n]}") for n in (_MARK, _ERRORS) if n in os.environ}
     try:
         variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:  # another user's, or not Linux
         return False
-    return any(variable.startswith(_MARK.encode() + b"=") for variable in variables)
+    return bool(own) and own.issubset(variables)
 
 
 def root_of(launcher: int, start: str) -> Path:
