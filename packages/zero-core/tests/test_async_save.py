@@ -10,6 +10,8 @@ import shutil
 import signal
 import threading
 from concurrent.futures import wait
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,13 @@ import torch
 import torch.distributed as dist
 
 import zero_core
-from zero_core import CheckpointError
+from zero_core import CheckpointError, CollectiveError
 from zero_core.checkpoint import save
 from zero_core.checkpoint.background.saver import PendingSave
 from zero_core.checkpoint.files import read_weights
+from zero_core.comm import groups
+from zero_core.comm.control import Exchange
+from zero_core.comm.groups import StoreExchange
 from zero_core.comm.topology import Ranks
 from zero_core.sharded import snapshot
 from zero_core.testing import (
@@ -32,6 +37,7 @@ from zero_core.testing import (
     run_on_processes,
     simulate,
 )
+from zero_core.watch.watch import Watch
 
 
 def _train(engine: zero_core.Engine, first: int, last: int) -> None:
@@ -136,6 +142,42 @@ def test_copies_are_bounded_if_asked_and_the_step_waits(tmp_path, monkeypatch):
     assert bounded <= 1024 < unbounded
 
 
+def test_states_of_whole_parameters_are_copied_by_the_call_whatever_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "BLOCK_NUMEL", 37)
+
+    def program(ranks: SimulatedRanks) -> None:
+        engine = _build(ranks, 1, **_WHOLE)
+        _train(engine, 0, 1)
+        pending = engine.async_save(tmp_path, max_copy_bytes=1)
+        assert pending.result() == tmp_path / "step-1"
+        assert pending.peak_bytes > 1
+        engine.close()
+
+    simulate(program, 1)
+
+
+def test_the_thread_that_writes_takes_one_core(tmp_path, monkeypatch):
+    write, before, found = save.write_file, torch.get_num_threads(), set()
+
+    def write_file(*args):
+        found.add(torch.get_num_threads())
+        return write(*args)
+
+    monkeypatch.setattr(save, "write_file", write_file)
+
+    def program(ranks: SimulatedRanks) -> None:
+        torch.set_num_threads(2)  # of the threads to come, too
+        engine = _build(ranks, 1)
+        engine.async_save(tmp_path).result()
+        engine.close()
+
+    try:
+        simulate(program, 1)
+    finally:
+        torch.set_num_threads(before)
+    assert found == {1}
+
+
 def test_what_has_not_changed_is_linked_not_written(tmp_path):
     def program(ranks: SimulatedRanks) -> None:
         engine = _build(ranks, 3)
@@ -167,6 +209,42 @@ def test_what_has_not_changed_is_linked_not_written(tmp_path):
     for tag in "abc":
         shutil.rmtree(tmp_path / tag)
     simulate(lambda ranks: _build(ranks, 3).load_checkpoint(tmp_path, "d"), 1)
+
+
+class _LosesTheLast(Exchange):
+    """Exchange that fails on rank 1 alone, when all have written: the others have the answers."""
+
+    def __init__(self, base: Exchange, newest: Path) -> None:
+        self.rank, self.world_size, self.place = base.rank, base.world_size, base.place
+        self._base = base
+        self._newest = newest
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        rows = self._base.gather_bytes(data)
+        if self.rank == 1 and self._newest.exists():
+            raise CollectiveError("rank 1: no answer in time")
+        return rows
+
+
+@dataclass(frozen=True)
+class _Losing(SimulatedRanks):
+    newest: Path = field(kw_only=True)
+
+    def exchange_beside(self, watch: Watch | None) -> Exchange:
+        return _LosesTheLast(super().exchange_beside(watch), self.newest)
+
+
+def test_an_exchange_that_fails_on_one_rank_is_an_error_of_all_at_the_next_save(tmp_path):
+    def program(ranks: SimulatedRanks) -> None:
+        engine = _build(_Losing(**vars(ranks), newest=tmp_path / "latest"), 2)
+        _train(engine, 0, 1)
+        engine.async_save(tmp_path)
+        with pytest.raises(CheckpointError, match="prepare failed on rank 1: .*no answer in time"):
+            engine.save_checkpoint(tmp_path, "other")
+        assert engine.save_checkpoint(tmp_path, "other") == tmp_path / "other"
+        engine.close()
+
+    simulate(program, 2, timeout_s=20.0)
 
 
 class _Disk:
@@ -241,7 +319,32 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-3"]
 
 
+def _exchange_after_a_failure(ranks: Ranks) -> None:
+    """Fail on rank 1 alone, and count the keys that the next use leaves in the store."""
+    control = ranks.connect()
+    exchange = StoreExchange(None, rank=ranks.rank, world_size=2, timeout=timedelta())
+    longest, groups._LEAVE_S = groups._LEAVE_S, 0.01
+    if ranks.rank == 1:
+        with pytest.raises(CollectiveError, match=r"no answer of ranks \[0\]"):
+            exchange.gather_bytes(b"late")
+    control.barrier()
+    if ranks.rank == 0:
+        exchange.gather_bytes(b"late")
+    exchange.leave()
+    groups._LEAVE_S = longest
+    control.barrier()
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    before = store.num_keys()
+    control.barrier()
+    assert exchange.gather_bytes(str(ranks.rank).encode()) == [b"0", b"1"]
+    exchange.leave()
+    control.barrier()
+    assert store.num_keys() == before
+
+
 def _run_in_process(ranks: Ranks, folder: str) -> None:
+    _exchange_after_a_failure(ranks)
     engine = zero_core.build(make_model(), Case(stage=2).config(), process_group=ranks)
     _train(engine, 0, 1)
     for step in (1, 2):

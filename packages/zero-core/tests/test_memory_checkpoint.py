@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 
 import zero_core
 from zero_core import CheckpointError, ConfigError
-from zero_core.checkpoint.in_memory import keeper, place
+from zero_core.checkpoint.in_memory import keeper, place, snapshots
+from zero_core.checkpoint.in_memory.ring import Ring
 from zero_core.checkpoint.in_memory.slot import Slice, Slot, Values
 from zero_core.step.gradient import updates_in_backward
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
@@ -313,6 +315,51 @@ def test_copy_under_way_at_close_has_the_values_of_the_last_step(
         again = _build(ranks, 0, memory_checkpoint=memory)
         assert again.resume(tmp_path / "disk") == {"step": 2}
         _assert_same(again.full_state_dict(), expected)
+
+    simulate(close, 1)
+
+
+def test_folder_is_in_use_until_the_copy_of_a_neighbour_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap, gate = Ring.swap, threading.Event()
+
+    def swap_late(ring: Ring, *args: Any) -> None:
+        assert gate.wait(120)
+        swap(ring, *args)
+
+    monkeypatch.setattr(Ring, "swap", swap_late)
+
+    def close(ranks: SimulatedRanks) -> None:
+        memory = tmp_path / f"node-{ranks.rank}"
+        engine = _build(ranks, 0, memory_checkpoint={"path": str(memory)})
+        engine.resume(tmp_path / "disk")
+        _run(engine, 0, 1)
+        engine.close()
+        (lock,) = memory.glob("*/.rank-*.lock")
+        with lock.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        ranks.connect().barrier()
+        gate.set()
+        place.Place(str(memory), tmp_path / "disk", ranks.rank).close()
+        assert len(list(memory.glob("*/1/rank-*.json"))) == 2
+
+    simulate(close, 2, ranks_per_node=1)
+
+
+def test_copy_that_fails_at_once_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError("no such limit")
+
+    monkeypatch.setattr(snapshots, "use_one_core", fail)
+
+    def close(ranks: SimulatedRanks) -> None:
+        engine = _build(ranks, 0, memory_checkpoint={"path": str(tmp_path / "memory")})
+        engine.resume(tmp_path / "disk")
+        _run(engine, 0, 1)
+        engine.close()
 
     simulate(close, 1)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 
+import torch
+
 
 def release_free_pages() -> None:
     """Return host memory that was freed to the system, where the C library keeps it.
@@ -29,4 +31,5 @@ def use_one_core() -> None:
         # foreign: torch loads OpenMP for all; a build without it has no teams.
         limit = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
         if limit is not None:
+            torch.get_num_threads()  # a thread's first call of torch sets its own limit
             limit(1)

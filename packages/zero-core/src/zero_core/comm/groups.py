@@ -433,6 +433,7 @@ class StoreExchange(Exchange):
                     for key in (*ends, *last):
                         self._store.delete_key(key)
         self._num_uses += 1
+        self._is_broken = False  # the keys of the next use are others
 
     def _key(self, number: int, rank: int) -> str:
         use = f"{self._number}.{self._num_uses}"

@@ -79,12 +79,13 @@ class Snapshot:
         """Wait for updates under way, and begin. See [Note: copied before they change].
 
         ``max_bytes`` bounds the copies: an update that needs more waits until some are read.
+        Without a watch there is no bound: `keep_all` copies before anything is read.
         """
         self.peak_bytes = 0
         self._names = list(state.tier.state_names())
         self._read = state.tier.read_state if watch is None else watch.tier.peek_state
         self._watch = watch
-        self._max_bytes = max_bytes
+        self._max_bytes = None if watch is None else max_bytes
         self._device = state.device
         self._blocks: list[tuple[int, int]] = []
         self._of_segment: dict[int, range] = {}

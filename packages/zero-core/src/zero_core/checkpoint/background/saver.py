@@ -4,7 +4,7 @@
 The call takes what is small, and a snapshot of the states, which copies nothing
 (`zero_core.sharded.snapshot`). A thread writes the files and, when all ranks have theirs, completes
 the checkpoint, as a synchronous save does. The threads of the ranks agree through the store
-(`zero_core.comm.store_exchange`), never by the collectives of the training.
+(`zero_core.comm.groups.StoreExchange`), never by the collectives of the training.
 
 Frozen values and parameters in host memory are read in place. `ShardedState.quiesce` waits for the
 thread before anything but a step writes to them.
@@ -21,9 +21,10 @@ from typing import Any, Literal
 
 import torch
 
+from zero_core._libc import use_one_core
 from zero_core.checkpoint.save import KnownFile, Save, SaveOptions
 from zero_core.comm.control import Exchange
-from zero_core.errors import CheckpointError
+from zero_core.errors import CheckpointError, CollectiveError
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import SnapshotTier
 from zero_core.sharded.sharded_state import ShardedState
@@ -129,7 +130,10 @@ class Saver:
         def settle() -> None:
             if on_pending == "refuse":
                 self._check_is_done()
-            self.finish()
+            try:
+                self.finish()
+            except CollectiveError as error:  # of the store, perhaps on this rank alone
+                raise CheckpointError(str(error)) from error
 
         self._state.control.together("checkpoint: prepare", settle)
 
@@ -186,6 +190,7 @@ class Saver:
     def _run(self, pending: PendingSave, save: Save, snapshot: Snapshot) -> None:
         place, failure = Path(), None
         try:
+            use_one_core()
             with torch.no_grad(), snapshot.reading():
                 place = self._write(save, self._exchange)
         except BaseException as error:

@@ -186,8 +186,8 @@ class MemoryCheckpoints:
             done=None if is_here else torch.accelerator.current_stream(device).record_event(),
             is_read=threading.Event(),
         )
-        self._is_read = small.is_read
         self._under_way = self._queue.launch(partial(self._make, small), is_reduction=False)
+        self._is_read = small.is_read
 
     def wait(self) -> None:
         """Wait for the snapshot under way, before states are written.
@@ -202,9 +202,9 @@ class MemoryCheckpoints:
 
     @torch.no_grad()
     def _make(self, small: _Small) -> None:
-        use_one_core()
-        slot = self._slots[small.serial % 2]
         try:
+            use_one_core()
+            slot = self._slots[small.serial % 2]
             with stream_after(small.done, self._state.device):
                 sent, marker = self._write(small, slot)
         finally:
@@ -323,10 +323,14 @@ class MemoryCheckpoints:
         neighbour that is gone: nobody waits for that.
         """
         self._is_read.wait()
-        self._under_way, self._slots = None, []
-        if self._place is not None:
-            self._place.close()
-            self._place = None
+        work, place = self._under_way, self._place
+        self._under_way, self._place, self._slots = None, None, []
+        if place is None:
+            return
+        if work is None:
+            place.close()
+        else:  # its end frees the folder: it may still write the copy of a neighbour there
+            self._queue.launch(place.close, is_reduction=False)
 
 
 def make_memory_checkpoints(
