@@ -369,7 +369,7 @@ class Engine(ShardedModel):
                 `save_checkpoint`.
             keep_last, keep_every: see `save_checkpoint`.
             on_pending: where an earlier save is under way, "wait" for it or "refuse".
-            max_copy_bytes: limit for the copies of steps. A step that needs more waits for the writer.
+            max_copy_bytes: limit for the copies of steps. One that needs more waits for the writer.
                 Give it where states are on NVMe because host memory has no room for them.
 
         Returns:
