@@ -105,6 +105,7 @@ def _is_served_or_refused(source: Any) -> None:
 @example({**BASE, "optimizer": {"type": "AdamW", "params": {"lr": math.inf}}})
 @example({**BASE, "zero_optimization": {"stage": True}})
 @example({**BASE, "fp16": 3})
+@example({**BASE, "train_batch_size": {"\x1b": "auto"}})
 @example({**BASE, "optimizer": {"type": "AdamW", "params": 3}})
 @example({**BASE, "optimizer": {"type": "AdamW", "params": []}})
 @example({**BASE, "fp16": {"enabled": True, "initial_scale_power": 5000}})

@@ -67,7 +67,7 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
             raw.setdefault("check_grad_overflow", bf16["check_grad_overflow"])
     if isinstance(bf16, dict) and bf16.get("bf16_optimizer_states"):
         raw = _with_bf16_moments(raw)
-    _refuse_auto(raw, "")
+    _refuse_auto(raw)
     raw = drop_further_keys(raw)
     raw.update(_resolve_batch(raw, world_size))
     try:
@@ -220,15 +220,16 @@ def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_auto(block: Mapping[str, Any], path: str) -> None:
+def _refuse_auto(block: Mapping[str, Any], *path: str) -> None:
     for key, value in block.items():
-        if isinstance(value, str) and value == "auto" and f"{path}{key}" != _OWN_AUTO:
+        place = _name_path((*path, key))
+        if isinstance(value, str) and value == "auto" and place != _OWN_AUTO:
             raise ConfigError(
-                f'{path}{key}: "auto" is filled in by the Hugging Face integration; '
+                f'{place}: "auto" is filled in by the Hugging Face integration; '
                 "give a value here or leave the key out"
             )
         if isinstance(value, Mapping):
-            _refuse_auto(value, f"{path}{key}.")
+            _refuse_auto(value, *path, key)
 
 
 def _resolve_batch(raw: Mapping[str, Any], world_size: int) -> dict[str, int]:
