@@ -52,4 +52,5 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_whole_and_training_ends_w
     theirs = _weights(tmp_path / "straight")
     for name, value in _weights(folder).items():
         assert torch.equal(value, theirs[name]), name
-    assert not list(folder.glob(".*")), "what the killed saves left is removed"
+    left = list(folder.glob(".*"))  # ranks' marks, which stay for a day
+    assert all(path.is_file() and not path.stat().st_size for path in left), left

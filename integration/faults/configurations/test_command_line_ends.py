@@ -33,7 +33,9 @@ def test_reader_that_has_left_causes_no_traceback(verb: str) -> None:
         assert command.stdout is not None
         assert command.stderr is not None
         command.stdout.close()  # before anything is written
-        assert not command.stderr.read()
+        said = command.stderr.read()  # libraries may warn as they are imported
+        assert "Traceback" not in said
+        assert "Pipe" not in said
     assert command.returncode == NOBODY_READS
 
 

@@ -213,7 +213,8 @@ def _fault(number: int) -> list[str]:
         wait([ranks[r] for r in others], timeout=LIMIT_S + LEAVES_AFTER_S + 5.0)
         for rank, process in enumerate(ranks):
             if not process.done():
-                os.kill(int((root / f"pid-{rank}").read_text()), signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(int((root / f"pid-{rank}").read_text()), signal.SIGKILL)
         wait(ranks)
         return [f"{number} {asdict(drawn)}: {w}" for w in _wrong(drawn, root, others)]
 
