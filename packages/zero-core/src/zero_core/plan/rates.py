@@ -1,0 +1,176 @@
+"""Speeds of a machine, as seconds by amount: what a plan turns bytes and operations into time with.
+
+[Note: names of curves]
+`Rates.curves` has a curve for each name. "DTYPE" is a dtype's name, such as "bfloat16".
+
+name                    amount                  seconds of
+OPERATOR.DTYPE          see `operators`         a call of a torch operator, such as "gelu.float32"
+matmul.DTYPE            floating-point          a matrix product, and any operator without a curve
+                        operations              of its own whose operations are counted
+memory.DTYPE            bytes read and written  an elementwise operator, and any other
+operator                calls                   what a call takes beside its kernel
+pass                    units                   the engine's work for a unit, forward or backward
+step                    steps                   the engine's work for a step
+update.device.DTYPE     elements                the optimizer's update on the compute device, by
+                                                the dtype of the parameters
+update.host.DTYPE       elements                that of the host's kernel
+gather.within           bytes a rank sends      a gather among the ranks of a node; "reduce" and
+                                                "agree" (the small all-reduce of a step) likewise
+gather.between          bytes a rank sends      a gather between nodes
+gather.between.cpu      bytes a rank sends      the processor's seconds of it
+copy.to_host            bytes                   a copy from a device to its host, or "to_device"
+file.read, file.write   bytes                   access to the disk of NVMe offload
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_core.errors import ConfigError
+
+FORMAT = "zero calibration 1"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by amount, piecewise linear.
+
+    Attributes:
+        points: ``(amount, seconds)`` by rising amount. Below the first one the seconds are its own;
+            above the last one the slope is that of the last two, or the rate of a single one.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of_rate(cls, rate: float, latency_s: float = 0.0) -> Curve:
+        """Return ``latency_s + amount / rate``."""
+        return cls(((0.0, latency_s), (rate, latency_s + 1.0)))
+
+    def seconds(self, amount: float) -> float:
+        """Return the seconds of ``amount``, none for none."""
+        if amount <= 0:
+            return 0.0
+        points = self.points
+        if len(points) == 1:
+            return points[0][1] * max(1.0, amount / points[0][0])
+        last = bisect_right(points, amount, key=lambda point: point[0])
+        last = min(max(last, 1), len(points) - 1)
+        (low, early), (high, late) = points[last - 1], points[last]
+        slope = (late - early) / (high - low)
+        return max(early + slope * (amount - low), min(points[0][1], late))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speeds of one rank while the other ranks of its node do the same.
+
+    Attributes:
+        ranks: ranks of the node that were measured at once.
+        threads: threads that a rank computed with, on a CPU.
+        cores: cores of the node that its ranks share for all of their work; None where each rank
+            computes on an accelerator.
+        curves: see [Note: names of curves].
+    """
+
+    ranks: int
+    threads: int
+    cores: int | None
+    curves: Mapping[str, Curve]
+
+    def seconds(self, names: Sequence[str], amount: float) -> float:
+        """Return the seconds of ``amount`` by the first of ``names`` that has a curve.
+
+        Raises:
+            ConfigError: none has one.
+        """
+        for name in names:
+            if name in self.curves:
+                return self.curves[name].seconds(amount)
+        raise ConfigError(
+            f"the calibration has no rate called {' or '.join(map(repr, names))}: measure again "
+            "with zero-engine doctor --measure"
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Speeds of a machine, measured on it or taken from a table of devices.
+
+    Attributes:
+        device: name of the processor or accelerator.
+        source: when it was measured, or where published figures are from and what is assumed.
+        rates: by number of ranks that share a node.
+    """
+
+    device: str
+    source: str
+    rates: tuple[Rates, ...]
+
+    def at(self, ranks_per_node: int) -> Rates:
+        """Return the rates at so many ranks of a node, or at the nearest number measured."""
+        return min(self.rates, key=lambda r: (abs(math.log(r.ranks / ranks_per_node)), r.ranks))
+
+    def to_json(self) -> str:
+        """Return everything as a JSON object."""
+        rates = [
+            {
+                "ranks": r.ranks,
+                "threads": r.threads,
+                "cores": r.cores,
+                "curves": {name: list(curve.points) for name, curve in r.curves.items()},
+            }
+            for r in self.rates
+        ]
+        named = {"format": FORMAT, "device": self.device, "source": self.source, "rates": rates}
+        return json.dumps(named, indent=1)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], name: str) -> Calibration:
+        """Return the calibration that `to_json` wrote. Messages call it ``name``.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        try:
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']!r}")
+            rates = tuple(
+                Rates(
+                    ranks=_positive(row["ranks"]),
+                    threads=_positive(row["threads"]),
+                    cores=None if row["cores"] is None else _positive(row["cores"]),
+                    curves={str(k): _curve(k, v) for k, v in row["curves"].items()},
+                )
+                for row in content["rates"]
+            )
+            if not rates:
+                raise ValueError("no rates")
+            return cls(str(content["device"]), str(content["source"]), rates)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            cause = f"no key {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(
+                f"{name} is no calibration ({cause}): write one with zero-engine doctor --measure "
+                "--output FILE"
+            ) from None
+
+
+def _positive(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"expected a whole number of at least 1, found {value!r}")
+    return value
+
+
+def _curve(name: str, points: Any) -> Curve:
+    found = tuple((float(amount), float(seconds)) for amount, seconds in points)
+    amounts = [amount for amount, _ in found]
+    if not found or any(not math.isfinite(v) or v < 0 for point in found for v in point):
+        raise ValueError(f"curve {name}: expected pairs of finite numbers")
+    if amounts != sorted(set(amounts)) or (len(found) == 1 and not amounts[0]):
+        raise ValueError(f"curve {name}: amounts must rise")
+    return Curve(found)
