@@ -13,10 +13,13 @@
     faults     tests that break checkpoints, processes and configurations: the counts in
                docs/faults.md; arguments go to pytest
     soak       runs that are killed at random moments, ``-- --minutes 20 --seed 1``
-    wheels     cpu-adam's wheel and sdist, tested where there is no compiler
+    wheels     wheels and sdists of all packages, installed from the wheelhouse alone where there is
+               no compiler; trains there
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
-    matrix     the tests of everything, for a torch release and a Python version
+    matrix     the tests of everything, for a torch release and a Python version: docs/matrix.md;
+               arguments go to pytest
+    minimum    each package's tests with the lowest releases that it declares; arguments as above
     hugging_face  the tests and scripts that take transformers, accelerate, TRL, PEFT and Lightning,
                with the newest releases of all and with those before
 
@@ -27,6 +30,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -92,7 +96,7 @@ LONGEST = {
 }
 # There are more processes than cores: a thread that spins until others come takes theirs away.
 NO_SPINNING = {"OMP_WAIT_POLICY": "passive"}
-LINT_TOOLS = ("ruff>=0.15,<0.18", "clang-format>=20")
+LINT_TOOLS = ("ruff>=0.15,<0.18", "clang-format>=20", "check-jsonschema>=0.39")
 TYPE_TOOLS = ("mypy>=1.19", "pybind11")
 
 # A torch release and the CUDA version that its wheels on the package index are built for.
@@ -178,6 +182,8 @@ def lint(session: nox.Session) -> None:
     session.run("clang-format", "--dry-run", "-Werror", *(str(path) for path in found))
     session.run("python", ".ci/structure.py")
     session.run("python", ".ci/docstrings.py")
+    workflows = sorted(str(path) for path in Path(".github", "workflows").glob("*.yml"))
+    session.run("check-jsonschema", "--builtin-schema=vendor.github-workflows", *workflows)
 
 
 @nox.session
@@ -252,25 +258,47 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build cpu-adam's sdist, its wheel from that, and test the wheel without a compiler."""
+    """Build all packages, install them from the wheelhouse alone without a compiler, and train."""
     session.install(*PIP_FLAGS, "build>=1.2")
-    wheelhouse = Path("wheelhouse")
+    wheelhouse = Path("wheelhouse").resolve()
     shutil.rmtree(wheelhouse, ignore_errors=True)
-    # The wheel is built from the unpacked sdist, in an environment with what it requires alone.
-    session.run("python", "-m", "build", "--outdir", str(wheelhouse), "packages/cpu-adam")
-    (wheel,) = wheelhouse.glob("*.whl")
-    fresh = Path(session.create_tmp(), "fresh").resolve()
+    start = time.monotonic()
+    for folder in (*(f"packages/{name}" for name in PACKAGES), "integration"):
+        # The wheel is built from the unpacked sdist, in an environment with what it requires alone.
+        session.run("python", "-m", "build", "--outdir", str(wheelhouse), folder)
+    build_s = time.monotonic() - start
+    built = {path.name: path.stat().st_size for path in sorted(wheelhouse.iterdir())}
+    # What they require joins them there: binaries only, what has to be built would fail.
+    binaries = ("--only-binary=:all:", f"--find-links={wheelhouse}", f"--dest={wheelhouse}")
+    pip_download = ("python", "-m", "pip", "download", *PIP_FLAGS, *CONSTRAINTS)
+    session.run(*pip_download, *binaries, "zero-engine[all]")
+    temporary = Path(session.create_tmp()).resolve()
+    fresh = temporary / "fresh"
     session.run("python", "-m", "venv", "--clear", str(fresh))
     programs = fresh / ("Scripts" if sys.platform == "win32" else "bin")
     python = str(programs / "python")
-    requirement = f"cpu-adam[torch,test] @ {wheel.resolve().as_uri()}"
-    # Binaries only, and no compiler within reach: what has to be built would fail.
-    bare = {"PATH": str(programs), "CC": None, "CXX": None}
-    pip_install = (python, "-m", "pip", "install", "--only-binary=:all:", *PIP_FLAGS)
-    session.run(*pip_install, *CONSTRAINTS, requirement, env=bare, external=True)
+    # No compiler within reach, no index, no settings that name another place.
+    bare = {"PATH": str(programs), "CC": None, "CXX": None, "PIP_FIND_LINKS": None}
+    bare["PIP_CONFIG_FILE"] = os.devnull
     session.run(python, "-c", NO_COMPILER, env=bare, external=True, silent=True, log=False)
-    with session.chdir("packages/cpu-adam"):
-        session.run(python, "-m", "pytest", "-q", env=bare, external=True)
+    start = time.monotonic()
+    pip_install = (python, "-m", "pip", "install", *PIP_FLAGS, "--no-index")
+    links = f"--find-links={wheelhouse}"
+    session.run(*pip_install, links, "zero-engine[all]", env=bare, external=True)
+    install_s = time.monotonic() - start
+    start = time.monotonic()
+    steps = 20
+    run = (f"--steps={steps}", "--layers=2", "--width=64", "--ranks=2", "--overwrite")
+    with session.chdir(temporary):  # away from the sources
+        zero_engine = str(programs / "zero-engine")
+        session.run(zero_engine, "train", *run, "--output=run", env=bare, external=True)
+    train_s = time.monotonic() - start
+    files = [path.stat().st_size for path in wheelhouse.iterdir()]
+    found = {"build_s": build_s, "install_s": install_s, "train_s": train_s, "steps": steps}
+    found |= {"files": built, "wheelhouse_files": len(files), "wheelhouse_bytes": sum(files)}
+    (temporary / "run" / "wheels.json").write_text(json.dumps(found), encoding="utf-8")
+    record = (".ci/matrix.py", "wheels", "all", str(temporary / "run"))
+    session.run(python, *record, external=True)
 
 
 @nox.session
@@ -313,9 +341,28 @@ def matrix(session: nox.Session, torch: str) -> None:
     that column is what CI runs, with the release in constraints.txt.
     """
     session.install(*PIP_FLAGS, f"torch=={torch}", *EVERYTHING, "./integration[test]", *TEST_TOOLS)
-    run_integration_tests(session)
-    for package in PACKAGES:
-        run_package_tests(session, package)
+    name = f"torch {torch}, Python {session.python}"
+    record_tests(session, "matrix", name, (*PACKAGES, "integration"))
+
+
+@nox.session(python=PYTHONS[0])
+@nox.parametrize("part", [nox.param(part, id=part) for part in (*PACKAGES, "integration")])
+def minimum(session: nox.Session, part: str) -> None:
+    """Test a package with the lowest releases of all that its pyproject.toml declares."""
+    folder = part if part == "integration" else f"packages/{part}"
+    siblings = PACKAGES if part == "integration" else (part,)
+    own = [wheel for package in siblings for wheel in find_wheel(session, package)]
+    extras = ("--extra=test", *(("--extra=torch",) if part == "cpu-adam" else ()))
+    session.install(*PIP_FLAGS, "uv>=0.9")
+    uv_install = ("uv", "pip", "install", "--quiet", f"--python={session.bin}/python")
+    links = [f"--find-links={Path(wheel).parent}" for wheel in own]
+    lowest = ("--resolution=lowest-direct", f"--requirements={folder}/pyproject.toml")
+    # The runner is no dependency of the package: it may be any release.
+    session.run(*uv_install, *links, *lowest, *extras)
+    session.run(*uv_install, RUNNER)
+    project = ("./integration",) if part == "integration" else ()
+    session.install(*PIP_FLAGS, "--no-deps", "--force-reinstall", *own, *project)
+    record_tests(session, "minimum", part, (part,))
 
 
 @nox.session
@@ -494,6 +541,23 @@ def run_integration_tests(session: nox.Session) -> None:
 def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest on files, which are begun in the order they are named."""
     session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *arguments, env=NO_SPINNING)
+
+
+def record_tests(session: nox.Session, kind: str, name: str, parts: tuple[str, ...]) -> None:
+    """Run all tests of ``parts`` to the end, write their counts to docs/matrix.md, fail if one did.
+
+    The session's arguments go to pytest.
+    """
+    counts = Path(session.create_tmp()).resolve() / "junit"
+    shutil.rmtree(counts, ignore_errors=True)
+    for part in parts:
+        is_package = part != "integration"
+        with session.chdir(f"packages/{part}" if is_package else part):
+            files = longest_first(part, *(("tests",) if is_package else ("tests", "conformance")))
+            pytest = ("python", "-m", "pytest", "-q", *IN_PARALLEL, *session.posargs)
+            junit = f"--junitxml={counts / part}.xml"
+            session.run(*pytest, junit, *files, env=NO_SPINNING, success_codes=[0, 1])
+    session.run("python", ".ci/matrix.py", kind, name, str(counts))
 
 
 def longest_first(package: str, *folders: str) -> list[str]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 import zero_engine
+from zero_engine.presets import EXAMPLES, example_text
 
 app = typer.Typer(
     help="Train with ZeRO: sharded, offloaded, quantized.",
@@ -303,11 +304,36 @@ def doctor(
 
 
 @app.command()
-def config() -> None:
-    """Print the default configuration, to save and change."""
-    from zero_engine.train.settings import default_config_text
+def config(
+    example: Annotated[
+        _Text,
+        typer.Option(
+            metavar="NAME",
+            help=f"Print a usual case: {', '.join(EXAMPLES)}.",
+            autocompletion=lambda: [*EXAMPLES],
+            show_default=False,
+        ),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of configurations.")
+    ] = False,
+) -> None:
+    """Print the default configuration, to save and change; or an example, or the schema."""
+    if example is not None and schema:
+        raise typer.BadParameter("--example and --schema exclude each other")
+    if example is not None:
+        if example not in EXAMPLES:
+            raise typer.BadParameter(f"--example {example}: choose {', '.join(EXAMPLES)}")
+        text = example_text(example)
+    elif schema:
+        from zero_core.config.json_schema import SCHEMA_FILE
 
-    print(default_config_text(), end="")
+        text = SCHEMA_FILE.read_text(encoding="utf-8")
+    else:
+        from zero_engine.train.settings import default_config_text
+
+        text = default_config_text()
+    print(text, end="")
 
 
 @app.command()

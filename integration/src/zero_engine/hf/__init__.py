@@ -7,7 +7,7 @@
 configuration, or the path of its JSON file.
 """
 
-from zero_engine.hf.presets import PRESETS
 from zero_engine.hf.trainer import ZeroSeq2SeqTrainer, ZeroTrainer
+from zero_engine.presets import PRESETS
 
 __all__ = ["PRESETS", "ZeroSeq2SeqTrainer", "ZeroTrainer"]

@@ -1,4 +1,4 @@
-"""Configurations by name, and the other forms of ``zero=...``."""
+"""The forms of ``zero=...``: a preset's name, a mapping, a file."""
 
 from __future__ import annotations
 
@@ -10,27 +10,7 @@ from typing import Any
 
 from zero_core import ConfigError
 from zero_engine.deepspeed.config.source import load
-
-_OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-_ZEROPP = {
-    "zero_quantized_weights": True,
-    "zero_quantized_gradients": True,
-    "zero_hpz_partition_size": "auto",
-}
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "stage1": {"stage": 1},
-    "stage1-offload": {"stage": 1, **_OFFLOAD},
-    "stage2": {"stage": 2},
-    "stage2-offload": {"stage": 2, **_OFFLOAD},
-    "stage3": {"stage": 3},
-    "stage3-offload": {"stage": 3, **_OFFLOAD},
-    "stage3-offload-params": {"stage": 3, **_OFFLOAD, "offload_param": {"device": "cpu"}},
-    "stage3-zeropp": {"stage": 3, **_ZEROPP},
-}
-"""``zero_optimization`` by name: what is sharded, and what rests in host memory. ``zeropp`` is
-ZeRO++ (Wang et al., arXiv 2306.10209): weights and gradients are quantized to send them, and each
-node keeps a second copy of the weights."""
+from zero_engine.presets import PRESETS
 
 
 def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:

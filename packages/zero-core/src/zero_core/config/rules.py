@@ -28,10 +28,14 @@ _REFUSED_UNLESS: Mapping[str, Any] = {
     "zero_force_ds_cpu_optimizer": True,
 }
 """DeepSpeed's further top-level keys, each with the value that describes this engine."""
+FURTHER_KEYS: Mapping[str, str] = {
+    key: "boolean" if isinstance(same, bool) else "object" for key, same in _REFUSED_UNLESS.items()
+}
+"""The same keys, each with its type in JSON Schema."""
 
 
 def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop DeepSpeed's further keys at the values that describe this engine.
+    """Drop DeepSpeed's further keys at the values that describe this engine, and ``$schema``.
 
     Raises:
         ConfigError: a key asks for more.
@@ -44,7 +48,10 @@ def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"{key} = {value!r} is not served; leave the key out (same as {same!r})"
             )
-    return {k: v for k, v in raw.items() if k not in _REFUSED_UNLESS}
+    dropped = {*_REFUSED_UNLESS}
+    if isinstance(raw.get("$schema"), str):  # where an editor finds the JSON Schema
+        dropped.add("$schema")
+    return {k: v for k, v in raw.items() if k not in dropped}
 
 
 def check_rules(config: Config, world_size: int) -> None:

@@ -1,0 +1,53 @@
+"""Configurations by name, for ``zero-engine config --example`` and ``ZeroTrainer(zero=...)``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+_TWIN_FLOW = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+_ZEROPP = {
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+    "zero_hpz_partition_size": "node",
+}
+_NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "stage1": {"stage": 1},
+    "stage1-offload": {"stage": 1, **_OFFLOAD},
+    "stage2": {"stage": 2},
+    "stage2-offload": {"stage": 2, **_OFFLOAD},
+    "stage2-twin-flow": {"stage": 2, **_TWIN_FLOW},
+    "stage3": {"stage": 3},
+    "stage3-offload": {"stage": 3, **_OFFLOAD},
+    "stage3-offload-params": {"stage": 3, **_OFFLOAD, "offload_param": {"device": "cpu"}},
+    "stage3-zeropp": {"stage": 3, **_ZEROPP},
+}
+"""``zero_optimization`` by name: what is sharded, and what rests in host memory. ``twin-flow`` is
+ZeRO-Offload++: the fastest share of the optimizer that fits is on the host. ``zeropp`` is ZeRO++
+(Wang et al., arXiv 2306.10209): weights and gradients are quantized to send them, and each node
+keeps a second copy of the weights."""
+
+EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    name: {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1}},
+        "zero_optimization": block,
+    }
+    for name, block in {
+        **PRESETS,
+        "stage3-nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
+    }.items()
+}
+"""Whole configurations by name, to save and change: a preset, in bf16 with AdamW."""
+
+
+def example_text(name: str) -> str:
+    """Return the JSON of the example of this ``name``."""
+    return json.dumps(EXAMPLES[name], indent=2) + "\n"

@@ -1,0 +1,125 @@
+"""Workflows, release tags and the page of tested releases agree with what they are about."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_structure import load_script
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = ROOT / ".github" / "workflows"
+FOLDERS = (*sorted((ROOT / "packages").iterdir()), ROOT / "integration")
+matrix_page = load_script("matrix")
+release = load_script("release")
+
+
+def _workflow(name: str) -> dict[str, Any]:
+    # YAML 1.1 takes the key "on" for true.
+    found = yaml.safe_load((WORKFLOWS / f"{name}.yml").read_text(encoding="utf-8"))
+    return {"on" if key is True else key: value for key, value in found.items()}
+
+
+def _nox_constant(name: str) -> Any:
+    tree = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    (value,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    )
+    return ast.literal_eval(value)
+
+
+def _project(folder: Path) -> dict[str, Any]:
+    return dict(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8")))
+
+
+NAMES = {_project(folder)["project"]["name"]: folder for folder in FOLDERS}
+COMPILED = {name for name, folder in NAMES.items() if (folder / "CMakeLists.txt").exists()}
+
+
+def test_ci_runs_every_column_of_the_matrix() -> None:
+    jobs = _workflow("ci")["jobs"]
+    torch, python = jobs["matrix"]["strategy"]["matrix"].values()
+    releases = [f"{torch}-cuda-{cuda}" for torch, cuda in _nox_constant("TORCH_CUDA").items()]
+    assert torch == releases
+    assert tuple(python) == _nox_constant("PYTHONS")
+    pushed = jobs["oldest-and-newest-torch"]["strategy"]["matrix"]["include"]
+    columns = [{"torch": torch[end], "python": python[end]} for end in (0, -1)]
+    assert pushed == columns
+    assert {*jobs["minimum"]["strategy"]["matrix"]["part"]} == {
+        "integration" if folder.name == "integration" else folder.name for folder in FOLDERS
+    }
+
+
+def test_compiled_packages_have_wheels_for_the_four_platforms() -> None:
+    packages = _workflow("packages")["jobs"]["platforms"]["strategy"]["matrix"]["package"]
+    assert {*packages} == COMPILED == {"cpu-adam", "zero-comm"}
+    runners = _workflow("wheels")["jobs"]["compiled"]["strategy"]["matrix"]["include"]
+    assert {runner["archs"] for runner in runners} == {"x86_64", "aarch64", "arm64", "AMD64"}
+    built = [_project(NAMES[name])["tool"]["cibuildwheel"] for name in COMPILED]
+    for key in ("build", "skip", "linux", "macos", "windows"):
+        assert built[0][key] == built[1][key]
+
+
+def test_every_package_is_released_by_its_tag_without_a_token() -> None:
+    workflow = _workflow("release")
+    assert {*workflow["on"]["push"]["tags"]} == {f"{name}-v*" for name in NAMES}
+    publish = workflow["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["environment"]["name"].startswith("pypi-")
+    assert "secrets." not in (WORKFLOWS / "release.yml").read_text(encoding="utf-8")
+    others = [job.get("permissions") for name, job in workflow["jobs"].items() if name != "publish"]
+    assert not any(others)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tag_is_checked_against_package_and_changelog(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / release.folder_of(name)
+    folder.mkdir(parents=True)
+    assert "expected PACKAGE-vVERSION" in str(release.find_problem(f"{name}-v1.2.0", tmp_path))
+    text = f'[project]\nname = "{name}"\nversion = "1.2.0"\n'
+    (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    (folder / "CHANGELOG.md").write_text("## [1.2.0] - unreleased\n", encoding="utf-8")
+    assert "has no line" in str(release.find_problem(f"{name}-v1.2.0", tmp_path))
+    (folder / "CHANGELOG.md").write_text("## [1.2.0] - 2030-01-31\n", encoding="utf-8")
+    assert release.find_problem(f"{name}-v1.2.0", tmp_path) is None
+    assert "1.2.0" in str(release.find_problem(f"{name}-v1.2.1", tmp_path))
+    assert release.main(f"{name}-v9") == 1
+    assert f"{name} {_project(NAMES[name])['project']['version']}" in capsys.readouterr().err
+
+
+def test_the_extra_all_has_every_extra_of_users() -> None:
+    extras = _project(ROOT / "integration")["project"]["optional-dependencies"]
+    (everything,) = extras["all"]
+    assert {*re.findall(r"\w+", everything.partition("[")[2])} == extras.keys() - {
+        *("all", "test", "bench")
+    }
+
+
+def test_page_of_tested_releases_is_made_from_the_runs() -> None:
+    assert matrix_page.PAGE.read_text(encoding="utf-8") == matrix_page.page(matrix_page.read())
+
+
+def test_outcomes_are_counted(tmp_path: Path) -> None:
+    cases = "".join(
+        f'<testcase classname="a" name="{name}">{inner}</testcase>'
+        for name, inner in (
+            ("one", ""),
+            ("two", '<failure message="no"/>'),
+            ("three", '<skipped message="no GPU"/>'),
+        )
+    )
+    text = f'<testsuites><testsuite time="2.5">{cases}</testsuite></testsuites>'
+    (tmp_path / "part.xml").write_text(text, encoding="utf-8")
+    found = matrix_page.count_tests(tmp_path)
+    assert [found[key] for key in ("passed", "skipped", "failed", "seconds")] == [1, 1, 1, 2]
+    assert found["failures"] == ["part: a::two"]
+    assert found["reasons"] == {"no GPU": 1}

@@ -1,0 +1,80 @@
+"""Every example configuration is valid, and trains a small model as it is printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import run_here
+from typer.testing import CliRunner
+
+import zero_core
+from zero_core.config.json_schema import SCHEMA_FILE
+from zero_core.testing import spawn
+from zero_engine.cli import app
+from zero_engine.presets import EXAMPLES
+
+STEPS = 2
+
+
+def _train_all(rank: int, world_size: int, examples: dict[str, Any], folder: str) -> None:
+    losses = {}
+    for name, config in examples.items():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+        engine = zero_core.build(model, config)
+        batch = torch.ones(config["train_micro_batch_size_per_gpu"], 16)
+        losses[name] = []
+        for _ in range(STEPS):
+            loss = engine(batch).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses[name].append(loss.item())
+        engine.close()
+    Path(folder, f"{rank}.json").write_text(json.dumps(losses), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of both steps of every example, trained on two ranks that are two nodes."""
+    folder = tmp_path_factory.mktemp("losses")
+    printed = {
+        name: run_here("config", "--example", name).replace("/local_nvme", str(folder))
+        for name in EXAMPLES
+    }
+    spawn(
+        _train_all,
+        2,
+        {name: json.loads(text) for name, text in printed.items()},
+        str(folder),
+        ranks_per_node=1,
+    )
+    found: dict[str, list[float]] = json.loads((folder / "0.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_trains_as_it_is_printed(name: str, losses: dict[str, list[float]]) -> None:
+    first, second = losses[name]
+    assert second < first
+    # Host and device round differently in a last bit; quantization changes more.
+    tolerance = 0.05 if name == "stage3-zeropp" else 0.01
+    assert losses[name] == pytest.approx(losses["stage3"], rel=tolerance)
+
+
+def test_there_are_examples_of_the_usual_cases() -> None:
+    cases = ("stage1", "stage2", "stage3", "offload", "twin-flow", "offload-params", "zeropp")
+    assert all(any(name.endswith(case) for name in EXAMPLES) for case in (*cases, "nvme"))
+
+
+def test_an_unknown_example_is_refused_with_the_names() -> None:
+    done = CliRunner().invoke(app, ["config", "--example", "stage4"])
+    assert done.exit_code == 2
+    assert "stage3-zeropp" in done.output
+
+
+def test_the_schema_is_printed() -> None:
+    assert run_here("config", "--schema") == SCHEMA_FILE.read_text(encoding="utf-8")

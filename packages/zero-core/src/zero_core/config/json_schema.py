@@ -1,0 +1,135 @@
+"""JSON Schema of the configuration, for editors and other programs.
+
+The file `SCHEMA_FILE` is made from the typed blocks by ``python -m zero_core.config.json_schema``.
+It accepts every configuration that `load_config` accepts, and "auto" in the ``params`` of an
+optimizer or a schedule, where the train program and Trainers fill it in. Rules between keys are
+checked by `load_config` alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from zero_core.config import blocks
+from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zero_core.config.rules import FURTHER_KEYS
+
+SCHEMA_FILE = Path(__file__).with_name("zero.schema.json")
+"""The JSON Schema, as a file of the wheel."""
+
+_Schema = dict[str, Any]
+
+
+def make_schema() -> _Schema:
+    """Return the JSON Schema (draft 2020-12) of the configuration."""
+    schema = blocks.Config.model_json_schema()
+    kinds = schema["$defs"]
+    _widen(kinds)
+    described = _descriptions()
+    for name, block in (("Config", schema), *kinds.items()):
+        block["properties"] = {
+            key: _taken(value, described.get(name, {}).get(key))
+            for key, value in block["properties"].items()
+        }
+    further = {key: {"type": [kind, "null"]} for key, kind in FURTHER_KEYS.items()}
+    kinds["OptimizerParams"] = _of_params(OPTIMIZER_PARAMS)
+    kinds["SchedulerParams"] = _of_params(SCHEDULER_PARAMS)
+    del schema["required"]
+    size = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "ZeRO configuration",
+        "properties": {"$schema": {"type": "string"}, **schema["properties"], **further},
+        "anyOf": [{"required": [key]} for key in size],
+    }
+
+
+def schema_text() -> str:
+    """Return the text of `SCHEMA_FILE`: a line per key."""
+    return _as_text(make_schema()) + "\n"
+
+
+def _as_text(value: Any, name: str = "", indent: str = "") -> str:
+    has_lines = isinstance(value, dict) and ("properties" in value or name in _WITH_LINES)
+    if not has_lines:
+        return json.dumps(value)
+    inner = indent + "  "
+    lines = (f"{inner}{json.dumps(k)}: {_as_text(v, k, inner)}" for k, v in value.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+_WITH_LINES = ("$defs", "properties")
+
+
+def _widen(kinds: Mapping[str, _Schema]) -> None:
+    """Add to the types of ``kinds`` what validators and `load_config` convert to them."""
+    for name in ("ModulesConfig", "LeafModuleConfig"):
+        for value in kinds[name]["properties"].values():
+            value["type"] = ["array", "string"]
+    # torch's names of the two dtypes
+    kinds["TorchAutocastConfig"]["properties"]["dtype"] = {"type": "string", "default": "bf16"}
+    kinds["Bf16Config"]["properties"]["check_grad_overflow"] = {"type": "boolean"}
+    for name in ("Optimizer", "Scheduler"):
+        kinds[f"{name}Config"]["properties"]["params"] = {"$ref": f"#/$defs/{name}Params"}
+
+
+def _taken(value: _Schema, description: str | None = None) -> _Schema:
+    """Return the schema of a key: ``value``, or null, which stands for the default."""
+    kind = {k: v for k, v in value.items() if k not in ("title", _REASON)}
+    if _REASON in value:
+        description = f"Without effect: {value[_REASON]}."
+    if description is not None:
+        kind["description"] = description
+    if "anyOf" in kind or "$ref" in kind:
+        choices = kind.pop("anyOf", None) or [{"$ref": kind.pop("$ref")}]
+        if isinstance(kind.get("default"), dict):
+            del kind["default"]  # it repeats the defaults of the block's keys
+        null = {"type": "null"}
+        return {"anyOf": [*(c for c in choices if c != null), null], **kind}
+    if "le" in kind:  # pydantic's name, where one bound is put on another
+        kind["maximum"] = kind.pop("le")
+    if "enum" in kind:
+        kind["enum"] = [*kind["enum"], None]
+    types = kind["type"]
+    kind["type"] = [*([types] if isinstance(types, str) else types), "null"]
+    return kind
+
+
+_REASON = "no effect"
+
+
+def _of_params(model: type[BaseModel]) -> _Schema:
+    """Return the schema of ``params``: "auto" at every key, one value for a list of any length."""
+    params = model.model_json_schema()
+    for key, value in params["properties"].items():
+        choices = [{k: v for k, v in value.items() if k not in ("default", "title")}]
+        if value.get("type") == "array" and "maxItems" not in value:
+            choices.append(value["items"])
+        params["properties"][key] = {"anyOf": [*choices, {"enum": ["auto", None]}]}
+    return {**params, "title": "params"}
+
+
+def _descriptions() -> Mapping[str, Mapping[str, str]]:
+    """Return the docstrings below the keys of each block, by block and key."""
+    tree = ast.parse(inspect.getsource(blocks))
+    return {b.name: dict(_documented(b)) for b in tree.body if isinstance(b, ast.ClassDef)}
+
+
+def _documented(block: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for key, text in zip(block.body, block.body[1:], strict=False):
+        if not (isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)):
+            continue
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            yield key.target.id, inspect.cleandoc(str(text.value.value)).replace("\n", " ")
+
+
+if __name__ == "__main__":
+    SCHEMA_FILE.write_text(schema_text(), encoding="utf-8")
