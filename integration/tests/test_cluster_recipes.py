@@ -1,54 +1,84 @@
-"""The recipes of docs/clusters.md: SLURM's script runs, as two nodes that are one machine."""
+"""The files for clusters: SLURM's script runs here, the others have the form that is expected."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import signal
 import subprocess
+import time
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.harness.forked_python import forked_python
+from zero_core.watch.heartbeat import VARIABLE
+from zero_engine.launch.started_ranks import rank_variables
+from zero_engine.script.run import _parser
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+EXAMPLES = ROOT / "integration" / "examples"
+CLUSTERS = EXAMPLES / "clusters"
+SLURM = (CLUSTERS / "slurm.sbatch").read_text(encoding="utf-8")
 
 # A node is a process of its own, with the number that SLURM gives it. One that fails ends the job.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done  # its own options
 pids=()
 echo "srun starts $SLURM_JOB_NUM_NODES tasks" >&2
+trap 'kill -USR1 "${pids[@]}"' USR1
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
     SLURM_NODEID=$node "$@" & pids+=($!)
 done
-for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
+echo $$ > srun.pid
+code=0
+for pid in "${pids[@]}"; do
+    while true; do
+        wait "$pid"
+        own=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
+    ((own > code)) && code=$own
+done
+exit $code
+"""
+SCANCEL = """#!/bin/bash
+[[ "$*" == "--signal=USR1 $SLURM_JOB_ID" ]] && kill -USR1 "$(cat srun.pid)"
 """
 SCONTROL = """#!/bin/bash
 [ "$1 $2 $3" = "show hostnames node[1-2]" ] && printf '127.0.0.1\\n127.0.0.1\\n'
+[ "$1" = requeue ] && echo "$2" > requeued
 """
-EXAMPLE = ROOT / "integration" / "examples" / "fsdp2_quantized.py"
+EXAMPLE = EXAMPLES / "fsdp2_quantized.py"
+OPTIONS = {
+    "job-name": r"\w+",
+    "nodes": r"\d+",
+    "ntasks-per-node": "1",
+    "gpus-per-node": r"\d+",
+    "cpus-per-task": r"\d+",
+    "time": r"\d+:\d\d:\d\d",
+    "signal": r"B:USR1@\d+",
+    "requeue": "",
+    "open-mode": "append",
+}
+"""Options of sbatch that the script has, and their values."""
 
 
-def _sbatch_script() -> str:
-    (script,) = re.findall(r"^```bash\n(#!/bin/bash\n#SBATCH.*?)^```", TEXT, re.M | re.S)
-    return str(script)
-
-
-def _executable(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
-
-
-def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
-    torchrun = f'#!/bin/bash\nexec {shlex.quote(forked_python())} -m torch.distributed.run "$@"\n'
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", torchrun)):
-        _executable(tmp_path / name, text)
-    _executable(tmp_path / "job.sh", _sbatch_script())
-    environment = {
+def _stand_ins(folder: Path, program: str) -> dict[str, str]:
+    """Put stand-ins for SLURM's programs into ``folder``. Returns a job's environment."""
+    programs = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "zero-engine": program}
+    for name, text in {**programs, "job.sh": SLURM}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    return {
         **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": str(os.getpid()),  # whence the port
@@ -56,10 +86,14 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
         "SLURM_CPUS_PER_TASK": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
+    program = f'#!/bin/bash\nexec {shlex.quote(forked_python())} -m zero_engine "$@"\n'
     done = subprocess.run(
         [tmp_path / "job.sh", EXAMPLE],
         cwd=tmp_path,
-        env=environment,
+        env=_stand_ins(tmp_path, program),
         capture_output=True,
         text=True,
         timeout=600,
@@ -70,19 +104,153 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     assert re.fullmatch(r"loss [\d.]+ -> [\d.]+\n", done.stdout)  # of rank 0 alone
 
 
+# `faults/ranks/test_restarts.py` sends the signal to the train program itself.
+@pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (1, True), (2, False), (0, False)])
+def test_slurm_script_is_requeued_after_its_warning(
+    code: int, is_requeued: bool, tmp_path: Path
+) -> None:
+    program = f"#!/bin/bash\ntrap 'exit {code}' USR1\necho \"$@\" > $SLURM_NODEID.arguments\n"
+    environment = _stand_ins(tmp_path, program + "while true; do sleep 0.05; done\n")
+    environment["SLURM_ARRAY_TASK_ID"] = "7"
+    with subprocess.Popen(
+        [tmp_path / "job.sh", "train.py", "--seed={task}"], cwd=tmp_path, env=environment
+    ) as job:
+        while not all((tmp_path / f"{node}.arguments").exists() for node in range(2)):
+            assert job.poll() is None
+            time.sleep(0.01)
+        while not (tmp_path / "srun.pid").exists():
+            time.sleep(0.01)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == code
+    assert (tmp_path / "requeued").exists() is is_requeued
+    assert (tmp_path / "1.arguments").read_text().split()[-2:] == ["train.py", "--seed=7"]
+
+
+def test_slurm_script_without_a_warning_is_not_requeued(tmp_path: Path) -> None:
+    environment = _stand_ins(tmp_path, "#!/bin/bash\nexit 1\n")
+    job = [tmp_path / "job.sh", "train.py"]
+    done = subprocess.run(job, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 1
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_slurm_script_has_options_of_sbatch() -> None:
+    lines = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", SLURM, re.M)
+    assert len(lines) == SLURM.count("#SBATCH")
+    assert {name for name, _ in lines} == OPTIONS.keys()
+    for name, value in lines:
+        assert re.fullmatch(OPTIONS[name], value), name
+    head = SLURM[: SLURM.rindex("#SBATCH")]
+    assert not re.search(r"^[^#\n]", head, re.M)  # sbatch reads no further than the first command
+
+
 def test_torchrun_recipe_has_the_options_of_the_slurm_script() -> None:
     (recipe,) = re.findall(r"^    (torchrun --nnodes=2 .*)$", TEXT, re.M)
     options = [word.partition("=")[0] for word in shlex.split(recipe) if word.startswith("--")]
-    script = _sbatch_script()
     for option in options:
-        assert f"{option}=" in script, option
+        assert f"{option}=" in SLURM, option
 
 
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert (ROOT / "docs" / target).exists(), target
+    for path in CLUSTERS.iterdir():
+        assert f"examples/clusters/{path.name})" in TEXT, path.name
 
 
-@pytest.mark.parametrize("line", [r"--ntasks-per-node=1$", r"--nodes=\d+$", r"--signal=TERM@\d+$"])
-def test_slurm_script_asks_for_what_it_relies_on(line: str) -> None:
-    assert re.search(rf"^#SBATCH {line}", _sbatch_script(), re.M)
+def _document(name: str) -> dict[str, Any]:
+    content = yaml.safe_load((CLUSTERS / name).read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+def test_kubeflow_runs_the_train_program_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's policy gives each node's pod these variables."""
+    trainer = _document("kubeflow_trainjob.yaml")["spec"]["trainer"]
+    nodes = {"PET_NNODES": str(trainer["numNodes"]), "PET_NODE_RANK": "1"}
+    ranks = {"PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+    address = {"PET_MASTER_ADDR": "zero-node-0-0.zero", "PET_MASTER_PORT": "29400"}
+    for name, value in {**nodes, **ranks, **address}.items():
+        monkeypatch.setenv(name, value)
+    engine, run, *words = [*trainer["command"], *trainer["args"]]
+    parsed = _parser().parse_args(words)
+    assert (engine, run, parsed.training_script) == ("zero-engine", "run", "zero_engine")
+    assert (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node) == ("2", 1, "8")
+    assert (parsed.master_addr, parsed.master_port) == ("zero-node-0-0.zero", 29400)
+
+
+def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: Path) -> None:
+    (job,) = _document("kubeflow_runtime.yaml")["spec"]["template"]["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert rule["onExitCodes"]["containerName"] == container["name"] == "node"  # Kubeflow's own
+    assert rule["onExitCodes"]["values"] == [2]
+    (variable,) = container["env"]
+    assert variable["name"] == VARIABLE
+    beats = tmp_path / "beats"
+    beats.write_text("")
+    for age_s, is_alive in ((0, True), (1200, False)):
+        os.utime(beats, (time.time() - age_s,) * 2)
+        command = container["livenessProbe"]["exec"]["command"]
+        words = [word.replace(variable["value"], str(beats)) for word in command]
+        assert (subprocess.run(words, check=False).returncode == 0) is is_alive
+
+
+def test_mpirun_starts_as_many_ranks_as_there_are_slots() -> None:
+    spec = _document("mpijob.yaml")["spec"]
+    launcher, worker = (spec["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
+    (container,) = launcher["template"]["spec"]["containers"]
+    words = container["args"]
+    count = int(words[words.index("-np") + 1])
+    assert count == worker["replicas"] * spec["slotsPerWorker"]
+    given = dict(word.split("=") for flag, word in pairwise(words) if flag == "-x")
+    own = {"RANK": "9", "SIZE": str(count), "LOCAL_RANK": "1", "LOCAL_SIZE": "8"}
+    found = rank_variables(given | {f"OMPI_COMM_WORLD_{k}": v for k, v in own.items()})
+    assert found == {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", **given}
+
+
+def test_skypilot_describes_each_node_to_torchrun(tmp_path: Path) -> None:
+    task = _document("skypilot.yaml")
+    assert task.keys() == {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
+    program = tmp_path / "zero-engine"
+    program.write_text('#!/bin/bash\nprintf "%s\\n" "${@:2}"\n', encoding="utf-8")
+    program.chmod(0o755)
+    node = {"NUM_NODES": "2", "NODE_RANK": "1", "NUM_GPUS_PER_NODE": "8"}
+    own = {f"SKYPILOT_{name}": value for name, value in node.items()}
+    own |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    said = subprocess.run(
+        ["bash", "-eu", "-c", task["run"]],
+        env={**task["envs"], **own},
+        check=True,
+        stdout=-1,
+        text=True,
+    ).stdout.splitlines()
+    parsed = _parser().parse_args(said)
+    assert (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node) == ("2", 1, "8")
+    assert parsed.master_addr == "10.0.0.1"
+    assert parsed.training_script_args == [task["envs"]["CHECKPOINTS"]]
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the instructions of a file for ``docker build``, and their arguments."""
+    joined = re.sub(r"\\\n", " ", "\n".join(x for x in text.splitlines() if not x.startswith("#")))
+    for line in filter(None, map(str.strip, joined.splitlines())):
+        yield line.partition(" ")[0], " ".join(line.split()[1:])
+
+
+def test_image_installs_from_the_wheelhouse_for_a_user_who_is_not_root() -> None:
+    known = {"ARG", "FROM", "RUN", "USER", "WORKDIR", "ENV", "ENTRYPOINT", "CMD"}
+    user, installs = "root", []
+    for word, argument in _instructions((CLUSTERS / "Containerfile").read_text(encoding="utf-8")):
+        assert word in known
+        if word == "FROM":
+            assert user in ("root", "1000")
+        if word == "USER":
+            user = argument
+        if "pip install" in argument:
+            installs.append(argument)
+    assert user == "1000"
+    (install,) = installs
+    assert "--no-index --find-links=/wheelhouse" in install
+    assert "source=wheelhouse,target=/wheelhouse" in install

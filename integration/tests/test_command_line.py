@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import io
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from conftest import run_here
 from typer.testing import CliRunner
 
 import zero_engine
-from zero_engine.cli import app
+from zero_core.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    RankMismatchError,
+    ZeroError,
+)
+from zero_engine.cli import app, main
+from zero_engine.launch.ranks import fail
+from zero_engine.terminal import working
 from zero_engine.train.launch import rank_environment
 
 
@@ -27,6 +39,72 @@ def test_config_prints_the_default_configuration() -> None:
 def test_version_is_that_of_the_distribution() -> None:
     assert CliRunner().invoke(app, ["version"]).output.strip() == zero_engine.__version__
     assert importlib.metadata.version("zero-engine") == zero_engine.__version__
+
+
+@pytest.mark.parametrize("verb", ["plan --layers=1", "doctor", "version"])
+def test_reports_are_json_on_request(verb: str) -> None:
+    assert json.loads(run_here(*verb.split(), "--json"))
+
+
+def _completed(monkeypatch: pytest.MonkeyPatch, request: str, words: str = "") -> None:
+    """Run ``zero-engine`` as a shell does for its completion."""
+    asked = {"_ZERO_ENGINE_COMPLETE": request, "COMP_WORDS": words, "COMP_CWORD": "1"}
+    for name, value in {**asked, "HF_HUB_OFFLINE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["zero-engine"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _completed(monkeypatch, f"source_{shell}")
+    assert "_ZERO_ENGINE_COMPLETE=complete_" in capsys.readouterr().out
+    if shell == "bash":
+        _completed(monkeypatch, "complete_bash", "zero-engine ver")
+        assert capsys.readouterr().out.split() == ["verify", "version"]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first rank's stderr shows it."""
+    shown = {}
+    monkeypatch.setenv("TERM", "xterm")
+    for is_terminal, rank in ((True, "0"), (True, "1"), (False, "0")):
+        monkeypatch.setenv("RANK", rank)
+        stream = _Terminal() if is_terminal else io.StringIO()
+        with contextlib.redirect_stderr(stream), working("saving") as show:
+            show(completed=1, total=2)
+        shown[is_terminal, rank] = stream.getvalue()
+    assert "saving" in shown.pop((True, "0"))
+    assert set(shown.values()) == {""}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 2),
+        (CheckpointError("x"), 2),
+        (CollectiveError("x"), 1),
+        (RankMismatchError("x"), 1),
+    ],
+)
+def test_error_ends_a_rank_with_its_code_and_leaves_its_file(
+    error: ZeroError, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        fail(error)
+    assert ended.value.code == code
+    written = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert written == f"{type(error).__name__}: x"
 
 
 def test_command_is_installed() -> None:

@@ -1,4 +1,7 @@
-"""A user's mistake ends a command with a code, one line that names the option, and no traceback."""
+"""A user's mistake ends a command with a code, one line that names the option, and no traceback.
+
+Nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import typer
 from typer.testing import CliRunner
 
 from zero_engine.cli import app
@@ -132,12 +136,39 @@ RUN = [
     ("", None),
     ("--no-such-option x.py", None),
 ]
+CHECKPOINTS = [
+    *((verb, "@/none", "@/none") for verb in ("verify", "inspect")),
+    *((verb, "@", "holds no checkpoint") for verb in ("verify", "inspect")),
+    *((verb, "@/list.json", "list.json") for verb in ("verify", "inspect")),
+    *((verb, "@ --tag ../x", "plain folder name") for verb in ("verify", "inspect")),
+    *((verb, "@ --tag other", "@/other is not a checkpoint") for verb in ("verify", "inspect")),
+    *((verb, "", None) for verb in ("verify", "inspect", "export", "prune", "import")),
+    ("export", "@ @/out", "holds no checkpoint"),
+    ("export", "@", None),
+    ("export", "@ @/out --dtype int3", "--dtype int3: expected one of float32"),
+    ("prune", "@/none --keep-last 1", "@/none cannot be read"),
+    ("prune", "@/list.json --keep-last 1", "list.json cannot be read"),
+    ("prune", "@", None),
+    ("prune", "@ --keep-last 0", None),
+    ("prune", "@ --keep-last 1 --keep-every 0", None),
+    ("import", "@/none @/out", "@/none"),
+    ("import", "@ @/out", "@"),
+    ("import", "@ @/list.json --tag x", "@"),
+]
+OTHERS = [
+    ("trane", "", None),
+    ("doctor", "--yaml", None),
+    ("doctor", "more", None),
+    ("config", "more", None),
+    ("config", "--example no-such", None),
+    ("version", "--yaml", None),
+]
 LINES = [
     *(("train", *row) for row in TRAIN),
     *(("plan", *row) for row in PLAN),
     *(("run", *row) for row in RUN),
-    ("trane", "", None),
-    ("doctor", "--yaml", None),
+    *CHECKPOINTS,
+    *OTHERS,
 ]
 
 
@@ -159,11 +190,33 @@ def test_a_mistake_is_one_line_and_a_code(
 ) -> None:
     assert not dist.is_initialized()
     monkeypatch.chdir(folder.parent)  # where no run is
+    before = _content(folder.parent)
     done = CliRunner().invoke(app, [verb, *arguments.replace("@", str(folder)).split()])
     assert isinstance(done.exception, SystemExit), done.exception
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.output
+    assert _content(folder.parent) == before
     if expected is not None:
-        assert expected in done.stderr
+        assert expected.replace("@", str(folder)) in done.stderr
         assert len(done.stderr.splitlines()) == 1, done.stderr
         assert done.stdout == ""
+
+
+def test_each_command_has_a_mistake_in_the_table() -> None:
+    commands = typer.main.get_command(app)
+    assert isinstance(commands, typer.core.TyperGroup)
+    assert set(commands.commands) <= {verb for verb, _, _ in LINES}
+
+
+@pytest.mark.parametrize("verb", ["plan --ranks 0", "verify @/none", "prune @ --keep-last 1"])
+def test_a_mistake_is_json_where_a_report_would_be(verb: str, folder: Path) -> None:
+    words = verb.replace("@", str(folder / "none")).split()
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 2
+    assert set(json.loads(done.stdout)) == {"error", "is_corrupt"}
+    assert done.stderr == ""
+
+
+def _content(folder: Path) -> dict[Path, int]:
+    """Return each file and folder in ``folder`` with its time of change."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}

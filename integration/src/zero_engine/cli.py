@@ -1,4 +1,7 @@
-"""The command line: ``zero-engine train | run | plan | verify | import | doctor | ...``."""
+"""The command line: ``zero-engine train | run | plan | verify | import | doctor | ...``.
+
+Its exit codes are those of `zero_engine.terminal`, and of the programs that it runs.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from zero_engine.presets import EXAMPLES, example_text
 
 app = typer.Typer(
     help="Train with ZeRO: sharded, offloaded, quantized.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a plain traceback can be pasted into a bug report
 )
 
 _Text = str | None
 _Number = int | None
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _option(help_text: str) -> Any:
@@ -177,6 +180,7 @@ def plan(
     ] = False,
     json_file: Annotated[_Text, _option("Write the plan as JSON there.")] = None,
     png: Annotated[_Text, _option("Draw the memory as a picture there.")] = None,
+    as_json: _Json = False,
 ) -> None:
     """Forecast the memory and traffic of a run, and the smallest change that makes it fit.
 
@@ -185,32 +189,35 @@ def plan(
     Ends with code 1 if nothing fits the memory that was given.
     """
     from zero_core.errors import ZeroError
-    from zero_engine.launch.ranks import fail
     from zero_engine.planning import make_plan, read_model, show_plan, write_plan
+    from zero_engine.terminal import refuse, working
 
     sizes = {"layers": layers, "width": width, "heads": heads, "vocab": vocab}
     try:
-        planned = make_plan(
-            read_model(model, tokens, sizes),
-            config,
-            ranks=ranks,
-            ranks_per_node=ranks_per_node,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            tokens=tokens,
-            is_on_cpu=on_cpu,
-        )
+        with working("planning"):
+            planned = make_plan(
+                read_model(model, tokens, sizes),
+                config,
+                ranks=ranks,
+                ranks_per_node=ranks_per_node,
+                device_memory=device_memory,
+                host_memory=host_memory,
+                tokens=tokens,
+                is_on_cpu=on_cpu,
+            )
         write_plan(planned, json_file, png)
     except ZeroError as error:
-        fail(error)
-    show_plan(planned, Console())
+        sys.exit(refuse(error, as_json=as_json))
+    if as_json:
+        print(planned.to_json())
+    else:
+        show_plan(planned, Console())
     if planned.best is None:
         sys.exit(1)
 
 
 _Folder = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]
 _Tag = Annotated[_Text, _option("Name of the checkpoint. Default: the newest.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
@@ -290,13 +297,13 @@ def import_from_deepspeed(
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-) -> None:
+def doctor(as_json: _Json = False) -> None:
     """Show what is installed, what this machine offers, and what is missing."""
     from zero_engine.doctor import as_table, examine
+    from zero_engine.terminal import working
 
-    findings = examine()
+    with working("examining this machine"):
+        findings = examine()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -337,9 +344,10 @@ def config(
 
 
 @app.command()
-def version() -> None:
+def version(as_json: _Json = False) -> None:
     """Print the version."""
-    print(zero_engine.__version__)
+    found = zero_engine.__version__
+    print(json.dumps({"version": found}) if as_json else found)
 
 
 def main() -> None:

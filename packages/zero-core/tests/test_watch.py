@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import zero_core
 from zero_core.watch import beats
 from zero_core.watch import watch as watches
 from zero_core.watch.board import ThreadedBoard
+from zero_core.watch.heartbeat import HeartbeatFile
 from zero_core.watch.place import OUTSIDE, Place
 from zero_core.watch.watch import Watch
 
@@ -289,3 +295,21 @@ if __name__ == "__main__":  # 10**5 steps take a minute
     world = _Ranks(3)
     world.run(healthy(int(sys.argv[1]), 3))
     print(f"{sys.argv[1]} steps, {world.now:.0f} s of virtual time, {len(found)} lines")
+
+
+def test_heartbeat_file_has_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "heartbeat"
+    monkeypatch.setenv("ZERO_HEARTBEAT_FILE", str(path))
+    for local_rank in ("1", "0"):
+        assert not path.exists()  # the node's first rank writes it
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        HeartbeatFile().beat(3, rank=8)
+    assert json.loads(path.read_text())["rank"] == 8
+    engine = zero_core.build(
+        nn.Linear(1, 1), {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1}}}
+    )
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+    engine.close()
+    assert json.loads(path.read_text())["step"] == 1  # at most once a second

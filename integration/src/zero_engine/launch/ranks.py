@@ -1,8 +1,8 @@
 """The ranks of one job: joining, doing something on one of them, stopping all of them together.
 
-A **stop request** is a signal (Ctrl-C's SIGINT, or the SIGTERM of a scheduler). It may reach one
-rank a step earlier than another, so the ranks compare what they received at every step's end and
-stop at the same one.
+A **stop request** is a signal (Ctrl-C's SIGINT, or the SIGTERM or SIGUSR1 of a scheduler). It may
+reach one rank a step earlier than another, so the ranks compare what they received at every step's
+end and stop at the same one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_core.errors import ZeroError
+from zero_core.watch.error_file import write_error_file
 from zero_engine.launch.orphans import end_with_launcher
 from zero_engine.launch.rendezvous import fresh_store
 from zero_engine.launch.started_ranks import device_index
+from zero_engine.terminal import exit_code
 
 
 def is_under_launcher() -> bool:
@@ -116,27 +119,28 @@ def ranks_where(is_so: bool, device: torch.device) -> list[int]:
     return [rank for rank, flag in enumerate(sum_over_ranks(flags).tolist()) if flag]
 
 
-def fail(error: Exception) -> NoReturn:
-    """Print a mistake of the user's and end this process with code 2.
+def fail(error: ZeroError) -> NoReturn:
+    """Print an error and end this process: with code 2 for a mistake of the user's, else with 1.
 
     Every rank may run into the same mistake, and it is to be said once: another rank than 0 is
-    heard only if rank 0 has nothing to say.
+    heard only if rank 0 has nothing to say. torchrun is told by the rank's error file, too.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         _let_first_rank_speak()
     print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+    write_error_file(type(error).__name__, str(error))
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():  # threads of its process group may abort an ordered end
-        os._exit(2)
-    sys.exit(2)
+        os._exit(exit_code(error))
+    sys.exit(exit_code(error))
 
 
 class StopRequest:
     """Remembers the signal that asked this process to stop, in place of dying from it."""
 
-    HANDLED = (signal.SIGINT, signal.SIGTERM)
+    HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self._received: int | None = None

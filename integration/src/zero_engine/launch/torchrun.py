@@ -1,7 +1,7 @@
 """torchrun within this process: start ranks, wait for them, and end with their exit code.
 
-torchrun (``torch.distributed.run``) passes SIGINT and SIGTERM on to the ranks, which save and leave
-by themselves; it kills those that are still there after a grace period.
+torchrun (``torch.distributed.run``) passes SIGINT, SIGTERM and, here, SIGUSR1 on to the ranks. They
+save and leave by themselves; it kills those that are still there after a grace period.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from torch.distributed.run import run
 
 GRACE_PERIOD_S = 300
 """How long ranks may take to save. torch 2.10 and 2.11 have 30 s, which cannot be changed."""
+
+
+def pass_on_warnings() -> None:
+    """Have torchrun's parsers that are made from now on pass SIGUSR1 on, SLURM's usual warning."""
+    signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", signals)
 
 
 def local_address_only() -> dict[str, str]:

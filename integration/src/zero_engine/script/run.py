@@ -20,7 +20,7 @@ from torch.distributed.run import (
 from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import is_under_launcher
 from zero_engine.launch.started_ranks import LOOPBACK, rank_variables
-from zero_engine.launch.torchrun import local_address_only, run_ranks
+from zero_engine.launch.torchrun import local_address_only, pass_on_warnings, run_ranks
 from zero_engine.machine import available_cores
 from zero_engine.script.deepspeed_options import (
     add_options,
@@ -60,6 +60,7 @@ def run_program(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: options for torchrun, where no ranks are started; or see `rank_variables`.
     """
+    pass_on_warnings()
     parser = _parser()
     parsed = parser.parse_args(list(arguments))
     os.environ.update(hooked(os.environ))

@@ -13,7 +13,7 @@ from torch.distributed.run import parse_args
 
 from zero_core import check_config
 from zero_core.errors import ConfigError
-from zero_engine.launch.torchrun import local_address_only, run_ranks
+from zero_engine.launch.torchrun import local_address_only, pass_on_warnings, run_ranks
 from zero_engine.machine import available_cores
 from zero_engine.train.data import read_text
 from zero_engine.train.run_lock import RunLock, longest_wait_s
@@ -100,6 +100,7 @@ def launch(arguments: Sequence[str], *, num_ranks: int, max_restarts: int = 0) -
     """
     for name, value in rank_environment(num_ranks).items():
         os.environ.setdefault(name, value)
+    pass_on_warnings()
     options = [f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
     command = ["--standalone", *options, "-m", "zero_engine", *arguments]
     return run_ranks(parse_args(command))  # type: ignore[no-untyped-call]

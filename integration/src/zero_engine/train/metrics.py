@@ -72,6 +72,10 @@ class Reporter:
         """Print one line, above the progress bar if there is one."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def doing(self, what: str) -> None:
+        """Show beside the progress bar, if there is one, what the program does after a step."""
+        self._progress.update(self._task, description=what)
+
     def step(self, record: StepRecord) -> None:
         self._write(asdict(record))
         for name in ("loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s"):

@@ -43,6 +43,7 @@ from zero_engine.launch.ranks import (
     sum_over_ranks,
 )
 from zero_engine.machine import memory_limit_bytes, used_bytes
+from zero_engine.terminal import working
 from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 from zero_engine.train.metrics import Reporter, StepRecord, last_finished_step
@@ -103,7 +104,9 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
             config, text = engine_config(settings), read_text(settings.data)
             clear_run(folder)
             write_resolved(folder, settings, config=config)
-            prepare_corpus(text, folder.data, vocab_size=settings.vocab, context=settings.context)
+            sizes = {"vocab_size": settings.vocab, "context": settings.context}
+            with working("preparing the text"):
+                prepare_corpus(text, folder.data, **sizes)
         note_launch(folder, launch)
         resolved = read_resolved(folder)
         agreed.update(config=resolved["config"], run=agreed.get("run", resolved["run"]))
@@ -139,12 +142,14 @@ def train_in(
     """
     corpus = open_corpus(folder.data, settings.seed, device)
     make_deterministic(settings.seed, device)
-    model = build_model(settings, corpus.vocab_size)
-    engine = zero_core.build(model, fill_auto(config, settings.steps))
+    with working("building the model"):
+        model = build_model(settings, corpus.vocab_size)
+        engine = zero_core.build(model, fill_auto(config, settings.steps))
     client_state = None
     if should_resume or engine.config.memory_checkpoint is not None:
         last_step = last_finished_step(folder, settings)
-        client_state = engine.resume(folder.checkpoint, last_step=last_step)
+        with working("loading the checkpoint"):
+            client_state = engine.resume(folder.checkpoint, last_step=last_step)
     first_step = 0 if client_state is None else int(client_state["step"])
     if settings.steps < first_step:
         raise zero_core.ConfigError(
@@ -168,6 +173,8 @@ def train_in(
                 reporter.say(f"goes on after step {first_step}")
         stop = run_steps(engine, corpus, settings, reporter, folder, request, first_step)
         if stop is None:
+            if reporter:
+                reporter.doing("exporting the model")
             export_for_transformers(engine, model, folder)
             write_sample(engine, model, corpus, folder)
         if reporter:
@@ -256,6 +263,8 @@ def run_steps(
                 keep_last=settings.keep_last,
                 max_copy_bytes=copied,
             )
+    if reporter:
+        reporter.doing("saving the checkpoint")
     if save is not None:
         save.result()
     return stop if step < settings.steps else None  # a run that is complete was not stopped

@@ -31,6 +31,7 @@ from zero_core.step.invariance import InvarianceCheck
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.replicas import check_replicas
 from zero_core.step.seeds import MicroBatchSeeds
+from zero_core.watch.heartbeat import HeartbeatFile
 
 
 class Engine(ShardedModel):
@@ -65,6 +66,7 @@ class Engine(ShardedModel):
         self._seeds = seeds
         self._saver = Saver(parts.state, parts.train, parts.beside)
         self.remove_at_end([self._saver])
+        self._heartbeat = HeartbeatFile()
         self._snapshots = copies
         if copies is not None:
             self.remove_at_end([copies])
@@ -122,6 +124,7 @@ class Engine(ShardedModel):
         with self.place.during("step()"):
             self._update()
         self.place.num_steps = self.global_steps
+        self._heartbeat.beat(self.global_steps, self.rank)
         if self._snapshots is not None:
             self._snapshots.start(client_state or {})
 

@@ -23,7 +23,7 @@ def open_regular(path: Path, *, follows_links: bool = True) -> IO[bytes]:
         if not follows_links and path.is_symlink():
             raise CheckpointCorruptError(f"{path} is a link: put a copy of the file in its place")
         file = os.fdopen(os.open(path, flags), "rb", buffering=0)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no file {path}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
