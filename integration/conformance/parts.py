@@ -44,6 +44,7 @@ from zero_core.protocols import (
     StatefulCollectives,
     StateTier,
     StateTierFactory,
+    TimedTier,
     TransportCollectives,
     WholeStateTier,
     Work,
@@ -92,6 +93,7 @@ def prove_instances(
     collectives: list[Collectives] = [*transports, quantized]
     stateful: StatefulCollectives = quantized
     tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
+    timed: list[TimedTier] = [twin_tier, auto_tier]
     accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
     reserving: list[ReservingTier] = [device_tier, twin_tier, auto_tier]
     ahead: AheadTier = device_tier
@@ -102,7 +104,7 @@ def prove_instances(
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
     del transports, collectives, stateful, tiers, accumulating, reserving, ahead, memory
-    del param_tier, store, param, whole, snapshots
+    del param_tier, store, param, whole, snapshots, timed
 
 
 def prove_what_is_handed_over(
@@ -164,6 +166,7 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.optim.device_tier.DeviceTier, offloaded": (DeviceTier, DeviceMemory),
     "zero_offload.tiers.twin.TwinTier, offloaded": (TwinTier, DeviceMemory),
     "zero_offload.tiers.twin.TwinTier": (TwinTier, AccumulatingTier),
+    "zero_offload.tiers.twin.TwinTier, timed": (TwinTier, TimedTier),
     "zero_offload.tiers.twin.TwinTier, memory": (TwinTier, ReservingTier),
     "zero_core.optim.device_tier.DeviceTier, watched": (DeviceTier, SnapshotTier),
     "zero_offload.tiers.twin.TwinTier, watched": (TwinTier, SnapshotTier),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def clear_run(folder: RunFolder) -> None:
     """Remove what an earlier run left in ``folder``, and nothing else."""
-    for path in (folder.data, folder.tensorboard, folder.checkpoint, folder.hf):
+    for path in (folder.data, folder.records, folder.tensorboard, folder.checkpoint, folder.hf):
         shutil.rmtree(path, ignore_errors=True)
     for path in (folder.metrics, folder.sample, folder.loss_plot, folder.memory_plot):
         path.unlink(missing_ok=True)

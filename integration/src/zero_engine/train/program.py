@@ -151,6 +151,7 @@ def train_in(
         with working("loading the checkpoint"):
             client_state = engine.resume(folder.checkpoint, last_step=last_step)
     first_step = 0 if client_state is None else int(client_state["step"])
+    engine.record(folder.records)
     if settings.steps < first_step:
         raise zero_core.ConfigError(
             f"--steps {settings.steps}: the run has taken {first_step} already"
@@ -240,7 +241,8 @@ def run_steps(
         sent = torch.tensor(shared, dtype=torch.float64, pin_memory=is_accelerated)
         sums = sent.to(engine.device, non_blocking=True)
         sums[0] = loss
-        total_loss, *sums_of_flags_and_memory = sum_over_ranks(sums).tolist()
+        with engine.place.waiting("sum of losses"):
+            total_loss, *sums_of_flags_and_memory = sum_over_ranks(sums).tolist()
         stop = StopRequest.from_flags(sums_of_flags_and_memory[: len(StopRequest.HANDLED)])
         if reporter:
             num_tokens = engine.config.train_batch_size * settings.context
@@ -253,7 +255,8 @@ def run_steps(
                 tokens_per_s=num_tokens / (time.perf_counter() - started_at),
                 memory_bytes=[int(m) for m in sums_of_flags_and_memory[-engine.world_size :]],
             )
-            reporter.step(record)
+            with engine.place.during("logs of the step"):
+                reporter.step(record)
         if step % settings.eval_every == 0 or step == settings.steps:
             evaluate(engine, corpus, settings, reporter, step)
         if step % settings.save_every == 0 or step == settings.steps or stop is not None:

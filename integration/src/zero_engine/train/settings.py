@@ -21,6 +21,8 @@ from zero_core.errors import ConfigError
 
 DEFAULT_CONFIG = "default_config.json"
 AUTO = "auto"
+RECORDS = "records"
+"""Folder of the records of steps in that of a run."""
 CHANGEABLE = ("output", "steps", "save_every", "keep_last", "log_every")
 """Settings that a resumed run may have others of."""
 MAX_SEED = 2**44
@@ -106,6 +108,7 @@ class RunFolder:
         resolved_config: settings of the run and of the engine, defaults spelled out.
         data: the tokenizer and the encoded text.
         metrics: JSON log of what TensorBoard's log holds, one object per line.
+        records: a line per step and rank, which ``zero-engine report`` reads.
         tensorboard: TensorBoard's event files.
         checkpoint: what ``--resume`` continues from.
         hf: model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``.
@@ -121,6 +124,7 @@ class RunFolder:
         self.resolved_config = root / "config.resolved.json"
         self.data = root / "data"
         self.metrics = root / "metrics.jsonl"
+        self.records = root / RECORDS
         self.tensorboard = root / "tensorboard"
         self.checkpoint = root / "checkpoint"
         self.hf = root / "hf"

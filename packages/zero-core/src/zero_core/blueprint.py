@@ -119,7 +119,8 @@ class Blueprint:
         if config.broadcast_buffers:
             model |= CommonBuffers(self.module).describe()
         # Hosts may have their memory at different places.
-        settings = config.model_dump(mode="json", exclude={"memory_checkpoint": {"path"}})
+        paths = {"memory_checkpoint": {"path"}, "step_records": {"folder"}}
+        settings = config.model_dump(mode="json", exclude=paths)
         for what, facts in (
             ("model", model),
             ("configuration", dict(_flat(settings))),

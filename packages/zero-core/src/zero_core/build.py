@@ -275,6 +275,11 @@ def build(
                 engine.close()  # another build() may follow, from the right file
                 raise
         control.place.enter(OUTSIDE)
+        records = resolved.step_records
+        if isinstance(engine, Engine) and records is not None:
+            engine.record(
+                records.folder, max_bytes=records.max_bytes, detail_every=records.detail_every
+            )
         return engine
 
 

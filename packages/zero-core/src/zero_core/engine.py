@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from zero_core.checkpoint.files import holds_checkpoint, newest_step
 from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
 from zero_core.checkpoint.save import SaveOptions
 from zero_core.errors import ConfigError, UnusedParameterError
+from zero_core.plugins import REPORTS, load_part
+from zero_core.record.recorder import Recorder, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient, updates_in_backward
@@ -63,7 +66,9 @@ class Engine(ShardedModel):
             )
         self.optimizer = optimizer
         self._gradient = gradient
+        self._why_skipped = ""
         self._seeds = seeds
+        self._recorder: Recorder | None = None
         self._saver = Saver(parts.state, parts.train, parts.beside)
         self.remove_at_end([self._saver])
         self._heartbeat = HeartbeatFile()
@@ -86,6 +91,8 @@ class Engine(ShardedModel):
         ``over`` is the number of micro-steps in this step; None stands for the configuration's.
         """
         self._device_states.check("backward()", BACKWARD_PARTS)
+        if self._recorder is not None:
+            self._recorder.note_loss(loss)
         return self._train.scale(loss, over)
 
     def backward(self, loss: Tensor, *, over: int | None = None, **kwargs: Any) -> None:
@@ -94,7 +101,8 @@ class Engine(ShardedModel):
         A plain ``loss.backward()`` works too, except with fp16; it doesn't divide by the
         accumulation steps. Every rank must run it; ``kwargs`` go to `torch.Tensor.backward`.
         """
-        self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
+        with self.place.during("backward"):
+            self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def step(self, *, client_state: Mapping[str, Any] | None = None) -> None:
         """End a micro-step. At an accumulation boundary, update the parameters.
@@ -121,10 +129,16 @@ class Engine(ShardedModel):
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
             )
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        skipped = self.skipped_steps
         with self.place.during("step()"):
             self._update()
         self.place.num_steps = self.global_steps
         self._heartbeat.beat(self.global_steps, self.rank)
+        if self._recorder is not None:
+            is_taken = self.skipped_steps == skipped
+            why = "" if is_taken else self._why_skipped
+            self._recorder.end_step(is_taken=is_taken, why_skipped=why, lr=rates)
         if self._snapshots is not None:
             self._snapshots.start(client_state or {})
 
@@ -148,7 +162,8 @@ class Engine(ShardedModel):
             self.optimizer.engine_step()
             self._train.step_taken()
         else:
-            self._train.step_skipped(self._gradient.explain_skip())
+            self._why_skipped = self._gradient.explain_skip()
+            self._train.step_skipped(self._why_skipped)
         self._runtime.discard()
         self._meter.end_step()
         self._train.end_step()
@@ -167,7 +182,8 @@ class Engine(ShardedModel):
         self._idle_forward()
         nothing = torch.zeros((), device=self.device, requires_grad=True)
         nothing.register_hook(self._runtime.idle_backward)  # type: ignore[no-untyped-call]
-        self.backward(nothing, over=over)
+        self._device_states.check("idle_backward()", BACKWARD_PARTS)
+        self._train.scale(nothing, over).backward()  # type: ignore[no-untyped-call]
 
     def idle_step(self, *, over: int | None = None) -> None:
         """Take part in one micro-step of the other ranks, without data.
@@ -302,6 +318,67 @@ class Engine(ShardedModel):
                 "set_requires_gradient_sync(False) out: each backward is reduced"
             )
 
+    # -------------------------------------------------------------- recording
+
+    def record(
+        self, folder: str | Path, *, max_bytes: int = 32 * 2**20, detail_every: int = 50
+    ) -> None:
+        """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
+
+        The key ``step_records`` of the configuration does the same. Each rank that is to be in a
+        report calls it, with a folder that all ranks can read later on. `zero_core.record.records`
+        has the fields. Records of a start before stay in the file.
+
+        Args:
+            folder: made if it is missing.
+            max_bytes: bound on the file's size. Beyond it every other step is dropped.
+            detail_every: steps between two whose course is recorded span by span.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        if self._recorder is not None:
+            self._recorder.remove()
+        memory = {**self._memory.report(), **self._communicator.private_nbytes}
+        subject = Subject(
+            self.config,
+            self.sharded_state,
+            self._train,
+            self._meter,
+            self.place,
+            memory,
+            [unit.name for unit in self.layout.units],
+            self._meter.ranks_per_node,
+        )
+        try:
+            self._recorder = Recorder(
+                subject, Path(folder), max_bytes=max_bytes, detail_every=detail_every
+            )
+        except OSError as error:
+            raise ConfigError(f"record: {folder} cannot be written: {error.strerror}") from error
+        self.remove_at_end([self._recorder])
+
+    def report(self, path: str | Path) -> Path:
+        """Write an HTML page about the steps that all ranks have recorded so far.
+
+        A trace for Perfetto lies beside it. No rank waits for another; one of them calls it.
+
+        Returns:
+            The page.
+
+        Raises:
+            ConfigError: nothing is recorded: `record` comes first.
+            MissingPartError: the package zero-engine, which draws it, is not installed.
+        """
+        if self._recorder is None:
+            raise ConfigError(
+                "report: no step has been recorded: call engine.record(folder) before the first "
+                "one, or set step_records.folder in the configuration"
+            )
+        self._recorder.flush()
+        write = load_part(REPORTS, "html", asked_by="engine.report()", distribution="zero-engine")
+        return Path(write([self._recorder.folder], Path(path)))
+
     # ---------------------------------------------------------------- keeping
 
     def save_checkpoint(
@@ -399,8 +476,11 @@ class Engine(ShardedModel):
         self._gradient.check_not_updated(f"{call.removesuffix('()')} between backward and step")
         self._train.accumulation.check_ended(or_dropped=drops_partial)
         self._communicator.forget_values()
+        began = perf_counter()
         with self.place.during(call):
             yield
+        if self._recorder is not None:
+            self._recorder.note("saved", call, perf_counter() - began)
 
     def _tag(self, tag: str | None) -> str:
         return f"step-{self.global_steps}" if tag is None else tag
@@ -426,9 +506,12 @@ class Engine(ShardedModel):
             CheckpointError: there is none, or it belongs to another model.
             CheckpointCorruptError: its bytes are not what was written.
         """
+        began = perf_counter()
         found = self._load_checkpoint(directory, tag, without)
         if self._snapshots is not None:
             self._snapshots.forget()
+        if self._recorder is not None:
+            self._recorder.note("loaded", str(found[0]), perf_counter() - began)
         return found
 
     def resume(

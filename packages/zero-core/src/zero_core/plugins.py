@@ -53,6 +53,7 @@ TIERS = "zero_core.state_tiers"
 PARAM_TIERS = "zero_core.param_tiers"
 KERNELS = "zero_core.adam_kernels"
 FOOTPRINTS = "zero_core.footprints"
+REPORTS = "zero_core.reports"
 
 
 def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> Config:

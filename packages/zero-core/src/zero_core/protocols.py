@@ -431,6 +431,29 @@ class AccumulatingTier(StateTier, Protocol):
 
 
 @runtime_checkable
+class TimedTier(StateTier, Protocol):
+    """A state tier that works beside the caller, and counts the time and the bytes of it.
+
+    Counts only grow. They are read between two steps, without waiting for what is under way.
+    """
+
+    @property
+    def host_numel(self) -> int:
+        """Elements that the host updates."""
+
+    def work_s(self) -> Mapping[str, float]:
+        """Seconds so far: "host" (updates by its thread), "file" (reads and writes under way) and
+        "file wait" (updates that waited for those).
+        """
+
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes copied so far from the device to the host, and back."""
+
+    def recent_updates(self) -> Sequence[tuple[float, float]]:
+        """Start and end of the last updates by the host, of `time.perf_counter`, in order."""
+
+
+@runtime_checkable
 class WholeStateTier(StateTier, Protocol):
     """A state tier whose optimizer updates whole parameters, and keeps their states whole.
 

@@ -167,6 +167,7 @@ class Communicator:
                 )
         except RuntimeError as error:
             work = _NotStarted(error)
+        self._note_launch("all_gather", segment)
         return NamedWork(self, work, "all_gather", segment)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
@@ -174,6 +175,7 @@ class Communicator:
 
         See `zero_core.protocols.Collectives.reduce_scatter`. `CollectiveError` if it cannot start.
         """
+        self._note_launch("reduce_scatter", segment)
         with self._starting("reduce_scatter", segment):
             work = self._reduce_scatter(out, full, unit=segment)
         return NamedReduction(self, work, "reduce_scatter", segment)
@@ -189,9 +191,15 @@ class Communicator:
         See `zero_core.protocols.AddingCollectives`. `CollectiveError` if it cannot start.
         """
         assert self._adding is not None, "checked when the engine was built"
+        self._note_launch("reduce_scatter", segment)
         with self._starting("reduce_scatter", segment):
             work = self._adding.reduce_add(out, full, unit=segment)
         return NamedReduction(self, work, "reduce_scatter", segment)
+
+    def _note_launch(self, verb: str, segment: int) -> None:
+        clock = self.place.clock
+        if clock is not None:
+            clock.launch(self.name_of(verb, segment))
 
     @contextmanager
     def _starting(self, verb: str, segment: int) -> Iterator[None]:

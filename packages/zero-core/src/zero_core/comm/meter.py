@@ -130,6 +130,7 @@ class Meter:
     """Adds up what this rank sends in a step."""
 
     def __init__(self, world_size: int = 1, ranks_per_node: int = 1) -> None:
+        self.ranks_per_node = ranks_per_node
         self._ring = Links(world_size, ranks_per_node, is_ring=True)
         self._lock = threading.Lock()  # threads of queues count, too
         self._open: dict[tuple[str, str], list[int]] = {}

@@ -408,6 +408,20 @@ class MemoryCheckpointConfig(_Block):
     ``/dev/shm``, which is removed with the job."""
 
 
+class StepRecordsConfig(_Block):
+    """``step_records``: a line per step and rank on disk, as by `zero_core.Engine.record`.
+
+    Not in DeepSpeed's configuration.
+    """
+
+    folder: str
+    """Of all ranks' files. It is made if it is missing."""
+    max_bytes: Annotated[int, Field(ge=2**16)] = 32 * 2**20
+    """Of one rank's file. Beyond it every other step is dropped."""
+    detail_every: PositiveInt = 50
+    """Steps between two whose course is recorded span by span."""
+
+
 class Config(_Block):
     """Resolved configuration."""
 
@@ -452,6 +466,8 @@ class Config(_Block):
     disables them. Not in DeepSpeed's configuration."""
     memory_checkpoint: MemoryCheckpointConfig | None = None
     """Copies in memory, kept after every step. Not in DeepSpeed's configuration."""
+    step_records: StepRecordsConfig | None = None
+    """Records of steps, which a report is made of. Not in DeepSpeed's configuration."""
     steps_per_print: PositiveInt | None = None
     """Steps between log lines of step, loss scale and learning rate. None disables them."""
 

@@ -19,6 +19,7 @@ from zero_core.layout.arithmetic import Segment
 from zero_core.layout.stored import dim_order, from_bytes, to_bytes
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
 from zero_core.sharded.pool import BufferPool, RefilledBuffers
+from zero_core.watch.place import UPDATE
 
 _NO_VERSION = -1
 # One pass in C, as it runs for every parameter of every gather.
@@ -66,7 +67,8 @@ class ShardSource(ABC):
     def wait_update(self) -> None:
         """Wait until the shard holds its updated values."""
         if self.span is not None:
-            self._tier.wait_params(*self.span)
+            with self._communicator.place.during(UPDATE):
+                self._tier.wait_params(*self.span)
 
     @abstractmethod
     def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 OUTSIDE = "the program outside of the engine"
 """`Place.doing` between two calls of the engine."""
+
+UPDATE = "the wait for updated parameters"
+"""`Place.doing` while the state tier has not published what is needed next."""
+
+
+class Clock(Protocol):
+    """Notes when the place changes: a `zero_core.watch.step_clock.StepClock`."""
+
+    def enter(self, doing: str) -> None: ...
+
+    def begin_wait(self, what: str) -> None: ...
+
+    def end_wait(self) -> None: ...
+
+    def launch(self, what: str) -> None: ...
 
 
 class Place:
@@ -18,27 +34,44 @@ class Place:
         waits_for: the collective that the host waits for, or an empty string.
         num_changes: increases with each change of the others. A rank in which it does not change
             is at one place.
+        clock: notes the times, while steps are recorded.
     """
 
-    __slots__ = ("doing", "num_changes", "num_steps", "waits_for")
+    __slots__ = ("clock", "doing", "num_changes", "num_steps", "waits_for")
 
     def __init__(self) -> None:
         self.doing = OUTSIDE
         self.num_steps = 0
         self.waits_for = ""
         self.num_changes = 0
+        self.clock: Clock | None = None
 
     def enter(self, doing: str) -> None:
         self.doing = doing
         self.num_changes += 1
+        if self.clock is not None:
+            self.clock.enter(doing)
 
     def begin_wait(self, what: str) -> None:
         self.waits_for = what
         self.num_changes += 1
+        if self.clock is not None:
+            self.clock.begin_wait(what)
 
     def end_wait(self) -> None:
         self.waits_for = ""
         self.num_changes += 1
+        if self.clock is not None:
+            self.clock.end_wait()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Wait for other ranks in this context, for ``what`` the program exchanges itself."""
+        self.begin_wait(what)
+        try:
+            yield
+        finally:
+            self.end_wait()
 
     @contextmanager
     def during(self, doing: str) -> Iterator[None]:

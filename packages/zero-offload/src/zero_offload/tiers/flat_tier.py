@@ -36,6 +36,7 @@ class TierReport:
         bytes_d2h: gradient bytes copied to the host.
         bytes_h2d: parameter bytes brought back to the compute device.
         stall_s: seconds that callers were blocked because a step was not done.
+        update_s: seconds spent on updates, without waiting for gradients or memory.
         host_bytes: host memory of master weights and states, transfer buffers apart. Parameter
             shards that are master weights, or the upper halves of some, count.
         memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
@@ -46,6 +47,7 @@ class TierReport:
     bytes_d2h: int
     bytes_h2d: int
     stall_s: float
+    update_s: float
     host_bytes: int
     memory: Mapping[str, int]
 
@@ -92,6 +94,7 @@ class FlatTier(ABC):
             bytes_d2h=self._mover.bytes_d2h,
             bytes_h2d=self._mover.bytes_h2d,
             stall_s=self._stall_s,
+            update_s=self._worker.update_s,
             host_bytes=num_bytes.masters + num_bytes.states if is_on_host else 0,
             memory={
                 "master weights": num_bytes.master_copies,
@@ -99,6 +102,10 @@ class FlatTier(ABC):
                 "gradient copies": self._mover.grad_bytes,
             },
         )
+
+    def recent_updates(self) -> list[tuple[float, float]]:
+        """Return start and end of the last updates, of `time.perf_counter`."""
+        return list(self._worker.updates)
 
     def drain(self) -> float:
         """Wait for the steps under way.

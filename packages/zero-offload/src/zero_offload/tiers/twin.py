@@ -138,6 +138,25 @@ class TwinTier:
         tiers = (part.tier for part in self._parts)
         return next((t.file for t in tiers if isinstance(t, FlatTier) and t.file), None)
 
+    def work_s(self) -> dict[str, float]:
+        """Return seconds so far of the host's updates, of its file, and of waiting for that."""
+        own = [r.tier.update_s for r in self.report() if r.is_host and r.tier is not None]
+        found = {"host": sum(own) + sum(report.update_s for report in self._replaced)}
+        file = self.file
+        if file is not None:
+            found |= {"file": file.io_s, "file wait": file.waited_s}
+        return found
+
+    def copied_bytes(self) -> tuple[int, int]:
+        """Return bytes copied so far from the device to the host, and back."""
+        reports = self._reports()
+        return sum(r.bytes_d2h for r in reports), sum(r.bytes_h2d for r in reports)
+
+    def recent_updates(self) -> list[tuple[float, float]]:
+        """Return start and end of the host's last updates, of `time.perf_counter`."""
+        tiers = [p.tier for p in self._parts if p.is_host and isinstance(p.tier, FlatTier)]
+        return [span for tier in tiers for span in tier.recent_updates()]
+
     def report(self) -> tuple[PartReport, ...]:
         return tuple(part.report() for part in self._parts)
 

@@ -35,6 +35,8 @@ from zero_offload.steppers.stepper import Chunk, Stepper
 from zero_offload.tiers.progress import Progress, Published
 from zero_offload.tiers.transfer import Arrival, Mover
 
+_MAX_UPDATES = 256
+
 
 @dataclass(slots=True)
 class Job:
@@ -71,6 +73,7 @@ class Worker:
 
     Attributes:
         update_s: seconds spent on updates so far, without waiting for gradients or memory.
+        updates: start and end of the last updates, by the clock.
         watcher: called before each run is updated.
     """
 
@@ -78,6 +81,7 @@ class Worker:
         self, stepper: Stepper, mover: Mover, progress: Progress, now: Callable[[], float]
     ) -> None:
         self.update_s = 0.0
+        self.updates: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
         self.watcher: ChangeWatcher | None = None
         self._stepper = stepper
         self._mover = mover
@@ -165,7 +169,9 @@ class Worker:
         job.num_left -= 1
         if not job.num_left:
             self._stepper.settle()
-        self.update_s += self._now() - started
+        ended = self._now()
+        self.update_s += ended - started
+        self.updates.append((started, ended))
 
 
 class UpdateThread(Protocol):

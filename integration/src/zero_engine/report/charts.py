@@ -1,0 +1,294 @@
+"""Charts of a report, as specifications of Vega-Lite: plain data, which the page draws.
+
+Texts of a run (names, errors) are values of data here, never part of an expression.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero_core.record.records import DetailRecord, StepRecord
+from zero_engine.report.measured import WAITS, Measured
+from zero_engine.report.run import Rank
+
+Spec = dict[str, Any]
+MAX_RANKS = 8
+"""Ranks that are drawn."""
+_MAX_POINTS = 600
+_MAX_SPANS = 400
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+_COLORS = {
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "step": "#009e73",
+    "outside": "#999999",
+    "wait": "#d62728",
+    "gather": "#cc79a7",
+    "reduce": "#e69f00",
+    "host": "#009e73",
+}
+LANES = ("compute", "gather", "reduce", "ranks", "host", "file")
+
+
+def _chart(height: int, values: Sequence[Mapping[str, Any]], **parts: Any) -> Spec:
+    return {
+        "$schema": _SCHEMA,
+        "width": "container",
+        "height": height,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "data": {"values": [dict(value) for value in values]},
+        **parts,
+    }
+
+
+def _x(field: str, title: str, **more: Any) -> Spec:
+    return {"field": field, "type": "quantitative", "title": title, **more}
+
+
+def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
+    """Memory of each rank over one step, by kind."""
+    rows: list[dict[str, Any]] = []
+    for rank in ranks[:MAX_RANKS]:
+        detail = _last_with_memory(rank)
+        if detail is None:
+            continue
+        base = min(held for _, held, _ in detail.memory)
+        kinds = {kind: size for kind, size in rank.run.memory.items() if size}
+        known = sum(kinds.values())
+        layers = dict(kinds)
+        if rank.run.environment.get("device") != "cpu":  # there it is mostly the interpreter
+            layers["other states"] = max(base - known, 0)
+        for at, held, place in detail.memory[:_MAX_SPANS]:
+            moment = {"ms": at * 1e3, "place": place, "rank": f"rank {rank.run.rank}"}
+            rows += [{**moment, "kind": k, "mib": size / 2**20} for k, size in layers.items()]
+            transient = max(held - max(base, known), 0)
+            rows.append({**moment, "kind": "activations, temporaries", "mib": transient / 2**20})
+    spec = _chart(
+        150,
+        [],
+        mark={"type": "area", "interpolate": "step-after", "tooltip": True},
+        encoding={
+            "x": _x("ms", "milliseconds of a step"),
+            "y": {"field": "mib", "type": "quantitative", "stack": "zero", "title": "MiB"},
+            "color": {
+                "field": "kind",
+                "type": "nominal",
+                "title": None,
+                "legend": {"orient": "bottom", "columns": 2, "labelLimit": 260},
+            },
+            "tooltip": [
+                {"field": "place", "title": "place"},
+                {"field": "kind", "title": "kind"},
+                {"field": "mib", "title": "MiB", "format": ".1f"},
+            ],
+        },
+    )
+    return _per_rank(spec, rows)
+
+
+def _per_rank(spec: Spec, rows: Sequence[Mapping[str, Any]]) -> list[Spec]:
+    """Return one chart per rank. Only a single chart can be as wide as the page."""
+    names = list(dict.fromkeys(str(row["rank"]) for row in rows))
+    return [
+        {
+            **spec,
+            "title": name,
+            "data": {"values": [dict(row) for row in rows if row["rank"] == name]},
+        }
+        for name in names
+    ]
+
+
+def _last_with_memory(rank: Rank) -> DetailRecord | None:
+    found = [detail for detail in rank.details if detail.memory]
+    return found[-1] if found else None
+
+
+def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: str) -> Spec | None:
+    """Horizontal stacked bars of ``x`` by ``y`` and ``color``."""
+    if not rows:
+        return None
+    num = len({row[y] for row in rows})
+    return _chart(
+        26 * num + 20,
+        rows,
+        mark={"type": "bar", "tooltip": True},
+        encoding={
+            "x": _x(x, title, stack="zero"),
+            "y": {
+                "field": y,
+                "type": "nominal",
+                "title": None,
+                "sort": None,
+                "axis": {"labelLimit": 150},
+            },
+            "color": {
+                "field": color,
+                "type": "nominal",
+                "title": None,
+                "legend": {"orient": "bottom", "columns": 2, "labelLimit": 260},
+            },
+        },
+    )
+
+
+def lanes(ranks: Sequence[Rank]) -> list[Spec]:
+    """One step of each rank as lanes, waiting in red."""
+    rows: list[dict[str, Any]] = []
+    for rank in ranks[:MAX_RANKS]:
+        if not rank.details:
+            continue
+        detail = rank.details[-1]
+        spans = _joined(detail)
+        longest = sorted(spans, key=lambda span: span[2] - span[3])[:_MAX_SPANS]
+        for lane, name, start, stop, is_wait in longest:
+            kind = "wait" if is_wait else _kind(lane, name)
+            rows.append(
+                {
+                    "rank": f"rank {rank.run.rank}, step {detail.step}",
+                    "lane": lane,
+                    "name": name,
+                    "start": start * 1e3,
+                    "stop": stop * 1e3,
+                    "ms": (stop - start) * 1e3,
+                    "kind": kind,
+                }
+            )
+    kinds = [kind for kind in _COLORS if any(row["kind"] == kind for row in rows)]
+    present = [lane for lane in LANES if any(row["lane"] == lane for row in rows)]
+    spec = _chart(
+        24 * len(present) + 10,
+        [],
+        mark={"type": "bar", "tooltip": True, "height": {"band": 0.8}},
+        encoding={
+            "x": _x("start", "milliseconds of a step"),
+            "x2": {"field": "stop"},
+            "y": {"field": "lane", "type": "nominal", "sort": present, "title": None},
+            "color": {
+                "field": "kind",
+                "type": "nominal",
+                "title": None,
+                "scale": {"domain": kinds, "range": [_COLORS[kind] for kind in kinds]},
+                "legend": {"orient": "bottom", "columns": 4},
+            },
+            "tooltip": [
+                {"field": "name", "title": "what"},
+                {"field": "ms", "title": "ms", "format": ".3f"},
+                {"field": "start", "title": "from", "format": ".3f"},
+            ],
+        },
+    )
+    return _per_rank(spec, rows)
+
+
+def _joined(detail: DetailRecord) -> list[tuple[str, str, float, float, bool]]:
+    """Return the spans, those of one lane and name joined that follow each other."""
+    found: list[tuple[str, str, float, float, bool]] = []
+    for span in sorted(detail.spans, key=lambda span: (span[0], span[2])):
+        lane, name, start, stop, is_wait = span
+        start = max(start, 0.0)  # an update may go on from the step before
+        if found:
+            last = found[-1]
+            is_same = (last[0], last[1], last[4]) == (lane, name, is_wait)
+            if is_same and start - last[3] < 2e-5:
+                found[-1] = (lane, name, last[2], stop, is_wait)
+                continue
+        found.append((lane, name, start, stop, is_wait))
+    return found
+
+
+def _kind(lane: str, name: str) -> str:
+    if lane != "compute":
+        return lane if lane in _COLORS else "wait" if lane == "ranks" else "host"
+    for kind in ("forward", "backward", "step"):
+        if name.startswith((kind, "sum of the step")):
+            return kind if name.startswith(kind) else "step"
+    return "outside"
+
+
+def ranks_side_by_side(found: Measured) -> Spec | None:
+    """Usual step of each rank, by place and wait."""
+    rows = []
+    for number, rank in list(enumerate(found.ranks))[:64]:
+        label = f"rank {found.run.ranks[number].run.rank}"
+        rows += [
+            {"rank": label, "part": part, "ms": s * 1e3, "color": _COLORS.get(part)}
+            for part, s in rank.places.items()
+            if s > 1e-6
+        ]
+        rows += [
+            {"rank": label, "part": f"wait: {WAITS.get(what, what)}", "ms": s * 1e3}
+            for what, s in rank.waits.items()
+            if s > 1e-6
+        ]
+    spec = bars(rows, "ms", "rank", "part", "milliseconds of a usual step")
+    if spec is not None:
+        parts = list(dict.fromkeys(str(row["part"]) for row in rows))
+        reds = iter(["#d62728", "#ff7f7f", "#8c1d18", "#ffb3b3", "#5c0f0c"])
+        greys = iter(["#999999", "#bbbbbb", "#777777", "#dddddd", "#555555", "#aaaaaa"])
+        colors = [
+            next(reds, "#d62728")
+            if part.startswith("wait")
+            else _COLORS.get(part) or next(greys, "#999999")
+            for part in parts
+        ]
+        spec["encoding"]["color"]["scale"] = {"domain": parts, "range": colors}
+    return spec
+
+
+def _thinned(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    stride = max(math.ceil(len(steps) / _MAX_POINTS), 1)
+    return [s for number, s in enumerate(steps) if number % stride == 0 or not s.is_taken]
+
+
+def over_steps(series: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Spec | None:
+    """Lines over steps, by name. Values that are not finite are left out."""
+    rows = [
+        {"step": step, "value": value, "name": name}
+        for name, points in series.items()
+        for step, value in points
+        if math.isfinite(value)
+    ]
+    if not rows:
+        return None
+    has_names = len(series) > 1
+    color = {
+        "field": "name",
+        "type": "nominal",
+        "title": None,
+        "legend": {"orient": "bottom", "columns": 2} if has_names else None,
+    }
+    return _chart(
+        140,
+        rows,
+        title=title,
+        mark={"type": "line", "tooltip": True, "point": len(rows) < 40},
+        encoding={
+            "x": _x("step", "step"),
+            "y": {
+                "field": "value",
+                "type": "quantitative",
+                "title": None,
+                "scale": {"zero": False},
+            },
+            "color": color,
+        },
+    )
+
+
+def loss_series(ranks: Sequence[Rank]) -> list[tuple[int, float]]:
+    """Return the mean loss of the ranks that have one, by step."""
+    by_step: dict[int, list[float]] = {}
+    for rank in ranks:
+        for step in _thinned(rank.steps):
+            if step.loss is not None:
+                by_step.setdefault(step.step, []).append(step.loss)
+    return [(step, sum(losses) / len(losses)) for step, losses in sorted(by_step.items())]
+
+
+def series_of(rank: Rank, name: str) -> list[tuple[int, float]]:
+    """Return a field of a rank's steps, by step."""
+    points = [(step.step, vars(step)[name]) for step in _thinned(rank.steps)]
+    return [(step, float(value)) for step, value in points if value is not None]

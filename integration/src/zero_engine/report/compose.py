@@ -1,0 +1,397 @@
+"""The sections of a report, in the order of the questions that a reader has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_core.errors import ZeroError
+from zero_core.plan.result import Plan, format_bytes
+from zero_engine.report import charts
+from zero_engine.report.comparison import compare
+from zero_engine.report.configuration import differences, without_effect
+from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
+from zero_engine.report.measured import WAITS, Measured, measure
+from zero_engine.report.page import (
+    Block,
+    Chart,
+    Code,
+    Fact,
+    Move,
+    Moves,
+    Page,
+    Section,
+    Table,
+    Text,
+    Verdict,
+)
+from zero_engine.report.run import Run
+
+_MAX_ROWS = 50
+_MOVES = 3
+
+
+def compose(runs: Sequence[Run], memory_limit: int | None) -> Page:
+    """Return the page about one run, or two."""
+    found = [measure(run) for run in runs]
+    judged = [judge(each, memory_limit) for each in found]
+    verdicts = [found_verdict for found_verdict, _ in judged]
+    sections: list[Section] = []
+    if len(runs) > 1:
+        sections.append(Section("The two runs, axis by axis", compare(found[0], found[1])))
+    sections += _sections(found[0], judged[0][1])
+    names = " and ".join(_name(run) for run in runs)
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return Page(
+        f"{names}: report",
+        verdicts,
+        sections,
+        f"Made {made} by zero-engine report from the records of "
+        f"{found[0].num_all} steps on {len(runs[0].ranks)} ranks.",
+    )
+
+
+def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Cause]]:
+    """Return the verdict on a run and the causes that it is made of."""
+    limit = memory_limit or memory_of(found)
+    causes = diagnose(found, limit)
+    return verdict(found, limit, causes), causes
+
+
+def first_sentence(run: Run, memory_limit: int | None = None) -> str:
+    """Return the sentence that the report of a run begins with."""
+    return judge(measure(run), memory_limit)[0].sentence
+
+
+def _name(run: Run) -> str:
+    return str(run.folder)
+
+
+def memory_of(found: Measured) -> int | None:
+    """Return the bytes that one rank may take, or None."""
+    environment = found.run.run.environment
+    if environment.get("device") != "cpu":
+        return environment.get("device_memory")
+    whole = environment.get("host_memory")
+    return None if whole is None else int(whole) // max(found.run.run.ranks_per_node, 1)
+
+
+# --------------------------------------------------------------------- verdict
+
+
+def bounds(found: Measured) -> dict[str, float]:
+    """Return what each lane needs for a step, by lane."""
+    rank = max(found.ranks, key=lambda rank: rank.compute_s)
+    lanes = {
+        "compute": rank.compute_s,
+        "gathers": found.lane("gather"),
+        "reductions": found.lane("reduce"),
+        "host updates": max(found.lane("host") - found.lane("file wait"), 0.0),
+        "file": found.lane("file"),
+    }
+    return {name: seconds for name, seconds in lanes.items() if seconds > 0.0}
+
+
+def verdict(found: Measured, limit: int | None, causes: Sequence[Cause]) -> Verdict:
+    """Return the sentence that the report begins with."""
+    peak = max((rank.peak_bytes for rank in found.ranks), default=0)
+    parts = []
+    if limit:
+        spare = limit - peak
+        parts.append(
+            f"it fits with {format_bytes(spare)} of {format_bytes(limit)} a rank to spare"
+            if spare >= 0
+            else f"it takes {format_bytes(-spare)} more than the {format_bytes(limit)} of a rank"
+        )
+    else:
+        parts.append(f"a rank takes {format_bytes(peak)} at most")
+    lanes = bounds(found)
+    share = None
+    if lanes:
+        name = max(lanes, key=lanes.__getitem__)
+        share = min(lanes[name] / max(found.seconds, 1e-12), 1.0)
+        parts.append(
+            f"a step of {show_s(found.seconds)} is at {share:.0%} of its bound, which is {name}"
+        )
+    if causes:
+        cause = causes[0]
+        sentence = (
+            f"The limit is {cause.sentence}; {', '.join(parts)}; "
+            f"{_lower(cause.change)}: {cause.gain_text}."
+        )
+        is_poor = cause.rank == 0 or cause.gain > 0.25
+        state = "poor" if is_poor else "fair"
+    else:
+        sentence = f"Nothing stands out: {', '.join(parts)}."
+        state = "good"
+    skipped = f", {found.num_skipped} skipped" if found.num_skipped else ""
+    facts = [
+        Fact("a step", show_s(found.seconds)),
+        Fact("samples a second", f"{found.samples_per_s:.4g}"),
+        Fact("peak memory of a rank", format_bytes(peak)),
+        Fact("of the bound", "not measured" if share is None else f"{share:.0%}"),
+        Fact("steps", f"{found.num_all}{skipped}"),
+        Fact("ranks", _ranks(found.run)),
+    ]
+    return Verdict(sentence, facts, state)
+
+
+def _ranks(run: Run) -> str:
+    nodes = run.run.world_size // max(run.run.ranks_per_node, 1)
+    text = f"{run.run.world_size}"
+    if len(run.ranks) < run.run.world_size:
+        text += f" ({len(run.ranks)} recorded)"
+    return f"{text} on {nodes} nodes" if nodes > 1 else text
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+# -------------------------------------------------------------------- sections
+
+
+def _sections(found: Measured, causes: Sequence[Cause]) -> Iterator[Section]:
+    plan, why_no_plan = _plan(found.run)
+    yield Section("Memory", list(_memory(found, plan, why_no_plan)))
+    yield Section("One step", list(_step(found)))
+    yield Section("Bytes sent", list(_bytes(found, plan)))
+    yield Section("Training", list(_training(found)))
+    yield Section("Ranks side by side", list(_side_by_side(found)))
+    yield Section("Checkpoints, failures, resumes", list(_events(found)))
+    yield Section("Configuration", list(_configuration(found)))
+    yield Section("Next moves", list(_moves(causes)))
+    yield Section("Environment", list(_environment(found)))
+
+
+def _plan(run: Run) -> tuple[Plan | None, str]:
+    """Return the plan of the run's configuration, or why there is none."""
+    from zero_core.plan.plan import plan
+
+    if not run.run.model:
+        return None, "no plan: the model has no Hugging Face configuration to make it from"
+    is_host = run.run.environment.get("device") == "cpu"
+    try:
+        return (
+            plan(
+                dict(run.run.model),
+                dict(run.run.config) | {"step_records": None},
+                run.run.world_size,
+                ranks_per_node=run.run.ranks_per_node,
+                device_type="cpu" if is_host else "accelerator",
+            ),
+            "",
+        )
+    except ZeroError as error:
+        return None, f"no plan: {error}"
+
+
+def _memory(found: Measured, plan: Plan | None, why_no_plan: str) -> Iterator[Block]:
+    transient, moment = transient_bytes(found)
+    if transient:
+        yield Text(
+            f"The tallest moment of a step is {moment}: {format_bytes(transient)} above what is "
+            "held when the step begins."
+        )
+    for spec in charts.memory_over_step(found.run.ranks):
+        yield Chart(spec)
+    rows = []
+    kept = found.run.run.memory
+    planned: Mapping[str, int] = {}
+    if plan is not None:
+        planned = {**plan.memory.device, **plan.memory.host}
+    for kind in dict.fromkeys([*kept, *planned]):
+        row = [kind, *(format_bytes(m[kind]) if kind in m else "" for m in (planned, kept))]
+        rows.append(row)
+    if rows:
+        yield Table(["bytes of rank 0 by kind", "planned", "measured"], rows)
+    if plan is None:
+        yield Text(why_no_plan)
+    yield Table(
+        ["rank", "after a step", "most"],
+        [
+            [str(rank.run.rank), format_bytes(usual.held_bytes), format_bytes(usual.peak_bytes)]
+            for rank, usual in zip(found.run.ranks, found.ranks, strict=True)
+        ][:_MAX_ROWS],
+    )
+    if found.run.run.environment.get("device") == "cpu":
+        yield Text(
+            "On a CPU a rank's memory is its process's resident memory: torch, the interpreter and "
+            "what the allocator keeps count in the table, and are left out of the chart."
+        )
+
+
+def _step(found: Measured) -> Iterator[Block]:
+    if not found.has_times:
+        yield Text("No times were taken.")
+        return
+    for spec in charts.lanes(found.run.ranks):
+        yield Chart(spec)
+    yield Table(
+        ["lane", "needs", "of a step"],
+        [
+            [name, show_s(seconds), f"{seconds / max(found.seconds, 1e-12):.0%}"]
+            for name, seconds in sorted(bounds(found).items(), key=lambda item: -item[1])
+        ],
+    )
+    yield Text(
+        "A step is never shorter than its longest lane needs. Red is time in which the program "
+        "waits. A trace for ui.perfetto.dev is beside this page."
+    )
+    top = max(found.ranks, key=lambda rank: rank.outside_s)
+    lines = [(line, s) for line, s in top.outside.items() if s > 0.01 * found.seconds]
+    if lines:
+        yield Table(
+            ["line of the program outside of the engine", "of each step"],
+            [[line, show_s(s)] for line, s in lines[:8]],
+        )
+
+
+def _bytes(found: Measured, plan: Plan | None) -> Iterator[Block]:
+    steps = [step for step in found.run.ranks[0].steps if step.sent]
+    rows = []
+    if steps:
+        for collective, content, _calls, within, between in steps[-1].sent:
+            name = f"{collective}: {content}"
+            rows.append({"collective": name, "link": "within a node", "mib": within / 2**20})
+            rows.append({"collective": name, "link": "between nodes", "mib": between / 2**20})
+    copied = [step.copied for step in found.run.ranks[0].steps][-1:]
+    for name, size in zip(("copies to the host", "copies to the device"), *copied, strict=False):
+        if size and found.run.run.environment.get("device") != "cpu":
+            rows.append({"collective": name, "link": "host link", "mib": size / 2**20})
+    rows = [row for row in rows if row["mib"]]
+    spec = charts.bars(rows, "mib", "collective", "link", "MiB that rank 0 sends in a step")
+    if spec is None:
+        yield Text("Nothing is sent: there is one rank.")
+    else:
+        yield Chart(spec)
+        yield Table(
+            ["collective", "link", "bytes in a step"],
+            [[r["collective"], r["link"], format_bytes(round(r["mib"] * 2**20))] for r in rows],
+        )
+    if plan is not None and plan.traffic_choices:
+        yield Text("Between nodes, with and without each flag:")
+        yield Table(["flags", "planned"], [[str(choice), ""] for choice in plan.traffic_choices])
+
+
+def _training(found: Measured) -> Iterator[Block]:
+    ranks, first = found.run.ranks, found.run.ranks[0]
+    losses = {"training": charts.loss_series(ranks)}
+    if found.run.held_out:
+        losses["held out"] = list(found.run.held_out)
+    series = {
+        "loss": losses,
+        "gradient norm": {"gradient norm": charts.series_of(first, "grad_norm")},
+    }
+    if first.run.config["fp16"]["enabled"]:
+        series["loss scale"] = {"loss scale": charts.series_of(first, "loss_scale")}
+    series["seconds of a step"] = {"seconds": charts.series_of(first, "seconds")}
+    for title, lines in series.items():
+        spec = charts.over_steps(lines, title)
+        if spec is not None:
+            yield Chart(spec)
+    skipped = [step for step in first.steps if not step.is_taken]
+    if skipped:
+        yield Text(f"{len(skipped)} of {len(first.steps)} steps were skipped on all ranks.")
+        yield Table(
+            ["step", "parameter and rank", "loss scale after"],
+            [[str(s.step), s.why_skipped, f"{s.loss_scale:g}"] for s in skipped[:_MAX_ROWS]],
+        )
+    else:
+        yield Text("No step was skipped.")
+
+
+def _side_by_side(found: Measured) -> Iterator[Block]:
+    spec = charts.ranks_side_by_side(found)
+    if spec is not None:
+        yield Chart(spec)
+    yield Table(
+        ["rank", "host", "step", "own work", *WAITS.values()],
+        [
+            [
+                str(rank.run.rank),
+                str(rank.run.environment.get("host", "")),
+                show_s(usual.seconds),
+                show_s(usual.own_s),
+                *(show_s(usual.waits.get(name, 0.0)) for name in WAITS),
+            ]
+            for rank, usual in zip(found.run.ranks, found.ranks, strict=True)
+        ][:_MAX_ROWS],
+    )
+
+
+def _events(found: Measured) -> Iterator[Block]:
+    rank = found.run.ranks[0]
+    rows: list[tuple[float, list[str]]] = []
+    for start in rank.starts:
+        what = "resumed" if start.first_step else "started"
+        rows.append((start.started_at, [what, str(start.first_step), "", ""]))
+    for event in rank.events:
+        waited = show_s(event.seconds) if event.seconds else ""
+        rows.append((event.at, [event.what, str(event.step), waited, event.text]))
+    num_ended = sum(event.what == "ended" for event in rank.events)
+    if num_ended < len(rank.starts) and rank.steps:
+        last = rank.steps[-1]
+        rows.append((last.at, ["no end was recorded", str(last.step), "", ""]))
+    yield Table(
+        ["when (UTC)", "what", "after step", "waited", ""],
+        [
+            [time.strftime("%m-%d %H:%M:%S", time.gmtime(at)), *cells]
+            for at, cells in sorted(rows)[-_MAX_ROWS:]
+        ],
+    )
+
+
+def _configuration(found: Measured) -> Iterator[Block]:
+    run = found.run.run
+    micro, steps = (
+        run.config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    yield Text(
+        f"{run.config['train_batch_size']} samples a step: {micro} a rank and micro-step, {steps} "
+        f"micro-steps, {run.world_size} ranks. Values that differ from the defaults:"
+    )
+    yield Code("\n".join(f"{path} = {value}" for path, value in differences(run)) or "none")
+    idle = without_effect(found.run)
+    if idle:
+        yield Text("Without effect:")
+        yield Table(["key", "value", "why"], idle)
+    else:
+        yield Text("Every key that was given has an effect.")
+
+
+def _moves(causes: Sequence[Cause]) -> Iterator[Block]:
+    if not causes:
+        yield Text("None: no cause costs more than a twelfth of a step.")
+        return
+    yield Moves(
+        [
+            Move(
+                cause.change[:1].upper() + cause.change[1:],
+                cause.gain_text,
+                cause.paste,
+                f"Predicted from this run: {cause.why}.",
+            )
+            for cause in causes[:_MOVES]
+        ]
+    )
+
+
+def _environment(found: Measured) -> Iterator[Block]:
+    rows: list[list[str]] = []
+    first: Mapping[str, Any] = found.run.run.environment
+    for key, value in first.items():
+        others = {str(rank.run.environment.get(key)) for rank in found.run.ranks}
+        if isinstance(value, dict):
+            shown = ", ".join(f"{name} {version}" for name, version in value.items())
+        elif key.endswith("_memory"):
+            shown = format_bytes(int(value))
+        else:
+            shown = ", ".join(sorted(others))
+        rows.append([key.replace("_", " "), shown])
+    rows.append(["parameters", f"{found.run.run.num_parameters:,}"])
+    rows.append(["trained", f"{found.run.run.num_trainable:,}"])
+    rows.append(["records", str(Path(found.run.folder))])
+    yield Table(["", ""], rows)

@@ -1,0 +1,406 @@
+"""Causes that limit a run, and the change that would help most.
+
+Each rule looks for one cause in the usual step. It returns what the step would take without it: the
+gain is predicted from the run's own times, and says of what. The rule whose gain is the largest
+gives the verdict; a gradient that is not finite, or memory that is nearly used up, comes first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from zero_core.plan.result import format_bytes
+from zero_engine.report.measured import WAITS, Measured, RankStep
+
+_LEAST = 0.08
+"""Share of a step below which a cause is none."""
+_FULL = 0.9
+"""Share of the memory above which a run may fail with the next longer batch."""
+_SKIPPED = 0.02
+"""Share of skipped steps above which a gradient that is not finite is the cause."""
+_LOGGING = re.compile(
+    r"\bprint\(|\blog(ger|ging|_\w+)?\b|\.item\(\)|\.tolist\(\)|\.write\(|\.flush\(|json\.dump|"
+    r"\bcsv\b|tensorboard|wandb|comet|mlflow|add_scalar|record\(|tqdm|progress|metrics",
+    re.IGNORECASE,
+)
+_LOADING = re.compile(
+    r"torch\.utils\.data|dataloader|\bloader\b|dataset|next\(|\bbatch(es)?\b|tokeniz|collate|"
+    r"open\(|\.read\(",
+    re.IGNORECASE,
+)
+_COPY_RATIO = 3.0
+"""How much faster a device copies from page-locked memory than from pageable memory, about: the
+driver copies the latter to a buffer of its own first, with one thread of the host."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Something that costs a run time, memory or steps.
+
+    Attributes:
+        key: short name.
+        sentence: what limits the run, as the end of "the limit is ...".
+        change: what to do, as an imperative.
+        paste: a line that does it: a key of the configuration, or a command.
+        before: what a step takes now, in `unit`.
+        after: what it is predicted to take after the change.
+        unit: "s" per update of the parameters, or "bytes" of the fullest rank.
+        why: how the prediction is made.
+        rank: of the rules: 0 comes before 1.
+    """
+
+    key: str
+    sentence: str
+    change: str
+    paste: str
+    before: float
+    after: float
+    why: str
+    unit: str = "s"
+    rank: int = 1
+
+    @property
+    def gain(self) -> float:
+        """Share of `before` that is saved."""
+        return 1.0 - self.after / self.before if self.before else 0.0
+
+    @property
+    def gain_text(self) -> str:
+        if self.unit == "bytes":
+            now, then = format_bytes(round(self.before)), format_bytes(round(self.after))
+            return f"{now} \u2192 {then} ({-self.gain:+.0%})"
+        return f"{show_s(self.before)} \u2192 {show_s(self.after)} an update ({-self.gain:+.0%})"
+
+
+def show_s(seconds: float) -> str:
+    """Return a time with three digits and its unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("\u00b5s", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} \u00b5s"
+
+
+def diagnose(found: Measured, memory_limit: int | None) -> list[Cause]:
+    """Return the causes in a run, the one to begin with first.
+
+    Args:
+        found: the usual step.
+        memory_limit: bytes of one rank, or None if it is not known.
+    """
+    causes = [*_not_finite(found), *_memory(found, memory_limit)]
+    if found.has_times:
+        causes += [
+            *_straggler(found),
+            *_threads(found),
+            *_file(found),
+            *_host(found),
+            *_pageable(found),
+            *_link(found),
+            *_small_batch(found),
+            *_outside(found),
+        ]
+    return sorted(causes, key=lambda cause: (cause.rank, -cause.gain))
+
+
+# ------------------------------------------------------------------- the rules
+
+
+def _not_finite(found: Measured) -> Iterator[Cause]:
+    steps = [step for step in found.run.ranks[0].steps if step.step > found.run.run.first_step]
+    skipped = [step for step in steps if not step.is_taken]
+    if len(skipped) <= max(_SKIPPED * len(steps), 1):
+        return
+    names = Counter(re.split(r"[:;]", step.why_skipped)[0] for step in skipped)
+    ranks = Counter(
+        rank
+        for step in skipped
+        for text in re.findall(r"batch(?:es)? of ranks? ([\d, ]+)", step.why_skipped)[:1]
+        for rank in text.replace(",", " ").split()
+    )
+    culprits = [rank for rank, num in ranks.items() if num >= len(skipped) / 2]
+    if not culprits or len(culprits) == found.run.run.world_size > 1:
+        who = "on all ranks" if culprits else "on a rank that is not known"
+    else:
+        who = f"in the batches of rank {', '.join(sorted(culprits))}"
+    name = names.most_common(1)[0][0]
+    taken = len(steps) - len(skipped)
+    per_update = found.seconds * len(steps) / max(taken, 1)
+    yield Cause(
+        "nan",
+        f"gradients that are not finite {who}: {len(skipped)} of {len(steps)} steps were skipped, "
+        f"first because of {name}",
+        f"look at the data and the loss {who}",
+        "torch.autograd.set_detect_anomaly(True)  # on that rank, for one step",
+        per_update,
+        found.seconds,
+        "time per update that is taken, if no step is skipped",
+        rank=0,
+    )
+
+
+def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
+    """Memory that is nearly used up, and activations that recomputation would free."""
+    transient, moment = transient_bytes(found)
+    config = found.run.run.config
+    checkpointing = config.get("activation_checkpointing") or {}
+    peak = max(rank.peak_bytes for rank in found.ranks)
+    num_blocks = max(len(found.run.run.units) - 1, 1)
+    if checkpointing.get("enabled") or num_blocks < 2 or not limit:
+        return
+    if peak < _FULL * limit or transient < _LEAST * peak:
+        return
+    # Kept: the inputs of blocks, of which each is about a twelfth of what a block of a transformer
+    # saves, and all of one block.
+    saved = transient * (1.0 - 1.0 / num_blocks) * (1.0 - 1.0 / 12.0)
+    yield Cause(
+        "recomputation",
+        f"memory, {peak / limit:.0%} of which is used: activations take {format_bytes(transient)} "
+        f"at the tallest moment, {moment}, as no block is recomputed",
+        "recompute the blocks' activations in backward",
+        '"activation_checkpointing": {"enabled": true}',
+        float(peak),
+        peak - saved,
+        f"activations of {num_blocks} blocks less those of one and the blocks' inputs",
+        unit="bytes",
+        rank=0,
+    )
+
+
+def transient_bytes(found: Measured) -> tuple[int, str]:
+    """Return how much a step's tallest moment has above its begin, and the moment's place."""
+    best, moment = 0, "a step"
+    for rank in found.run.ranks:
+        for detail in rank.details[-1:]:
+            if detail.memory:
+                base = detail.memory[0][1]
+                _, top, name = max(detail.memory, key=lambda row: row[1])
+                if top - base > best:
+                    best, moment = top - base, name
+    return best, moment
+
+
+def _straggler(found: Measured) -> Iterator[Cause]:
+    if len(found.ranks) < 2:
+        return
+    own = [rank.own_s for rank in found.ranks]
+    slow = max(range(len(own)), key=own.__getitem__)
+    others = [s for number, s in enumerate(own) if number != slow]
+    excess = own[slow] - median(others)
+    waits = median(rank.wait_s for n, rank in enumerate(found.ranks) if n != slow)
+    if excess < _LEAST * found.seconds or waits < excess / 2:
+        return
+    place = _excess_place(found, slow)
+    yield Cause(
+        "straggler",
+        f"a straggler: rank {slow} needs {own[slow] / median(others):.2g} times as long as the "
+        f"others for its own work, most of it in {place}, and they wait for it",
+        f"give rank {slow} as much work and as fast a device as the others, or find what else runs "
+        "there",
+        f"top -b -n1 | head -15  # on the host of rank {slow}: "
+        f"{found.run.ranks[slow].run.environment.get('host', '')}",
+        found.seconds,
+        found.seconds - excess,
+        f"rank {slow}'s own work as long as the others' median",
+    )
+
+
+def _excess_place(found: Measured, slow: int) -> str:
+    others = [rank for number, rank in enumerate(found.ranks) if number != slow]
+
+    def excess(name: str) -> float:
+        usual = median(rank.places.get(name, 0.0) for rank in others)
+        return found.ranks[slow].places[name] - usual
+
+    return max(found.ranks[slow].places, key=excess)
+
+
+def _threads(found: Measured) -> Iterator[Cause]:
+    run = found.run.run
+    environment = run.environment
+    threads, cores = int(environment.get("threads", 0)), int(environment.get("cores", 0))
+    fair = cores // max(run.ranks_per_node, 1)
+    if environment.get("device") != "cpu" or not threads or fair < 2 * threads:
+        return
+    scaling = float(environment.get("thread_scaling") or 0.9 * fair / threads)
+    compute = found.first.compute_s
+    after = found.seconds - compute * (1.0 - 1.0 / scaling)
+    if found.seconds - after < _LEAST * found.seconds:
+        return
+    yield Cause(
+        "threads",
+        f"{_one(threads, 'thread')} per rank where {fair} cores are there for it: "
+        f"{1 - threads / fair:.0%} of the machine has nothing to do",
+        f"compute with {fair} threads per rank",
+        f"export OMP_NUM_THREADS={fair}",
+        found.seconds,
+        after,
+        f"forward, backward and step {scaling:.2g} times as fast",
+    )
+
+
+def _one(number: int, noun: str) -> str:
+    return f"one {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _offload(found: Measured) -> Mapping[str, Any]:
+    return dict(found.run.run.config["zero_optimization"]["offload_optimizer"])
+
+
+def _file(found: Measured) -> Iterator[Cause]:
+    """Optimizer state on a disk that is slower than the step."""
+    wait, on_file = found.wait("update"), found.lane("file wait")
+    if _offload(found).get("device") != "nvme" or min(wait, on_file) < _LEAST * found.seconds:
+        return
+    yield Cause(
+        "nvme",
+        f"the disk: optimizer state on NVMe, for which the host's update waits "
+        f"{show_s(on_file)} of each step and the ranks wait {show_s(wait)}",
+        "keep the optimizer state in host memory, as far as it fits",
+        '"offload_optimizer": {"device": "cpu"}',
+        found.seconds,
+        found.seconds - min(wait, on_file),
+        "the wait for the host less what the host waits for the disk",
+    )
+
+
+def _host(found: Measured) -> Iterator[Cause]:
+    wait, busy = found.wait("update"), found.lane("host")
+    run = found.run.run
+    numel = run.shares.get("host", 0)
+    if not numel or wait < _LEAST * found.seconds or found.lane("file wait") > wait / 2:
+        return
+    # An element that moves takes the host's time away, and adds the device's own.
+    per_host = busy / numel
+    per_device = per_host if run.environment.get("device") == "cpu" else per_host / 20.0
+    moved = min(wait / (per_host + per_device), numel)
+    ratio = (numel - moved) / max(sum(run.shares.values()), 1)
+    yield Cause(
+        "host",
+        f"the host: it updates {numel:,} elements in {show_s(busy)}, and the ranks wait "
+        f"{show_s(wait)} of each step for it",
+        f"leave {1 - ratio:.0%} of the optimizer state on the device",
+        f'"offload_optimizer": {{"device": "{_offload(found).get("device")}", '
+        f'"ratio": {ratio:.2f}}}',
+        found.seconds,
+        found.seconds - wait + moved * per_device,
+        f"{moved:,.0f} elements less for the host at {show_s(per_host * 1e6)} a million",
+    )
+
+
+def _pageable(found: Measured) -> Iterator[Cause]:
+    run, offload = found.run.run, _offload(found)
+    is_pageable = offload.get("device") == "cpu" and not offload.get("pin_memory", True)
+    copies = found.lane("copies") or found.wait("update")
+    if run.environment.get("device") == "cpu" or not is_pageable:
+        return
+    if copies < _LEAST * found.seconds:
+        return
+    yield Cause(
+        "pageable",
+        f"copies through pageable memory: {show_s(copies)} of each step, as "
+        "offload_optimizer.pin_memory is false",
+        "lock the pages of the buffers that are copied",
+        '"offload_optimizer": {"device": "cpu", "pin_memory": true}',
+        found.seconds,
+        found.seconds - copies * (1.0 - 1.0 / _COPY_RATIO),
+        f"copies {_COPY_RATIO:g} times as fast, as page-locked memory usually is",
+    )
+
+
+def _link(found: Measured) -> Iterator[Cause]:
+    zero = found.run.run.config["zero_optimization"]
+    gather, reduce = found.wait("all_gather"), found.wait("reduce_scatter")
+    wait = gather + reduce
+    if wait < _LEAST * found.seconds:
+        return
+    if zero["stage"] == 3 and gather >= wait / 4:
+        yield Cause(
+            "link",
+            f"the link between the ranks: they wait {show_s(wait)} of each step for collectives of "
+            "stage 3, which gathers the parameters in forward and once more in backward",
+            "go back to stage 2 where the parameters fit, which gathers them once a step",
+            '"zero_optimization": {"stage": 2}',
+            found.seconds,
+            found.seconds - gather / 2,
+            "half of the waits for gathers, as half of their bytes are sent",
+        )
+        return
+    yield Cause(
+        "link",
+        f"the link between the ranks: they wait {show_s(wait)} of each step for "
+        f"{WAITS['reduce_scatter'] if reduce > gather else WAITS['all_gather']}",
+        "send gradients in fewer bits",
+        '"zero_optimization": {"zero_quantized_gradients": true}',
+        found.seconds,
+        found.seconds - reduce * 0.7,
+        "8 bits within the node and 4 between nodes in place of 32 or 16",
+    )
+
+
+def _small_batch(found: Measured) -> Iterator[Cause]:
+    rank, run = found.first, found.run.run
+    micro = int(run.config["train_micro_batch_size_per_gpu"])
+    fixed = fixed_s(found)
+    if rank.micro_steps < 2 or micro > 4 or fixed is None:
+        return
+    factor = rank.micro_steps
+    after = found.seconds - fixed * (1.0 - 1.0 / factor)
+    if found.seconds - after < _LEAST * found.seconds:
+        return
+    yield Cause(
+        "micro_batch",
+        f"a tiny micro-batch: {factor} micro-steps of {_one(micro, 'sample')} in each step, and "
+        f"{show_s(fixed)} of it does not depend on the number of samples",
+        f"compute {micro * factor} samples in one micro-step, or as many as fit",
+        f'"train_micro_batch_size_per_gpu": {micro * factor}, "gradient_accumulation_steps": 1',
+        found.seconds,
+        after,
+        "what a micro-step takes whatever its samples are, once in place of each time",
+    )
+
+
+def fixed_s(found: Measured) -> float | None:
+    """Return the time of a step that does not depend on the number of samples, or None."""
+    environment = found.run.run.environment
+    per_micro_step = environment.get("fixed_s")
+    return None if per_micro_step is None else float(per_micro_step) * found.first.micro_steps
+
+
+def _outside(found: Measured) -> Iterator[Cause]:
+    rank: RankStep = max(found.ranks, key=lambda rank: rank.outside_s)
+    outside = rank.outside_s
+    if outside < _LEAST * found.seconds:
+        return
+    named = {n: s for n, s in rank.places.items() if n not in ("forward", "backward", "step")}
+    named |= {line: s for line, s in rank.outside.items() if s > 0.1 * outside}
+    named.pop("outside", None)
+    top = max(named, key=named.__getitem__, default="")
+    where = f", most of it in {top}" if top else ""
+    if _LOGGING.search(top):
+        yield Cause(
+            "logging",
+            f"logging every step: {show_s(outside)} of each step goes to the program outside of "
+            f"the engine{where}",
+            "log every 50th step",
+            "if engine.global_steps % 50 == 0:  # around what logs",
+            found.seconds,
+            found.seconds - outside * (1.0 - 1.0 / 50.0),
+            "that time once in 50 steps",
+        )
+        return
+    is_loading = _LOADING.search(top) is not None
+    yield Cause(
+        "data" if is_loading else "outside",
+        f"{'the data' if is_loading else 'the program outside of the engine'}: "
+        f"{show_s(outside)} of each step{where}",
+        "prepare the next batch beside the step" if is_loading else "move it beside the step",
+        "DataLoader(..., num_workers=2, persistent_workers=True)" if is_loading else f"# {top}",
+        found.seconds,
+        found.seconds - outside,
+        "a step without it",
+    )

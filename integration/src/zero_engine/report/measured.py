@@ -1,0 +1,168 @@
+"""Figures of a run's usual step, from the records of all ranks.
+
+The usual step is the mean of those between the quartiles of length, among the steps that were taken
+after a warm-up: so the parts of it add up to the whole, and a checkpoint or an evaluation now and
+then does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zero_core.record.records import StepRecord
+from zero_engine.report.run import Rank, Run
+
+WARMUP = 3
+"""Steps of a start that do not count, if there are more than twice as many."""
+INSIDE = ("forward", "backward", "step", "outside")
+"""Places of the program in the order of a step."""
+WAITS = {
+    "all_gather": "gathers of parameters",
+    "reduce_scatter": "reductions of gradients",
+    "ranks": "other ranks",
+    "update": "updates by the host",
+}
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The usual step of one rank. All times are seconds.
+
+    Attributes:
+        seconds: its length.
+        places: own work by place.
+        waits: by what it waits for.
+        lanes: of what is at work beside it.
+        outside: by line of the program.
+        held_bytes: after a step, the median.
+        peak_bytes: the most.
+        tokens: not known; samples of the rank.
+    """
+
+    seconds: float
+    places: Mapping[str, float]
+    waits: Mapping[str, float]
+    lanes: Mapping[str, float]
+    outside: Mapping[str, float]
+    held_bytes: int
+    peak_bytes: int
+    samples: int
+    micro_steps: int
+
+    @property
+    def own_s(self) -> float:
+        """Time in which it does not wait."""
+        return sum(self.places.values())
+
+    @property
+    def compute_s(self) -> float:
+        """Time in forward, backward and step, without waits."""
+        return sum(self.places.get(name, 0.0) for name in ("forward", "backward", "step"))
+
+    @property
+    def outside_s(self) -> float:
+        """Time in none of them."""
+        return self.own_s - self.compute_s
+
+    @property
+    def wait_s(self) -> float:
+        return sum(self.waits.values())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The usual step of all ranks.
+
+    Attributes:
+        ranks: in order.
+        num_steps: that count.
+        num_skipped: in the whole run.
+        num_all: steps of the whole run.
+    """
+
+    run: Run
+    ranks: Sequence[RankStep]
+    num_steps: int
+    num_skipped: int
+    num_all: int
+
+    @property
+    def seconds(self) -> float:
+        """Length of a step: all ranks' is the same but for what differs from step to step."""
+        return max(rank.seconds for rank in self.ranks)
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(rank.samples for rank in self.ranks) / max(self.seconds, 1e-9)
+
+    @property
+    def has_times(self) -> bool:
+        return any(rank.places for rank in self.ranks)
+
+    @property
+    def first(self) -> RankStep:
+        return self.ranks[0]
+
+    def lane(self, name: str) -> float:
+        """Return the longest time of a lane over ranks."""
+        return max((rank.lanes.get(name, 0.0) for rank in self.ranks), default=0.0)
+
+    def wait(self, name: str) -> float:
+        """Return the mean wait over ranks."""
+        return sum(rank.waits.get(name, 0.0) for rank in self.ranks) / len(self.ranks)
+
+
+def measure(run: Run) -> Measured:
+    """Return the usual step of a run."""
+    ranks = [_usual(rank) for rank in run.ranks]
+    steps = run.ranks[0].steps
+    return Measured(
+        run,
+        ranks,
+        num_steps=len(_counted(run.ranks[0])),
+        num_skipped=sum(not step.is_taken for step in steps),
+        num_all=len(steps),
+    )
+
+
+def _counted(rank: Rank) -> list[StepRecord]:
+    first = rank.run.first_step
+    steps = [step for step in rank.steps if step.step > first]
+    later = [step for step in steps if step.step > first + WARMUP]
+    return later if len(later) > WARMUP else steps
+
+
+def _usual(rank: Rank) -> RankStep:
+    steps = _counted(rank)
+    timed = [step for step in steps if step.places]
+    ordered = sorted(steps, key=lambda step: step.seconds)
+    num = len(ordered)
+    middle = ordered[num // 4 : num - num // 4]
+    of_places = sorted(timed, key=lambda step: step.seconds)
+    inner = of_places[len(of_places) // 4 : len(of_places) - len(of_places) // 4]
+    held = sorted(step.memory_bytes for step in steps)
+    return RankStep(
+        seconds=_mean(step.seconds for step in middle),
+        places=_means([step.places for step in inner]),
+        waits=_means([step.waits for step in inner]),
+        lanes=_means([step.lanes for step in middle]),
+        outside=_means([step.outside for step in middle]),
+        held_bytes=held[len(held) // 2] if held else 0,
+        peak_bytes=max((step.peak_bytes for step in steps), default=0),
+        samples=round(_mean(step.samples for step in middle)),
+        micro_steps=round(_mean(step.micro_steps for step in middle)),
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return math.fsum(found) / len(found) if found else 0.0
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each key, the largest first. It is 0 in rows without the key."""
+    names = {name for row in rows for name in row}
+    found = {name: _mean(row.get(name, 0.0) for row in rows) for name in names}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

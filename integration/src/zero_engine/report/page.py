@@ -1,0 +1,189 @@
+"""The page of a report: sections of blocks, rendered to one HTML file that needs nothing else.
+
+All texts of a run are escaped by Jinja; the data of charts is JSON in a script element of a type
+that no browser runs, without the characters that could end it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, ClassVar, Protocol
+
+import jinja2
+from markupsafe import Markup
+
+from zero_core.errors import MissingPartError
+from zero_engine.report.charts import Spec
+
+
+class Block(Protocol):
+    """Part of a section. Its ``kind`` is known to the template."""
+
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    kind: ClassVar[str] = "text"
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines of a configuration or a program."""
+
+    kind: ClassVar[str] = "code"
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart, and its number on the page."""
+
+    kind: ClassVar[str] = "chart"
+
+    spec: Spec
+    number: int = -1
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts."""
+
+    kind: ClassVar[str] = "table"
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change that is proposed."""
+
+    change: str
+    gain: str
+    paste: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Changes, the one to begin with first."""
+
+    kind: ClassVar[str] = "moves"
+
+    moves: Sequence[Move]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure and its name."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first sentence of a report, and figures below it. ``state``: "good", "fair", "poor"."""
+
+    sentence: str
+    facts: Sequence[Fact]
+    state: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under one heading."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Page:
+    """All of a report."""
+
+    title: str
+    verdicts: Sequence[Verdict]
+    sections: Sequence[Section]
+    footer: str = ""
+
+
+def render(page: Page) -> str:
+    """Return the page as HTML.
+
+    Raises:
+        MissingPartError: the package vl-convert-python, which has the charts' library, is missing.
+    """
+    numbered, charts = _number_charts(page.sections)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(_asset("page.html.j2"))
+    shown = Page(page.title, page.verdicts, numbered, page.footer)
+    return template.render(
+        page=shown,
+        charts=Markup(_script_json(charts)),
+        style=Markup(_asset("page.css")),
+        script=Markup(_asset("page.js")),
+        library=Markup(_library()),
+    )
+
+
+def _number_charts(sections: Sequence[Section]) -> tuple[list[Section], list[Spec]]:
+    charts: list[Spec] = []
+    found = []
+    for section in sections:
+        blocks: list[Block] = []
+        for block in section.blocks:
+            if isinstance(block, Chart):
+                blocks.append(Chart(block.spec, len(charts)))
+                charts.append(block.spec)
+            else:
+                blocks.append(block)
+        found.append(Section(section.title, blocks))
+    return found, charts
+
+
+def _script_json(value: Any) -> str:
+    """Return JSON that can stand within a script element, whatever its texts are."""
+    text = json.dumps(_rounded(value), separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _rounded(value: Any) -> Any:
+    """Return ``value`` with its floats at seven digits: half of the bytes of a page were those."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return value
+
+
+def _library() -> str:
+    """Return Vega, Vega-Lite and Vega-Embed as one script, from the package that bundles them."""
+    try:
+        vl_convert: Any = importlib.import_module("vl_convert")
+    except ImportError as error:
+        raise MissingPartError(
+            "a report's charts need the package vl-convert-python, which does not import "
+            f"({error}): pip install vl-convert-python"
+        ) from error
+    text: str = vl_convert.javascript_bundle()
+    assert "</script" not in text.lower(), "it could not stand within a script element"
+    return text
+
+
+def _asset(name: str) -> str:
+    return resources.files("zero_engine.report").joinpath(name).read_text(encoding="utf-8")

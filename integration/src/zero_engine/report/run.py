@@ -1,0 +1,140 @@
+"""A recorded run as a report reads it: the records of all ranks, from their folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_core.errors import ConfigError
+from zero_core.record.records import (
+    FILE,
+    DetailRecord,
+    EventRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+    read_records,
+)
+from zero_engine.train.settings import RECORDS, RunFolder
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's records. A step that was taken again after a restart counts as it was last.
+
+    Attributes:
+        starts: of the program.
+        steps: by number.
+        details: by step.
+        events: in order.
+    """
+
+    starts: Sequence[RunRecord]
+    steps: Sequence[StepRecord]
+    details: Sequence[DetailRecord]
+    events: Sequence[EventRecord]
+
+    @property
+    def run(self) -> RunRecord:
+        """The last start."""
+        return self.starts[-1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Records of all ranks of a run.
+
+    Attributes:
+        folder: as it was given.
+        ranks: those of the last start, in order.
+        held_out: step and loss, where the run has measured any.
+        given: the configuration as it was written, where the run has kept it.
+    """
+
+    folder: Path
+    ranks: Sequence[Rank]
+    held_out: Sequence[tuple[int, float]]
+    given: dict[str, Any] | None
+
+    @property
+    def run(self) -> RunRecord:
+        """The last start of the first rank."""
+        return self.ranks[0].run
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run from its folder, or from the folder of its records.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    places = [place for place in (folder / RECORDS, folder) if place.is_dir()]
+    files = [file for place in places for file in sorted(place.glob(FILE.format(rank="*")))]
+    ranks = {rank.run.rank: rank for file in files if (rank := _read_rank(file)) is not None}
+    if not ranks:
+        what = "there is no such folder" if not places else "the folder has no records"
+        raise ConfigError(
+            f"{folder}: {what}. A run of zero-engine train leaves them, another program's does "
+            "with engine.record(folder), or with step_records.folder in its configuration"
+        )
+    world_size = max(ranks.values(), key=lambda rank: rank.run.started_at).run.world_size
+    present = [ranks[number] for number in sorted(ranks) if number < world_size]
+    return Run(folder, present, _held_out(folder), _given(folder))
+
+
+def _read_rank(file: Path) -> Rank | None:
+    try:
+        records = read_records(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+    def of(kind: type[Any]) -> list[Any]:
+        return [record for record in records if isinstance(record, kind)]
+
+    starts: list[RunRecord] = of(RunRecord)
+    if not starts:
+        return None
+    steps = {step.step: step for step in _last_course(records)}
+    details: dict[int, DetailRecord] = {detail.step: detail for detail in of(DetailRecord)}
+    return Rank(
+        starts,
+        [steps[number] for number in sorted(steps)],
+        [details[number] for number in sorted(details)],
+        of(EventRecord),
+    )
+
+
+def _last_course(records: Sequence[Record]) -> list[StepRecord]:
+    """Return the steps without those that a restart took back."""
+    found: list[StepRecord] = []
+    for record in records:
+        if isinstance(record, RunRecord):
+            found = [step for step in found if step.step <= record.first_step]
+        elif isinstance(record, StepRecord):
+            found.append(record)
+    return found
+
+
+def _held_out(folder: Path) -> list[tuple[int, float]]:
+    """Return the losses on held-out text that ``zero-engine train`` has logged."""
+    from zero_engine.train.metrics import read_metrics
+
+    path = RunFolder(folder).metrics
+    if not path.is_file():
+        return []
+    entries = [entry for entry in read_metrics(path) if "held_out_loss" in entry]
+    return [(int(entry["step"]), float(entry["held_out_loss"])) for entry in entries]
+
+
+def _given(folder: Path) -> dict[str, Any] | None:
+    """Return the configuration that the user wrote, of ``zero-engine train``."""
+    path = RunFolder(folder).resolved_config
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    config = found.get("config") if isinstance(found, dict) else None
+    return config if isinstance(config, dict) else None

@@ -1,0 +1,170 @@
+"""A report names what limits a run, needs nothing but its one file, and trusts no text of a run."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from zero_core.errors import ConfigError
+from zero_core.record.records import (
+    DetailRecord,
+    EventRecord,
+    RecordFile,
+    RunRecord,
+    StepRecord,
+)
+from zero_engine.cli import app
+from zero_engine.report import write_report
+from zero_engine.report.compose import first_sentence
+from zero_engine.report.run import read_run
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "fp16": {"enabled": False},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "pin_memory": False}},
+}
+ENVIRONMENT = {"device": "cpu", "cores": 2, "threads": 1, "host": HOSTILE, "host_memory": 10**10}
+RUN = RunRecord(0, 2, 2, 1e9, 0, 10**6, 10**6, ["", "blocks.0", "blocks.1"], {"device": 10**6},
+                {"parameters": 4 * 10**6}, CONFIG, ENVIRONMENT)  # fmt: skip
+STEP = StepRecord(
+    step=1,
+    at=1e9,
+    seconds=0.1,
+    is_taken=True,
+    why_skipped="",
+    loss=2.0,
+    grad_norm=1.0,
+    loss_scale=1.0,
+    lr=[0.1],
+    micro_steps=1,
+    samples=2,
+    places={"forward": 0.03, "backward": 0.06, "step": 0.01},
+    waits={"all_gather": 0.0, "reduce_scatter": 0.0, "ranks": 0.0},
+    sent=[["all_gather", "parameters", 6, 1000, 0]],
+    memory_bytes=10**9,
+    peak_bytes=2 * 10**9,
+)
+
+
+def _write(folder: Path, changes: Any = None, *, config: Any = CONFIG, num_ranks: int = 2) -> Path:
+    """Write records of 20 steps; ``changes(rank, step)`` are what differs from `STEP`."""
+    for rank in range(num_ranks):
+        file = RecordFile(folder, rank, 1 << 20)
+        file.write(replace(RUN, rank=rank, world_size=num_ranks, config=config))
+        for step in range(1, 21):
+            record = replace(STEP, step=step, **(changes(rank, step) if changes else {}))
+            parts = sum(record.places.values()) + sum(record.waits.values())
+            file.write(replace(record, seconds=parts or record.seconds))
+        file.write(
+            DetailRecord(
+                20,
+                1e9,
+                [("compute", f"forward of {HOSTILE}", 0.0, 0.03, False)],
+                [(0.0, 10**9, "outside"), (0.02, 2 * 10**9, HOSTILE)],
+            )
+        )
+        file.write(EventRecord(1e9, 20, "failed", HOSTILE))
+        file.close()
+    return folder
+
+
+class _Tags(html.parser.HTMLParser):
+    """Tags with attributes, and the contents of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_a_page_is_one_file_and_trusts_no_text(tmp_path: Path) -> None:
+    """It names no other file or host, runs nothing of a run's texts, and is below 2 MB."""
+    run = _write(tmp_path / HOSTILE.replace("/", "_"), lambda rank, step: {"why_skipped": HOSTILE,
+                 "is_taken": step != 5, "loss": math.nan if step == 5 else 2.0})  # fmt: skip
+    page = write_report([run, _write(tmp_path / "other")], tmp_path / "report.html")
+    text = page.read_text(encoding="utf-8")
+    assert len(text.encode()) < 2e6
+    tags = _Tags(text).tags
+    assert not [tag for tag, _ in tags if tag in ("img", "iframe", "object", "embed", "base")]
+    assert [attrs["href"] for tag, attrs in tags if tag == "link"] == ["data:,"]
+    outside = [v for _, a in tags for k, v in a.items() if k in ("src", "href") and v]
+    assert all(value.startswith(("#", "data:,")) for value in outside)
+    assert not [key for _, attrs in tags for key in attrs if key.startswith("on")]
+    found = re.search(r'<script id="charts" type="application/json">(.*?)</script>', text, re.S)
+    assert found is not None
+    assert not set("<>&\u2028") & set(found[1])
+    charts = json.loads(found[1])
+    drawn = re.findall(r'data-chart="(\d+)"', text)
+    assert list(map(int, drawn)) == list(range(len(charts)))
+    trace = json.loads((tmp_path / "report.trace.json").read_text(encoding="utf-8"))
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {(span["pid"], span["name"]) for span in spans} == {
+        (rank, f"forward of {HOSTILE}") for rank in range(2)
+    }
+
+
+def _straggler(rank: int, step: int) -> dict[str, Any]:
+    own, wait = (0.12, 0.0) if rank == 1 else (0.06, 0.06)
+    places = STEP.places | {"backward": own}
+    return {"places": places, "waits": {"reduce_scatter": wait}}
+
+
+def _link(rank: int, step: int) -> dict[str, Any]:
+    return {"waits": {"all_gather": 0.08, "reduce_scatter": 0.02}}
+
+
+def _nonfinite(rank: int, step: int) -> dict[str, Any]:
+    if step % 4:
+        return {}
+    return {"is_taken": False, "why_skipped": "blocks.0.weight: batch of rank 1"}
+
+
+def _logging(rank: int, step: int) -> dict[str, Any]:
+    places = STEP.places | {"outside": 0.05 * (rank == 0)}
+    return {"places": places, "outside": {"train.py:3 (main): print(loss.item())": 0.05}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "gain"),
+    [
+        (None, "Nothing stands out", None),
+        (_straggler, r"straggler: rank 1 .* most of it in backward", 0.06 / 0.16),
+        (_link, r"link between the ranks", 0.04 / 0.2),
+        (_nonfinite, r"not finite in the batches of rank 1: 5 of 20 .* blocks\.0\.weight", 0.25),
+        (_logging, r"logging every step.*train\.py:3", 0.05 * 0.98 / 0.15),
+    ],
+)
+def test_the_first_sentence_names_the_cause_and_its_gain(
+    tmp_path: Path, changes: Any, words: str, gain: float | None
+) -> None:
+    environment = ENVIRONMENT | {"cores": 2}
+    assert environment["threads"] == 1
+    sentence = first_sentence(read_run(_write(tmp_path, changes)))
+    assert re.search(words, sentence), sentence
+    if gain is not None:
+        assert f"({-gain:+.0%})" in sentence, sentence
+
+
+def test_a_folder_without_records_and_a_third_run(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    with pytest.raises(ConfigError, match=r"engine\.record"):
+        read_run(tmp_path)
+    run = _write(tmp_path / "run")
+    with pytest.raises(ConfigError, match="found 3"):
+        write_report([run] * 3, tmp_path / "page.html")

@@ -1,0 +1,77 @@
+"""Samples of the program outside of the engine: the lines that its time goes to."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+from zero_core.watch.place import OUTSIDE, Place
+
+INTERVAL_S = 0.01
+"""Seconds between two samples. One takes some 20 microseconds of another thread."""
+_MAX_DEPTH, _MAX_TEXT, _MAX_LINES = 40, 100, 4
+_LIBRARIES = (sys.base_prefix, "<", str(Path(__file__).parents[1]))
+_Line = tuple[str, int, str, str]
+"""File, line, function, and the function of a package that the line has called."""
+
+
+class ProgramSampler:
+    """Sampler of the stack of one thread while that is outside of the engine.
+
+    A daemon thread, from its construction to `close`.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._thread = threading.get_ident()
+        self._found: Counter[_Line] = Counter()
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        threading.Thread(target=self._run, name="zero_core samples", daemon=True).start()
+
+    def take(self) -> dict[str, float]:
+        """Return seconds by line since the last call, the most first."""
+        with self._lock:
+            found, self._found = self._found, Counter()
+        return {_describe(line): n * INTERVAL_S for line, n in found.most_common(_MAX_LINES)}
+
+    def close(self) -> None:
+        self._end.set()
+
+    def _run(self) -> None:
+        while not self._end.wait(INTERVAL_S):
+            if self._place.doing != OUTSIDE:
+                continue
+            frame = sys._current_frames().get(self._thread)
+            if frame is not None:
+                with self._lock:
+                    self._found[_locate(frame)] += 1
+
+
+def _locate(frame: FrameType) -> _Line:
+    """Return the innermost line of the program that is in no installed package, and its call."""
+    found: FrameType | None = frame
+    called = ""
+    for _ in range(_MAX_DEPTH):
+        if found is None:
+            break
+        code = found.f_code
+        if "site-packages" not in code.co_filename and not code.co_filename.startswith(_LIBRARIES):
+            return code.co_filename, found.f_lineno, code.co_qualname, called
+        called = f"{found.f_globals.get('__name__', '')}.{code.co_qualname}"
+        found = found.f_back
+    return "", 0, "", called
+
+
+def _describe(line: _Line) -> str:
+    """Return, as an example, "train.py:12 (main): print(loss.item())"."""
+    path, number, function, called = line
+    if not path:
+        return called
+    text = linecache.getline(path, number).strip()[:_MAX_TEXT]
+    within = f" [in {called}]" if called else ""
+    return f"{Path(path).name}:{number} ({function}): {text}{within}"

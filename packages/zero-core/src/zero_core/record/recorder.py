@@ -1,0 +1,415 @@
+"""Recorder of an engine's steps: `zero_core.Engine.record` makes one.
+
+It reads what the engine has at the end of a step, and changes nothing. On an accelerator a step's
+record is written at the end of the next one: no number is waited for that the step did not wait for
+itself. Times of places are taken in every step on a host, and in each ``detail_every``-th step on
+an accelerator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.comm.meter import Meter
+from zero_core.config import Config
+from zero_core.optim.train_state import TrainState
+from zero_core.protocols import TimedTier
+from zero_core.record.program import ProgramSampler
+from zero_core.record.records import DetailRecord, EventRecord, RecordFile, RunRecord, StepRecord
+from zero_core.sharded.sharded_state import ShardedState
+from zero_core.watch.place import OUTSIDE, UPDATE, Place
+from zero_core.watch.step_clock import Span, StepClock, StepMarks
+
+_FIRST_DETAILS = (2, 3)
+"""Steps of a run whose course is recorded besides every ``detail_every``-th."""
+_MAX_SPANS = 4000
+"""Of a step whose course is recorded."""
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+class Subject(NamedTuple):
+    """Parts of an engine that a recorder reads."""
+
+    config: Config
+    state: ShardedState
+    train: TrainState
+    meter: Meter
+    place: Place
+    memory: Mapping[str, int]
+    units: Sequence[str]
+    ranks_per_node: int
+
+
+@dataclass
+class _Pending:
+    """A step that has ended, and what is not read yet."""
+
+    record: dict[str, Any]
+    losses: Sequence[Tensor]
+    marks: StepMarks | None
+    is_detailed: bool
+    begun_at: float
+    memory: Sequence[tuple[float, int, str]]
+    updates: Sequence[tuple[float, float]]
+
+
+class Recorder:
+    """Writer of one rank's records.
+
+    Attributes:
+        folder: of the files of all ranks.
+    """
+
+    def __init__(
+        self, subject: Subject, folder: Path, *, max_bytes: int, detail_every: int
+    ) -> None:
+        """Begin. See `zero_core.Engine.record`."""
+        self.folder = folder
+        self._subject = subject
+        self._device = device = subject.state.device
+        self._is_host = device.type == "cpu"
+        self._detail_every = detail_every
+        self._tier = tier if isinstance(tier := subject.state.tier, TimedTier) else None
+        self._file = RecordFile(folder, subject.state.control.rank, max_bytes)
+        self._file.write(self._run_record())
+        self._sampler = ProgramSampler(subject.place)
+        self._clock = StepClock(device)
+        self._losses: list[Tensor] = []
+        self._num_backwards = 0
+        self._pending: _Pending | None = None
+        self._statm = _open_statm() if self._is_host else None
+        self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
+        self._copied = (0, 0)
+        self._num_steps = 0
+        self._is_closed = False
+        self._clock.restart(subject.place.doing)
+        self._begin(time.perf_counter())
+
+    # -------------------------------------------------------------- of a step
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keep a micro-step's loss, before it is scaled. Nothing is waited for."""
+        self._num_backwards += 1
+        if loss.numel() != 1:
+            return
+        value = loss.detach()
+        if self._is_host:
+            self._losses.append(value.clone())
+        else:
+            kept = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
+            self._losses.append(kept.copy_(value.reshape(()), non_blocking=True))
+
+    def end_step(self, *, is_taken: bool, why_skipped: str, lr: Sequence[float]) -> None:
+        """Record the step that has just ended."""
+        now = time.perf_counter()
+        subject = self._subject
+        place, train = subject.place, subject.train
+        clock, place.clock = place.clock, None
+        work = {} if self._tier is None else self._tier.work_s()
+        copied = (0, 0) if self._tier is None else self._tier.copied_bytes()
+        held = self._held()
+        pending = _Pending(
+            record={
+                "step": train.global_steps,
+                "at": time.time(),
+                "seconds": now - self._begun,
+                "is_taken": is_taken,
+                "why_skipped": why_skipped,
+                "grad_norm": train.grad_norm,
+                "loss_scale": train.scaler.scale,
+                "lr": list(lr),
+                "micro_steps": max(self._num_backwards, 1),
+                "samples": subject.config.train_micro_batch_size_per_gpu
+                * max(self._num_backwards, 1),
+                "lanes": {lane: s - self._work.get(lane, 0.0) for lane, s in work.items()},
+                "sent": [
+                    [t.collective, t.content, t.num_calls, *_between(t)]
+                    for t in subject.meter.report()
+                ],
+                "copied": [copied[0] - self._copied[0], copied[1] - self._copied[1]],
+                "memory_bytes": held,
+                "peak_bytes": self._peak(held),
+                "outside": self._sampler.take(),
+            },
+            losses=self._losses,
+            marks=None if clock is None else self._clock.take(),
+            is_detailed=self._is_detailed,
+            begun_at=self._begun_at,
+            memory=self._memory_trail,
+            updates=()
+            if self._tier is None or not self._is_detailed
+            else tuple(self._tier.recent_updates()),
+        )
+        self._work, self._copied = work, copied
+        if self._is_host:
+            self._write(pending)
+        else:
+            self._write_pending()
+            self._pending = pending
+        self._num_steps += 1
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        """Begin a step, at the time ``now``: what recording takes belongs to it."""
+        number = self._subject.train.global_steps + 1
+        self._is_detailed = (
+            self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
+        )
+        self._losses, self._num_backwards = [], 0
+        self._memory_trail: list[tuple[float, int, str]] = []
+        self._begun, self._begun_at = now, time.time() + now - time.perf_counter()
+        if self._is_host or self._is_detailed:
+            if not self._is_host:
+                self._clock.restart(self._subject.place.doing)
+            trail = _MemoryTrail(self._clock, self) if self._is_detailed else self._clock
+            self._subject.place.clock = trail
+
+    def _write_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._write(pending)
+
+    def _write(self, pending: _Pending) -> None:
+        record = pending.record
+        values = [float(loss) for loss in pending.losses]
+        record["loss"] = sum(values) / len(values) if values else None
+        if pending.marks is not None:
+            spans = pending.marks.spans()
+            carried = pending.marks.under_way()
+            places, waits = _add_up(spans)
+            lanes = record["lanes"]
+            for lane in ("gather", "reduce"):
+                own = [(a, b) for what, a, b in carried if _lane_of(what) == lane]
+                if own:
+                    lanes[lane] = _covered(own)
+            record |= {"places": places, "waits": waits}
+            if self._is_host:
+                record["seconds"] = spans[-1].stop
+        self._file.write(StepRecord(**record))
+        if pending.is_detailed and pending.marks is not None:
+            self._file.write(_detail(pending, record["step"], spans, carried))
+
+    # --------------------------------------------------------------- besides
+
+    def note(self, what: str, text: str = "", seconds: float = 0.0) -> None:
+        """Record an event."""
+        if self._is_closed:
+            return
+        self._write_pending()
+        step = self._subject.train.global_steps
+        self._file.write(EventRecord(time.time(), step, what, text, seconds))
+
+    def flush(self) -> None:
+        """Have all steps that have ended in the file."""
+        self._write_pending()
+
+    def remove(self) -> None:
+        """End the recording."""
+        if not self._is_closed:
+            self.note("ended")
+            self._is_closed = True
+            self._subject.place.clock = None
+            self._sampler.close()
+            self._file.close()
+            if self._statm is not None:
+                os.close(self._statm)
+
+    def held_at(self, doing: str) -> None:
+        """Note the memory that is held as the program enters a place."""
+        self._memory_trail.append((time.perf_counter() - self._begun, self._held(), doing))
+
+    def _held(self) -> int:
+        if self._statm is not None:
+            return int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE
+        if self._is_host:
+            return self._peak(0)
+        return int(torch.accelerator.memory_allocated(self._device))
+
+    def _peak(self, held: int) -> int:
+        if not self._is_host:
+            return int(torch.accelerator.max_memory_allocated(self._device))
+        with suppress(ImportError):
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+        return held
+
+    def _run_record(self) -> RunRecord:
+        subject = self._subject
+        state, config = subject.state, subject.config
+        layout = state.layout
+        numel = sum(piece.stop - piece.start for piece in state.pieces)
+        on_host = self._tier.host_numel if self._tier is not None else 0
+        return RunRecord(
+            rank=state.control.rank,
+            world_size=state.control.world_size,
+            ranks_per_node=subject.ranks_per_node,
+            started_at=time.time(),
+            first_step=subject.train.global_steps,
+            num_parameters=sum(p.numel for p in layout.params),
+            num_trainable=sum(p.numel for p in layout.params if p.is_trainable),
+            units=subject.units,
+            shares={"device": numel - on_host, "host": on_host},
+            memory=dict(subject.memory),
+            config=config.model_dump(mode="json"),
+            environment=_environment(self._device),
+            model=_model_config(state.module),
+        )
+
+
+class _MemoryTrail:
+    """A clock that notes the memory at each place, too."""
+
+    def __init__(self, clock: StepClock, recorder: Recorder) -> None:
+        self._clock = clock
+        self._recorder = recorder
+        self._doing = ""
+        self.begin_wait = clock.begin_wait
+        self.end_wait = clock.end_wait
+        self.launch = clock.launch
+
+    def enter(self, doing: str) -> None:
+        if doing != self._doing:
+            self._doing = doing
+            self._recorder.held_at(doing)
+        self._clock.enter(doing)
+
+
+def _between(row: Any) -> tuple[int, int]:
+    return row.within_node_bytes, row.between_nodes_bytes
+
+
+def _lane_of(what: str) -> str:
+    if what.startswith(("all_gather", "gather")):
+        return "gather"
+    return "reduce" if "reduce_scatter" in what else "ranks"
+
+
+def place_of(doing: str) -> str:
+    """Return the key of `StepRecord.places` for a place."""
+    for start, key in _PLACES:
+        if doing.startswith(start):
+            return key
+    return doing
+
+
+_PLACES = (
+    ("forward of", "forward"),
+    ("backward", "backward"),
+    ("step()", "step"),
+    ("sum of the step", "step"),
+    (OUTSIDE, "outside"),
+)
+_WAITS = {"gather": "all_gather", "reduce": "reduce_scatter", "ranks": "ranks"}
+
+
+def _add_up(spans: Sequence[Span]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return seconds by place without waits, and of waits by what they are for."""
+    places: dict[str, float] = defaultdict(float)
+    waits: dict[str, float] = defaultdict(float)
+    for span in spans:
+        seconds = span.stop - span.start
+        if span.doing == UPDATE:
+            waits["update"] += seconds
+        elif span.waits_for:
+            waits[_WAITS[_lane_of(span.waits_for)]] += seconds
+        else:
+            places[place_of(span.doing)] += seconds
+    return _rounded(places), _rounded(waits)
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 7) for name, value in seconds.items()}
+
+
+def _covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals, from the step's begin on."""
+    total, reached = 0.0, 0.0
+    for start, stop in sorted(intervals):
+        start = max(start, reached)
+        if stop > start:
+            total += stop - start
+            reached = stop
+    return round(total, 7)
+
+
+def _detail(
+    pending: _Pending,
+    step: int,
+    spans: Sequence[Span],
+    carried: Sequence[tuple[str, float, float]],
+) -> DetailRecord:
+    assert pending.marks is not None
+    found: list[tuple[str, str, float, float, bool]] = []
+    for span in spans:
+        is_wait = bool(span.waits_for) or span.doing == UPDATE
+        name = span.waits_for or span.doing
+        found.append(("compute", name, span.start, span.stop, is_wait))
+    found += [(_lane_of(what), what, a, b, False) for what, a, b in carried]
+    for begun, ended in pending.updates:
+        start = pending.marks.since_start(begun)
+        if start is not None and start + ended - begun > 0.0:
+            found.append(("host", "update", start, start + ended - begun, False))
+    found = [
+        (lane, name, round(a, 7), round(b, 7), is_wait)
+        for lane, name, a, b, is_wait in found
+        if b - a >= 1e-6
+    ]
+    return DetailRecord(step, pending.begun_at, found[:_MAX_SPANS], pending.memory[:_MAX_SPANS])
+
+
+def _open_statm() -> int | None:
+    with suppress(OSError):
+        return os.open("/proc/self/statm", os.O_RDONLY)
+    return None
+
+
+def _model_config(module: nn.Module) -> dict[str, Any]:
+    """Return the configuration of a Hugging Face model, or nothing."""
+    try:
+        found = module.config.to_dict()  # type: ignore[operator,union-attr]
+        return dict(json.loads(json.dumps(found, default=str)))
+    except (AttributeError, TypeError, ValueError):  # foreign: any other model's attributes
+        return {}
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    """Return versions, device, cores, threads and memory of this rank."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-engine"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "packages": versions,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "device": device.type,
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+    }
+    with suppress(ValueError, OSError):
+        found["host_memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["device_name"] = properties.name
+        found["device_memory"] = properties.total_memory
+    return found
