@@ -340,7 +340,10 @@ def matrix(session: nox.Session, torch: str) -> None:
     The CUDA version is that of the release's wheels. Without a GPU the same tests run on the CPU:
     that column is what CI runs, with the release in constraints.txt.
     """
-    session.install(*PIP_FLAGS, f"torch=={torch}", *EVERYTHING, "./integration[test]", *TEST_TOOLS)
+    for package in PACKAGES:
+        session.install(*PIP_FLAGS, "--no-deps", "--force-reinstall", *find_wheel(session, package))
+    requirements = ("cpu-adam[torch]", *PACKAGES[1:], "./integration[test]", *TEST_TOOLS)
+    session.install(*PIP_FLAGS, f"torch=={torch}", *requirements)
     name = f"torch {torch}, Python {session.python}"
     record_tests(session, "matrix", name, (*PACKAGES, "integration"))
 
