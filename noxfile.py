@@ -5,6 +5,7 @@
     lint       ruff, clang-format, docstrings, structure of the imports
     typecheck  mypy --strict
     examples   the programs in integration/examples, as they say; arguments name some of them
+    docs       the documentation site, into site/; any warning fails
     bench      benchmarks: arguments go to ``python integration/benchmarks/run.py``
     compat     public scripts with DeepSpeed itself and with ``zero-engine run``: the table in
                docs/compat.md; arguments go to ``integration/compat/compare.py``. Without any, TRL's
@@ -98,6 +99,8 @@ LONGEST = {
 NO_SPINNING = {"OMP_WAIT_POLICY": "passive"}
 LINT_TOOLS = ("ruff>=0.15,<0.18", "clang-format>=20", "check-jsonschema>=0.39")
 TYPE_TOOLS = ("mypy>=1.19", "pybind11")
+# mkdocs 2 has no plugins, and mkdocs-material no release for it.
+DOCS_TOOLS = ("mkdocs>=1.6,<2", "mkdocs-material>=9.8,<10", "mkdocstrings-python>=2.0,<3")
 
 # A torch release and the CUDA version that its wheels on the package index are built for.
 TORCH_CUDA = {
@@ -198,12 +201,19 @@ def examples(session: nox.Session) -> None:
     """Run the examples, each by the command that stands in it; each asserts that its loss fell."""
     install_everything(session, "accelerate>=1.13", extras="[lightning,ray]")
     environment = {"OMP_NUM_THREADS": "1"}  # two ranks, and CI has few cores
-    for path in sorted(Path("integration", "examples").glob("*.py")):
-        if session.posargs and path.stem not in session.posargs:
-            continue
+    for path in sorted(Path("integration", "examples").rglob("*.py")):
+        if (session.posargs and path.stem not in session.posargs) or path.stem == "lesson":
+            continue  # what the tutorials share is no program
         description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         command = description.split("\n\n")[1]
         session.run(*shlex.split(command), env=environment)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site. The API is read from the sources: nothing is imported."""
+    session.install(*PIP_FLAGS, *DOCS_TOOLS, *LINT_TOOLS[:1])  # ruff formats signatures
+    session.run("mkdocs", "build", "--strict", *session.posargs)
 
 
 @nox.session

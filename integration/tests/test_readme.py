@@ -1,4 +1,7 @@
-"""Every Python example of the READMEs and of docs/ runs as it stands, on one process."""
+"""Every Python example of the READMEs and of docs/ runs as it stands, on one process.
+
+Those that need further libraries run by `nox -s compat`, in compat/checks/test_further_examples.py.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,16 @@ import re
 from pathlib import Path
 
 import pytest
+from doc_blocks import find_blocks
 
 from zero_core.testing import run_alone
 
-ROOT = Path(__file__).parents[2]
+OWN = ("cpu-adam", "zero-comm", "zero-core", "zero-offload")
+"""Packages whose own tests run their READMEs."""
 BLOCKS = [
-    pytest.param(match.group(1), id=f"{path.parent.name}-{path.stem}-{number}")
-    for path in (
-        ROOT / "README.md",
-        ROOT / "integration" / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
-    )
-    for number, match in enumerate(
-        re.finditer(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
-    )
+    pytest.param(block.text, id=block.name)
+    for block in find_blocks("python")
+    if block.page.parent.name not in OWN and not block.needs_further
 ]
 
 

@@ -445,9 +445,15 @@ class Engine(ShardedModel):
         those before it are whole.
 
         Args:
-            directory, tag, client_state, has_frozen, is_latest, drops_partial: see
+            directory: the folder of all checkpoints; this one and the next seven are those of
                 `save_checkpoint`.
-            keep_last, keep_every: see `save_checkpoint`.
+            tag: name of this one; None is ``step-N``.
+            client_state: JSON and small tensors.
+            has_frozen: whether the values of frozen parameters are written.
+            is_latest: whether a load without a tag takes this one.
+            drops_partial: allow the middle of a step, and leave out its gradients.
+            keep_last: remove all but the last so many checkpoints.
+            keep_every: beside these keep the ones of steps that are multiples of it.
             on_pending: where an earlier save is under way, "wait" for it or "refuse".
             max_copy_bytes: limit for the copies of steps. One that needs more waits for the writer.
                 Give it where states are on NVMe because host memory has no room for them.

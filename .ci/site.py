@@ -1,0 +1,98 @@
+"""Hook of mkdocs: pages from files outside of docs/, and links between them and docs/.
+
+READMEs of the packages become pages. A source that a page links to becomes a page that shows it.
+The index of the decisions gets a list of all of them. So no link leaves the site.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "packages/cpu-adam/README.md": "packages/cpu-adam.md",
+    "packages/zero-comm/README.md": "packages/zero-comm.md",
+    "packages/zero-core/README.md": "packages/zero-core.md",
+    "packages/zero-offload/README.md": "packages/zero-offload.md",
+    "integration/README.md": "packages/zero-engine.md",
+    "SECURITY.md": "security.md",
+}
+ORIGINS = {uri: source for source, uri in PAGES.items()}
+LINK = re.compile(r"(?<=\]\()([^()\s#]+)(#[^()\s]*)?(?=\))")
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made from files outside of docs/."""
+    for source, uri in PAGES.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
+    linked = {}
+    for page in list(files.documentation_pages()):
+        for found in LINK.finditer(page.content_string):
+            path = _path_of(found[1], page.src_uri)
+            if path is not None and _is_source(path):
+                linked[_uri_of(path)] = path
+    for uri, path in sorted(linked.items()):
+        files.append(File.generated(config, uri, content=_shown(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links at the pages of this site."""
+    here = page.file.src_uri
+
+    def redirected(found: re.Match[str]) -> str:
+        path = _path_of(found[1], here)
+        if path is None or (here not in ORIGINS and path.startswith("docs/")):
+            return found[0]
+        target = posixpath.relpath(_uri_of(path), posixpath.dirname(here) or ".")
+        return target + (found[2] or "")
+
+    text = LINK.sub(redirected, markdown)
+    return text + _list_of_decisions(files) if here == "decisions/README.md" else text
+
+
+def _path_of(link: str, uri: str) -> str | None:
+    """The file that a link of a page means, from the root of the repository; None: another site."""
+    if "://" in link or link.startswith("mailto:"):
+        return None
+    origin = ORIGINS.get(uri, f"docs/{uri}")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
+
+
+def _is_source(path: str) -> bool:
+    """Whether a linked file is shown on a page of its own. One that is missing fails the build."""
+    return not path.startswith("docs/") and path not in PAGES and (ROOT / path).is_file()
+
+
+def _uri_of(path: str) -> str:
+    if path in PAGES:
+        return PAGES[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
+
+
+def _shown(path: str) -> str:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if path.endswith(".md"):
+        return text
+    language = LANGUAGES.get(os.path.splitext(path)[1], "text")
+    return f"# {posixpath.basename(path)}\n\n`{path}`\n\n````{language}\n{text}````\n"
+
+
+def _list_of_decisions(files: Files) -> str:
+    rows = []
+    for file in files.documentation_pages():
+        name = posixpath.basename(file.src_uri)
+        if file.src_uri.startswith("decisions/") and name != "README.md":
+            title = file.content_string.splitlines()[0].lstrip("# ")
+            rows.append((int(name.split("-")[0]), f"- [{title}]({name})"))
+    return "\n## All decisions\n\n" + "\n".join(row for _, row in sorted(rows)) + "\n"

@@ -1,0 +1,57 @@
+"""Each tutorial's command trains, checks itself, and prints the bytes that the page shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from doc_blocks import ROOT, find_blocks
+
+from benchmarks.harness.forked_python import forked_python
+
+FOLDER = ROOT / "integration" / "examples" / "tutorials"
+SCRIPTS = {
+    "zero": "zero.py",
+    "zero-offload": "offload.py",
+    "twin-flow": "twin_flow.py",
+    "zeropp": "zeropp.py",
+}
+BLOCKS = {page: [b for b in find_blocks() if b.page.stem == page] for page in SCRIPTS}
+BYTES = re.compile(r"^(.*?) {2,}[\d.]+ -> [\d.]+ +(\d+) +(\d+) +(\d+) +(\d+)$", re.M)
+"""A line of `lesson.show`, but for its losses, which may differ between machines."""
+
+
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_page_shows_the_configuration_of_its_script(page: str) -> None:
+    config = json.loads((FOLDER / SCRIPTS[page]).with_suffix(".json").read_text(encoding="utf-8"))
+    assert config in [json.loads(b.text) for b in BLOCKS[page] if b.language == "json"]
+
+
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_command_of_a_tutorial_trains_and_prints_what_the_page_shows(
+    page: str, tmp_path: Path
+) -> None:
+    (command,) = (b.text for b in BLOCKS[page] if b.language == "bash" and SCRIPTS[page] in b.text)
+    program, *words = shlex.split(command)
+    assert program == "torchrun"
+    arguments = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+    picture = tmp_path / "picture.png"
+    drawn = [f"--plot={picture}"] if page == "zero-offload" else []  # matplotlib takes a second
+    done = subprocess.run(
+        [forked_python(), "-m", "torch.distributed.run", *arguments, *drawn, "--steps=4"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (shown,) = (b.text for b in BLOCKS[page] if b.language == "text")
+    assert BYTES.findall(done.stdout) == BYTES.findall(shown) != []
+    assert not drawn or picture.stat().st_size > 5000
