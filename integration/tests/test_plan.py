@@ -27,6 +27,7 @@ import zero_core
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
+from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.testing import spawn
 from zero_engine.planning import parse_bytes
 
@@ -177,9 +178,9 @@ def test_program_ends_with_1_where_nothing_fits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks=0"], "--ranks 0: must be from 1 to"),
+        (["--ranks=0"], "--world-size 0: must be from 1 to"),
         (["--device-memory=much"], "--device-memory much: expected a size such as 24GB"),
-        (["--model=nowhere.json"], "cannot read --model 'nowhere.json'"),
+        (["--model=nowhere.json"], "cannot read MODEL 'nowhere.json'"),
     ],
 )
 def test_program_refuses_wrong_options(arguments: list[str], message: str) -> None:
@@ -244,3 +245,46 @@ def test_activations_of_hugging_face_models_are_what_a_forward_saves(family: str
     }
     planned = zero_core.plan(planned_model, config, 2, example_inputs=inputs)
     assert planned.memory.device["activations"] == pytest.approx(measured, rel=0.02)
+
+
+def test_program_predicts_times_by_a_device_and_writes_what_fits(tmp_path: Path) -> None:
+    GPT2.save_pretrained(tmp_path)
+    (tmp_path / "zero.json").write_text(json.dumps(make_config(3, "bf16")))
+    said = run_here(
+        *("plan", str(tmp_path), f"--config={tmp_path / 'zero.json'}", "--device=h100"),
+        *("--world-size=8", "--seq-length=32", "--batch-size=64", f"--fit={tmp_path / 'fit.json'}"),
+    )
+    assert "Predicted step" in said
+    assert "bounds it" in said
+    written = json.loads((tmp_path / "fit.json").read_text())
+    config = load_config(written, world_size=8)
+    assert config.train_batch_size == 64
+    assert written["optimizer"] == make_config(3, "bf16")["optimizer"]
+
+
+def test_program_predicts_times_by_measured_rates(tmp_path: Path) -> None:
+    free = Curve(((1.0, 0.0),))
+    names = ("memory.float32", "operator", "pass", "step", "update.device.float32")
+    curves = {**dict.fromkeys(names, free), "matmul.float32": Curve.of_rate(1e9)}
+    curves["update.host.float32"] = free
+    found = Calibration("a processor", "by hand", (Rates(1, 1, 1, curves),))
+    (tmp_path / "rates.json").write_text(found.to_json())
+    said = run_here(
+        *("plan", "--layers=2", "--width=32", "--heads=2", "--vocab=64", "--seq-length=16"),
+        *(f"--rates={tmp_path / 'rates.json'}", "--micro-batch-size=2", "--json"),
+    )
+    time = json.loads(said)["configured"]["step_time"]
+    assert time["total_s"] == pytest.approx(time["lanes"]["compute"])
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (["--device=h100"], "give --seq-length"),
+        (["--device=abacus", "--seq-length=8"], "known are A10"),
+        (["--device=h100", "--rates=x", "--seq-length=8"], "exclude each other"),
+        (["--batch-size=0"], "--batch-size 0: must be at least 1"),
+    ],
+)
+def test_program_refuses_wrong_options_of_times(options: list[str], cause: str) -> None:
+    assert cause in refusal_of("plan", *options)

@@ -158,23 +158,54 @@ def run(
 
 @app.command()
 def plan(
+    invocation: typer.Context,
     model: Annotated[
-        _Text, _option("A Hugging Face config.json, or its folder. Default: a GPT-2.")
+        _Text,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A Hugging Face config.json, or its folder. Default: a GPT-2.",
+            show_default=False,
+        ),
     ] = None,
+    model_option: Annotated[_Text, typer.Option("--model", hidden=True)] = None,
     layers: Annotated[int, typer.Option(help="Blocks of the GPT-2.")] = 12,
     width: Annotated[int, typer.Option(help="Width of the GPT-2.")] = 768,
     heads: Annotated[int, typer.Option(help="Attention heads of the GPT-2.")] = 12,
     vocab: Annotated[int, typer.Option(help="Vocabulary of the GPT-2.")] = 50257,
-    tokens: Annotated[_Number, _option("Tokens per sample; given, activations are traced.")] = None,
+    tokens: Annotated[
+        _Number,
+        typer.Option(
+            "--seq-length",
+            "--tokens",
+            help="Tokens per sample; given, activations and operators are traced.",
+            show_default=False,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        _Number, _option("Samples of a step over all ranks. Default: the configuration's.")
+    ] = None,
+    micro_batch_size: Annotated[
+        _Number, _option("Samples of a rank and micro-step. Default: the configuration's.")
+    ] = None,
     config: Annotated[
         _Text, _option("DeepSpeed-style JSON. Default: what 'zero-engine config' prints.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    ranks: Annotated[int, typer.Option("--world-size", "--ranks", help="Data-parallel ranks.")] = 1,
     ranks_per_node: Annotated[
         _Number, _option("Ranks that share a node. Default: 8, or all if fewer.")
     ] = None,
     device_memory: Annotated[_Text, _option("Memory of one GPU, e.g. 24GB or 22GiB.")] = None,
     host_memory: Annotated[_Text, _option("Memory of one node, shared by its ranks.")] = None,
+    rates: Annotated[
+        _Text, _option("Predict times by this file of 'zero-engine doctor --measure'.")
+    ] = None,
+    device: Annotated[
+        _Text, _option("Predict times by the published rates of a GPU, such as H100.")
+    ] = None,
+    allow_rounding: Annotated[
+        bool, typer.Option("--allow-rounding", help="Choose quantized communication as well.")
+    ] = False,
+    fit: Annotated[_Text, _option("Write the configuration that fits best there.")] = None,
     on_cpu: Annotated[
         bool, typer.Option("--cpu", help="Ranks compute on the host: all memory is the node's.")
     ] = False,
@@ -182,30 +213,32 @@ def plan(
     png: Annotated[_Text, _option("Draw the memory as a picture there.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Forecast the memory and traffic of a run, and the smallest change that makes it fit.
+    """Forecast the memory, traffic and time of a run, and what fits best.
 
-    Nothing is allocated.
+    Nothing is allocated. Times need --seq-length and the rates of a machine: --rates or --device.
 
     Ends with code 1 if nothing fits the memory that was given.
     """
     from zero_core.errors import ZeroError
-    from zero_engine.planning import make_plan, read_model, show_plan, write_plan
-    from zero_engine.terminal import refuse, working
+    from zero_engine.terminal import quiet, refuse, working
 
-    sizes = {"layers": layers, "width": width, "heads": heads, "vocab": vocab}
+    given = dict(invocation.params)
+    named = given.pop("model_option")
+    if model is not None and named is not None:
+        raise typer.BadParameter("MODEL is given twice: leave --model out")
     try:
-        with working("planning"):
-            planned = make_plan(
-                read_model(model, tokens, sizes),
-                config,
-                ranks=ranks,
-                ranks_per_node=ranks_per_node,
-                device_memory=device_memory,
-                host_memory=host_memory,
-                tokens=tokens,
-                is_on_cpu=on_cpu,
-            )
+        with working("planning"), quiet():
+            from zero_engine.planning import PlanRequest
+
+            sizes = {name: given.pop(name) for name in ("layers", "width", "heads", "vocab")}
+            for name in ("model", "json_file", "png", "as_json"):
+                given.pop(name)
+            request = PlanRequest(model=named or model, sizes=sizes, **given)
+            planned = request.make()
+        from zero_engine.planning import show_plan, write_plan
+
         write_plan(planned, json_file, png)
+        request.write_fit(planned)
     except ZeroError as error:
         sys.exit(refuse(error, as_json=as_json))
     if as_json:
@@ -317,12 +350,37 @@ def import_from_deepspeed(
 
 
 @app.command()
-def doctor(as_json: _Json = False) -> None:
+def doctor(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine's speeds, for plans.")
+    ] = False,
+    output: Annotated[str, typer.Option(help="Where --measure writes them.")] = "rates.json",
+    ranks: Annotated[
+        list[int] | None,
+        _option("Ranks that --measure starts at once. Repeatable. Default: 1, and all."),
+    ] = None,
+    disk: Annotated[
+        _Text, _option("Folder on the disk of NVMe offload, for --measure to time.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
     """Show what is installed, what this machine offers, and what is missing."""
-    from zero_engine.doctor import as_table, examine
-    from zero_engine.terminal import working
+    from zero_core.errors import ZeroError
+    from zero_engine.terminal import quiet, refuse, working
 
-    with working("examining this machine"):
+    if measure:
+        try:
+            with working("measuring this machine"), quiet():
+                from zero_engine.calibration.machine import measure_to
+
+                found = measure_to(output, ranks, disk)
+        except ZeroError as error:
+            sys.exit(refuse(error, as_json=as_json))
+        print(found.to_json() if as_json else f"{found.device}: {found.source}: {output}")
+        return
+    with working("examining this machine"), quiet():
+        from zero_engine.doctor import as_table, examine
+
         findings = examine()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))

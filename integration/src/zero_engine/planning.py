@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from transformers.models.gpt2 import GPT2Config
 import zero_core
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import ConfigError
+from zero_core.plan.plan import GPUS_PER_NODE
+from zero_core.plan.rates import Calibration
 from zero_engine import machine
+from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration
 from zero_engine.train.settings import AUTO, RunSettings, engine_config
 
 GB = 10**9
@@ -35,12 +40,12 @@ def parse_bytes(text: str, option: str) -> int:
     return found
 
 
-def read_model(path: str | None, tokens: int | None, sizes: dict[str, int]) -> Any:
-    """Return the Hugging Face configuration of ``--model``, or a GPT-2's of the given sizes.
+def read_model(path: str | None, tokens: int | None, sizes: Mapping[str, int]) -> Any:
+    """Return the Hugging Face configuration of MODEL, or a GPT-2's of the given sizes.
 
     Args:
         path: a ``config.json``, or the folder that holds it.
-        tokens: ``--tokens``, per sample.
+        tokens: ``--seq-length``, per sample.
         sizes: ``--layers``, ``--width``, ``--heads`` and ``--vocab``, where there is no path.
 
     Raises:
@@ -49,7 +54,8 @@ def read_model(path: str | None, tokens: int | None, sizes: dict[str, int]) -> A
     given = sizes if path is None else {}
     for name, value in (given if tokens is None else {**given, "tokens": tokens}).items():
         if not 1 <= value <= _LARGEST[name]:
-            raise ConfigError(f"--{name} {value}: must be from 1 to {_LARGEST[name]}")
+            option = "seq-length" if name == "tokens" else name
+            raise ConfigError(f"--{option} {value}: must be from 1 to {_LARGEST[name]}")
     if path is None:
         if sizes["width"] % sizes["heads"]:
             raise ConfigError(
@@ -63,59 +69,130 @@ def read_model(path: str | None, tokens: int | None, sizes: dict[str, int]) -> A
             n_positions=max(1024, tokens or 0),
         )
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    content = parse_json(read_config_text(file, "--model"), f"--model {path}")
+    content = parse_json(read_config_text(file, "MODEL"), f"MODEL {path}")
     if not isinstance(content.get("model_type"), str):
-        raise ConfigError(f"--model {path}: expected a Hugging Face config.json with 'model_type'")
+        raise ConfigError(f"MODEL {path}: expected a Hugging Face config.json with 'model_type'")
     return content
 
 
-def make_plan(
-    model: Any,
-    config: str | None,
-    *,
-    ranks: int,
-    ranks_per_node: int | None,
-    device_memory: str | None,
-    host_memory: str | None,
-    tokens: int | None,
-    is_on_cpu: bool,
-) -> zero_core.Plan:
-    """Plan ``model`` with the configuration at ``config``, or with the default one.
+@dataclass(frozen=True)
+class PlanRequest:
+    """Options of ``zero-engine plan``.
 
-    Args:
-        model: a Hugging Face configuration.
-        config: a path.
+    Attributes:
+        model: a ``config.json`` or its folder; None: a GPT-2 of ``sizes``.
+        sizes: see `read_model`.
+        tokens: per sample; with them, a micro-batch is traced.
+        batch_size: samples of a step over all ranks.
+        micro_batch_size: samples of a rank and micro-step.
+        config: path of the configuration; None: the default one.
         ranks: data-parallel ranks.
         ranks_per_node: see `zero_core.plan`.
         device_memory: of one device, as `parse_bytes` reads it.
         host_memory: of one node, likewise.
-        tokens: per sample; with them, activations are traced.
-        is_on_cpu: whether the ranks compute on the host.
-
-    Raises:
-        ConfigError: an option or a file is wrong.
+        rates: file of a calibration.
+        device: name of a device of the table.
+        allow_rounding: see `zero_core.plan`.
+        fit: where the best choice's configuration goes.
+        on_cpu: whether the ranks compute on the host.
     """
-    if not 1 <= ranks <= MAX_RANKS:
-        raise ConfigError(f"--ranks {ranks}: must be from 1 to {MAX_RANKS}")
-    settings = _without_auto(engine_config(RunSettings(config=config)))
-    limits = {"device-memory": device_memory, "host-memory": host_memory}
-    device, host = (None if v is None else parse_bytes(v, k) for k, v in limits.items())
-    inputs = None
-    if tokens is not None:
-        resolved = zero_core.load_config(settings, world_size=ranks)
-        shape = (resolved.train_micro_batch_size_per_gpu, tokens)
-        ids = torch.zeros(shape, dtype=torch.int64, device="meta")
-        inputs = {"input_ids": ids, "labels": ids}
-    return zero_core.plan(
-        model,
-        settings,
-        ranks,
-        device_memory=device,
-        host_memory=host,
-        ranks_per_node=ranks_per_node,
-        example_inputs=inputs,
-        device_type="cpu" if is_on_cpu else "accelerator",
-    )
+
+    model: str | None
+    sizes: Mapping[str, int]
+    tokens: int | None = None
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    config: str | None = None
+    ranks: int = 1
+    ranks_per_node: int | None = None
+    device_memory: str | None = None
+    host_memory: str | None = None
+    rates: str | None = None
+    device: str | None = None
+    allow_rounding: bool = False
+    fit: str | None = None
+    on_cpu: bool = False
+
+    def make(self) -> zero_core.Plan:
+        """Return the plan.
+
+        Raises:
+            ConfigError: an option or a file is wrong.
+        """
+        model = read_model(self.model, self.tokens, self.sizes)
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ConfigError(f"--world-size {self.ranks}: must be from 1 to {MAX_RANKS}")
+        calibration = self._calibration()
+        settings = self.settings()
+        limits = {"device-memory": self.device_memory, "host-memory": self.host_memory}
+        device, host = (None if v is None else parse_bytes(v, k) for k, v in limits.items())
+        if device is None and self.device is not None:
+            device = device_memory(self.device)
+        is_on_cpu = self.on_cpu
+        if self.rates is not None and calibration is not None and calibration.rates[0].cores:
+            is_on_cpu = True
+        inputs = None
+        if self.tokens is not None:
+            resolved = zero_core.load_config(settings, world_size=self.ranks)
+            shape = (resolved.train_micro_batch_size_per_gpu, self.tokens)
+            ids = torch.zeros(shape, dtype=torch.int64, device="meta")
+            inputs = {"input_ids": ids, "labels": ids}
+        return zero_core.plan(
+            model,
+            settings,
+            self.ranks,
+            device_memory=device,
+            host_memory=host,
+            ranks_per_node=self.ranks_per_node,
+            example_inputs=inputs,
+            device_type="cpu" if is_on_cpu else "accelerator",
+            calibration=calibration,
+            allow_rounding=self.allow_rounding,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the configuration, with the batch that was asked for."""
+        found = _without_auto(engine_config(RunSettings(config=self.config)))
+        given = {
+            "train_batch_size": ("batch-size", self.batch_size),
+            "train_micro_batch_size_per_gpu": ("micro-batch-size", self.micro_batch_size),
+        }
+        for option, number in given.values():
+            if number is not None and number < 1:
+                raise ConfigError(f"--{option} {number}: must be at least 1")
+        if self.batch_size is None and self.micro_batch_size is None:
+            return found
+        for key in (*given, "gradient_accumulation_steps"):
+            found.pop(key, None)
+        return found | {key: number for key, (_, number) in given.items() if number is not None}
+
+    def write_fit(self, plan: zero_core.Plan) -> None:
+        """Write the best choice's configuration, if it is asked for and anything fits.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        if self.fit is None or plan.best is None:
+            return
+        settings = engine_config(RunSettings(config=self.config))
+        schedule = {key: settings[key] for key in ("scheduler",) if key in settings}
+        content = json.dumps(plan.best.apply(self.settings() | schedule), indent=2)
+        try:
+            Path(self.fit).write_text(content + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--fit {self.fit}: {error.strerror}") from None
+
+    def _calibration(self) -> Calibration | None:
+        if self.rates is None and self.device is None:
+            return None
+        if self.rates is not None and self.device is not None:
+            raise ConfigError("--rates and --device exclude each other")
+        if self.tokens is None:
+            raise ConfigError("times need the tokens of a sample: give --seq-length")
+        if self.rates is not None:
+            return read_calibration(self.rates)
+        per_node = self.ranks_per_node or min(self.ranks, GPUS_PER_NODE)
+        return device_calibration(str(self.device), per_node)
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +211,8 @@ def show_plan(plan: zero_core.Plan, console: Console) -> None:
             table.add_row(*row)
         console.print(table)
     console.print(plan.advice)
+    for reason in plan.reasons:
+        console.print(f"- {reason}.", markup=False, highlight=False)
 
 
 def write_plan(plan: zero_core.Plan, json_path: str | None, png_path: str | None) -> None:

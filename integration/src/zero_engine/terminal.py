@@ -6,8 +6,10 @@ Exit codes are listed in docs/command-line.md.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -66,3 +68,16 @@ def working(what: str) -> Iterator[Callable[..., None]]:
         *columns, TimeElapsedColumn(), console=console, transient=True, disable=not is_shown
     ) as progress:
         yield partial(progress.update, progress.add_task(what, total=None))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep warnings of imported libraries off the screen, in a command that only reports."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -21,7 +21,7 @@ _PARTITIONED = "zero_engine.deepspeed.zero.partitioned"
 _SAME_NAMES: Mapping[str, str] = {
     "access": "step.states: GRAD StateAccess",
     "accumulation": "optim.train_state: Accumulation",
-    "activations": "plan.activations: trace_activations",
+    "activations": "plan.activations: trace_step",
     "adam": "optim.adam: Adam corrected_update moments_of",
     "arena": "sharded.pool: Allocate Arena BufferPool allocator; _libc: release_free_pages",
     "arrivals": "runtime.order: Forward",

@@ -1,35 +1,106 @@
-"""Bytes that autograd saves for backward, found by a forward on the meta device."""
+"""A micro-batch on the meta device: bytes that autograd saves, operators that run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_core._torch import pytree, storage_of
 from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
 from zero_core.layout.stored import components
+from zero_core.plan.operators import Operator
+from zero_core.plan.rates import Rates
 from zero_core.tiled.modules import TiledForwards, WholeModel
 
 _META = torch.device("meta")
 
 
-def trace_activations(
-    model: nn.Module, config: Config, inputs: Mapping[str, Any] | Sequence[Any]
-) -> int:
-    """Return the bytes that autograd saves for backward, parameters and buffers not counted.
+@dataclass(frozen=True)
+class Pass:
+    """Operators of a pass over a unit, or over several.
+
+    Attributes:
+        calls: number of calls by `Operator`.
+    """
+
+    calls: Mapping[Operator, int] = field(default_factory=dict)
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(Counter(self.calls) + Counter(other.calls))
+
+    @property
+    def num_calls(self) -> int:
+        return sum(self.calls.values())
+
+    def seconds(self, rates: Rates) -> float:
+        """Return the seconds of all calls, each after the other.
+
+        An accelerator runs the kernels while the host launches those that follow.
+        """
+        kernels = sum(number * call.seconds(rates) for call, number in self.calls.items())
+        launches = self.num_calls * rates.seconds(["operator"], 1)
+        return max(kernels, launches) if rates.cores is None else kernels + launches
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch on the meta device: what it saves and what it computes.
+
+    Attributes:
+        saved_bytes: bytes that autograd saves for backward, parameters and buffers not counted.
+        recomputed_bytes: those with activation checkpointing: a block saves its inputs alone, and
+            one block at a time what it saves else.
+        forward: operators of forward by unit. What is computed between units counts to the root
+            before the first block, and to the last unit after it.
+        backward: operators of backward, recomputation not included; None if it was not traced.
+    """
+
+    saved_bytes: int
+    recomputed_bytes: int
+    forward: Mapping[int, Pass]
+    backward: Pass | None
+
+    def nbytes(self, config: Config) -> int:
+        """Return the bytes that a configuration saves."""
+        return self.recomputed_bytes if is_recomputed(config) else self.saved_bytes
+
+
+def is_recomputed(config: Config) -> bool:
+    """Whether every block is computed again in backward."""
+    again = config.activation_checkpointing
+    return again is not None and again.enabled
+
+
+def trace_step(
+    model: nn.Module,
+    config: Config,
+    inputs: Mapping[str, Any] | Sequence[Any],
+    units: Sequence[tuple[str, nn.Module]],
+) -> Trace:
+    """Return what one micro-batch saves and computes.
 
     One forward runs on the meta device, in the compute dtype, in the model's current mode
-    (train or eval). The model is not changed. ``inputs`` are keyword or positional arguments of one
-    micro-batch. They and the model may be on any device. With ``torch_autocast`` activations count
-    in fp32, and with them the casts of weights that stay to backward.
+    (train or eval), and a backward if it returns a loss. The model is not changed. ``inputs`` are
+    keyword or positional arguments of one micro-batch. They and the model may be on any device.
+    With ``torch_autocast`` activations count in fp32, and with them the casts of weights that stay
+    to backward.
+
+    Args:
+        model: the whole model.
+        config: the engine's.
+        inputs: see above.
+        units: names and modules of the model's units, the root first.
 
     Raises:
         ConfigError: the forward does not run on the meta device.
@@ -52,31 +123,143 @@ def trace_activations(
                 "yourself"
             )
     values = {name: to_meta(param) for name, param in model.named_parameters()}
+    weights = [value for value in values.values() if value.requires_grad]
     values |= {name: cast(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
-    known = {storage_of(t) for t in values.values()}
     cast_bytes = _bytes_of_casts(model, values, config)
-    saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is reused
-    casts: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        number = storage_of(tensor)
-        if number not in known:
-            saved[number] = tensor.untyped_storage()
-        casts[number] = cast_bytes.get(number, 0)
-        return tensor
-
+    place = _Place([module for _, module in units], {storage_of(t) for t in values.values()})
+    operators = _Operators(place)
     given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     args, kwargs = pytree.tree_map(to_meta, given)
     try:
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with torch.enable_grad(), hooks, _WithoutData(), _tiled(model, config):
-            torch.func.functional_call(model, values, args, kwargs)
+        hooks = torch.autograd.graph.saved_tensors_hooks(place.save, lambda t: t)
+        with (
+            torch.enable_grad(),
+            hooks,
+            _WithoutData(),
+            _tiled(model, config),
+            place.followed(),
+            operators,
+        ):
+            output = torch.func.functional_call(model, values, args, kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the model's forward does not run on the meta device ({error}): plan without "
             "example_inputs, and add the activations yourself"
         ) from error
-    return sum(storage.nbytes() for storage in saved.values()) + sum(casts.values())
+    casts = sum(cast_bytes.get(number, 0) for number in place.weights)
+    return Trace(
+        place.saved_bytes + casts,
+        place.recomputed_bytes + casts,
+        {unit: Pass(calls) for unit, calls in operators.take().items()},
+        _trace_backward(output, weights, operators),
+    )
+
+
+def _trace_backward(output: Any, weights: Sequence[Tensor], operators: _Operators) -> Pass | None:
+    """Return the operators of backward, None if there is no loss or one has no shapes."""
+    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    loss = next((t for t in tensors if t.ndim == 0), None)
+    if loss is None:
+        return None
+    try:
+        with operators:
+            torch.autograd.grad(loss, weights, allow_unused=True)
+    except (RuntimeError, TypeError, ValueError):  # NotImplementedError is a RuntimeError
+        return None
+    return sum((Pass(calls) for calls in operators.take().values()), Pass())
+
+
+class _Place:
+    """The unit that a traced forward is in, and what autograd saves in each.
+
+    Attributes:
+        unit: its index.
+        weights: storages of parameters and buffers that are saved.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], known: set[int]) -> None:
+        """``modules`` of the units, the root first. ``known``: storages of their values."""
+        self.unit = 0
+        self.weights: set[int] = set()
+        self._known = known
+        self._blocks = {i: m for i, m in enumerate(modules) if m is not modules[0]}
+        self._last = max(len(modules) - 1, 0)
+        # Alive, so that no address is used again.
+        self._inputs: dict[int, torch.UntypedStorage] = {}
+        self._saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the first one's unit
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that is saved: the hook of autograd."""
+        number = storage_of(tensor)
+        if number in self._known:
+            self.weights.add(number)
+        else:
+            self._saved.setdefault(number, (self.unit, tensor.untyped_storage()))
+        return tensor
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(storage.nbytes() for _, storage in self._saved.values())
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes where each block saves its inputs alone, and one at a time the rest."""
+        by_unit: Counter[int] = Counter()
+        for number, (unit, storage) in self._saved.items():
+            if number not in self._inputs:
+                by_unit[unit] += storage.nbytes()
+        of_blocks = [by_unit.pop(block, 0) for block in self._blocks]
+        inputs = sum(storage.nbytes() for storage in self._inputs.values())
+        return inputs + by_unit.total() + max(of_blocks, default=0)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow a forward by hooks on the blocks."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            for tensor in given:
+                if storage_of(tensor) not in self._known:
+                    self._inputs[storage_of(tensor)] = tensor.untyped_storage()
+            self.unit = index_of[module]
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self.unit = self._last if index_of[module] == max(self._blocks) else index_of[module]
+
+        index_of = {module: index for index, module in self._blocks.items()}
+        handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in index_of]
+        handles += [m.register_forward_hook(leave) for m in index_of]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that run within, by the unit of ``place``."""
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._place = place
+        self._calls: dict[int, Counter[Operator]] = {}
+
+    def take(self) -> dict[int, Counter[Operator]]:
+        """Return what was counted since the last call."""
+        found, self._calls = self._calls, {}
+        return found
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        call = Operator.of(func, args, kwargs or {}, out)
+        self._calls.setdefault(self._place.unit, Counter())[call] += 1
+        return out
 
 
 def _bytes_of_casts(

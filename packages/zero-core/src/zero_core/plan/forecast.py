@@ -65,6 +65,7 @@ class Forecast:
     Attributes:
         collectives: closed forms of quantized collectives, if the configuration asks for them.
         tier: closed forms of the offloaded state, if the configuration asks for it.
+        resting: segments whose shards rest off the device.
         is_complete: whether every package that the configuration asks for is installed.
     """
 
@@ -93,7 +94,7 @@ class Forecast:
         self._has_shared_memory = ranks_per_node == world_size and not is_accelerated
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
-        self._resting = offloaded_segments(drawn.layout, config, is_apart=is_apart)
+        self.resting = offloaded_segments(drawn.layout, config, is_apart=is_apart)
         self._is_offloaded = zero.offload_optimizer.device != "none"
         memory = Memory(
             drawn.found,
@@ -102,7 +103,7 @@ class Forecast:
             rank=0,
             device=_META,
             is_accelerated=is_accelerated,
-            offloaded=OffloadedSegments(self._resting, None) if self._resting else None,
+            offloaded=OffloadedSegments(self.resting, None) if self.resting else None,
         )
         owns_grads = self._is_offloaded and drawn.updates_slices
         self._gradients = {
@@ -161,7 +162,7 @@ class Forecast:
             ],
             grad_dtypes=[self._gradients[s.index].offered for s in segments],
             num_added=self._num_added(),
-            resting={i for i, segment in enumerate(segments) if segment in self._resting},
+            resting={i for i, segment in enumerate(segments) if segment in self.resting},
             is_accelerated=self._is_accelerated,
             optimizer_class=type(drawn.optimizer),
             groups=drawn.groups,
@@ -190,10 +191,10 @@ class Forecast:
         for low, stop, segment in self._spans:
             numel = stop - low
             is_own = segment.dtype == self._config.master_dtype(segment.dtype)
-            if self._is_accelerated and is_own and segment not in self._resting:
+            if self._is_accelerated and is_own and segment not in self.resting:
                 kept["master weights"] += numel * segment.dtype.itemsize
             down += numel * self._gradients[segment.index].offered.itemsize
-            up += 0 if segment in self._resting else numel * segment.dtype.itemsize
+            up += 0 if segment in self.resting else numel * segment.dtype.itemsize
         assert self._whole_bytes is not None
         on_device = {_WHOLES: self._whole_bytes[1] * self._is_accelerated}
         return WholeFootprint({k: n for k, n in kept.items() if n}, on_device, (down, up))
@@ -205,12 +206,40 @@ class Forecast:
 
     def _resting_bytes_on_host(self, footprints: Footprints) -> Mapping[str, int] | None:
         """Return the bytes of offloaded parameters by kind, or None without their package."""
-        if not self._resting:
+        if not self.resting:
             return {}
         zero = self._config.zero_optimization
         find = footprints.param_tier(zero)
-        shards = [(s.index, s.shard_numel, s.dtype) for s in self._resting]
+        shards = [(s.index, s.shard_numel, s.dtype) for s in self.resting]
         return None if find is None else find(shards=shards, config=zero.model_dump(mode="json"))
+
+    @property
+    def is_added_by_tier(self) -> bool:
+        """Whether the tier adds up the gradients of several micro-steps."""
+        return self._num_added() > 1
+
+    def update_numel(self, segment: Segment) -> int:
+        """Return the elements of a trainable segment that this rank updates."""
+        return next(stop - low for low, stop, s in self._spans if s is segment)
+
+    def host_numel(self, segment: Segment, ratio: float) -> int:
+        """Return those of them that the host updates."""
+        if self.tier is None:
+            return 0
+        low, stop = next((low, stop) for low, stop, s in self._spans if s is segment)
+        first, last = self.tier.device_span(ratio)
+        return stop - low - max(min(stop, last) - max(low, first), 0)
+
+    def offered_dtype(self, segment: Segment) -> torch.dtype:
+        """Return the dtype in which the tier gets the segment's gradient."""
+        return self._gradients[segment.index].offered
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes per element that the host reads from a file, and writes, in an update."""
+        is_in_file = self._config.zero_optimization.offload_optimizer.device == "nvme"
+        master = self._config.master_dtype(torch.bfloat16).itemsize
+        return (master + self._state_bytes) * is_in_file
 
     def memory(self, ratio: float) -> MemoryUse:
         """Return the bytes by kind with the first ``ratio`` of the optimizer state on the host.
@@ -258,7 +287,7 @@ class Forecast:
         masters = sum(
             max(min(high, stop) - max(low, start), 0) * self._config.master_dtype(s.dtype).itemsize
             for low, high, s in self._spans
-            if s.dtype != self._config.master_dtype(s.dtype) or s in self._resting
+            if s.dtype != self._config.master_dtype(s.dtype) or s in self.resting
         )
         states = (stop - start) * self._state_bytes
         kept = {"master weights": masters, "optimizer states": states}
@@ -290,13 +319,11 @@ class Forecast:
         down, up = (0, 0) if self.tier is None else self.tier.link_bytes(ratio)
         if self.tier is None:
             down += sum(
-                (stop - low) * s.dtype.itemsize
-                for low, stop, s in self._spans
-                if s in self._resting
+                (stop - low) * s.dtype.itemsize for low, stop, s in self._spans if s in self.resting
             )
         return down, up + sum(
             s.shard_numel * s.dtype.itemsize * num_gathers(s, self._layout, self._config)
-            for s in self._resting
+            for s in self.resting
         )
 
     def _exchange_bytes(self) -> int:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from zero_core.comm.meter import Traffic
 from zero_core.plan.choices import TrafficChoice
 from zero_core.plan.forecast import MemoryUse
+from zero_core.plan.step_time import LANES, StepTime
+
+STAGE_3_KEYS = (
+    "offload_param",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_hpz_partition_size",
+)
+"""Keys of ``zero_optimization`` that lower stages do not serve."""
+MOST_VARIED = 8
+"""Choices with another micro-batch or recomputation that a table shows."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,13 @@ class Choice:
         device_bytes: bytes on the compute device.
         host_bytes: bytes of host memory besides.
         is_fitting: whether both are within the memory that was given.
+        device: where the optimizer state of ``ratio`` is: "none", "cpu" or "nvme".
+        micro_batch: samples of a rank and micro-step.
+        micro_steps: micro-steps of an optimizer step.
+        is_recomputed: whether activations are recomputed.
+        is_quantized: whether weights and gradients are quantized between ranks.
+        is_varied: whether any of the last four differs from the configuration.
+        step_time: the predicted time, with a calibration.
     """
 
     stage: int
@@ -28,11 +48,78 @@ class Choice:
     device_bytes: int
     host_bytes: int
     is_fitting: bool
+    device: str = "none"
+    micro_batch: int = 1
+    micro_steps: int = 1
+    is_recomputed: bool = False
+    is_quantized: bool = False
+    is_varied: bool = False
+    step_time: StepTime | None = None
 
     def __str__(self) -> str:
-        if self.ratio == 0:
-            return f"stage {self.stage}"
-        return f"stage {self.stage} with ratio {self.ratio:.2f}"
+        found = f"stage {self.stage}"
+        if self.ratio:
+            found += f" with ratio {self.ratio:.2f}"
+        return f"{found}, {self.variant}" if self.is_varied else found
+
+    @property
+    def variant(self) -> str:
+        """Micro-batch, recomputation and quantization in words."""
+        found = f"micro-batch {self.micro_batch}"
+        found += ", activations recomputed" if self.is_recomputed else ""
+        return found + (", quantized communication" if self.is_quantized else "")
+
+    @property
+    def whole(self) -> str:
+        """All of it in words, with a capital."""
+        return f"Stage{str(self)[5:]}" + ("" if self.is_varied else f", {self.variant}")
+
+    @property
+    def key(self) -> tuple[float, ...]:
+        """What tells choices apart, in the order of a table."""
+        return (
+            self.is_quantized,
+            self.is_varied,
+            self.micro_batch,
+            self.is_recomputed,
+            self.stage,
+            self.ratio,
+        )
+
+    @property
+    def sample_s(self) -> float:
+        """Predicted seconds per sample; infinite if unknown."""
+        return math.inf if self.step_time is None else self.step_time.sample_s
+
+    def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a configuration, as it was given, with the keys changed that make this choice."""
+        zero = {**config.get("zero_optimization", {}), "stage": self.stage}
+        offload = {**zero.get("offload_optimizer", {}), "device": self.device}
+        if self.device != "none":
+            for key in ("parameters", "device_budget"):
+                offload.pop(key, None)
+            zero["offload_optimizer"] = {**offload, "ratio": self.ratio}
+        else:
+            zero.pop("offload_optimizer", None)
+        if self.stage != 3:
+            for key in STAGE_3_KEYS:
+                zero.pop(key, None)
+        if self.is_quantized:
+            zero["zero_quantized_gradients"] = True
+            zero |= {"zero_quantized_weights": True} if self.stage == 3 else {}
+        found = {
+            **config,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.micro_steps,
+            "zero_optimization": zero,
+        }
+        if not self.is_recomputed:
+            found.pop("activation_checkpointing", None)
+        elif not found.get("activation_checkpointing", {}).get("enabled", True):
+            found["activation_checkpointing"] = {"enabled": True}
+        else:
+            found.setdefault("activation_checkpointing", {"enabled": True})
+        return found
 
 
 @dataclass(frozen=True)
@@ -57,14 +144,17 @@ class Plan:
         memory: its bytes by kind.
         traffic: its transfers in one optimizer step.
         traffic_choices: what it would send between nodes with other keys; empty on one node.
-        choices: every stage without offload, with all of it, and with the least that fits.
-        best: the smallest change that fits, ``configured`` itself if it does; None if none does.
+        choices: every stage without offload, with all of it, and with the least that fits; and
+            those of other micro-batches and with recomputation that were looked at.
+        best: the smallest change that fits, ``configured`` itself if it does; with a calibration
+            the fastest; None if none does.
         advice: the same in one sentence.
         device_memory: bytes of one device, or None if not given.
         host_memory: bytes of one node's memory, or None if not given.
         async_save_bytes: the most host memory that `Engine.async_save` takes meanwhile.
         missing: for each package that is needed and not installed, a sentence that names the key
             and the package. Its bytes are not counted, and choices that need it are left out.
+        reasons: with a calibration, why ``best`` is the best, a sentence each.
     """
 
     world_size: int
@@ -82,15 +172,37 @@ class Plan:
     host_memory: int | None
     async_save_bytes: int = 0
     missing: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def step_time(self) -> StepTime | None:
+        """Predicted time of a step as configured, with a calibration and example inputs."""
+        return self.configured.step_time
 
     def to_json(self) -> str:
-        """Return everything as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
+        """Return everything as a JSON object, spans of the configured choice alone."""
+        content = asdict(self)
+        for choice in (*content["choices"], content["best"]):
+            if choice is not None and choice["step_time"] is not None:
+                del choice["step_time"]["spans"]
+        return json.dumps(content, indent=2)
 
     def tables(self) -> tuple[Table, ...]:
-        """Return memory by kind, traffic by collective, its choices between nodes, and choices."""
+        """Return memory by kind, traffic by collective, its choices, the step, and choices."""
         saving = (self._saving_table(),) if self.traffic_choices else ()
-        return self._memory_table(), self._traffic_table(), *saving, self._choice_table()
+        times = (self._lane_table(self.step_time),) if self.step_time is not None else ()
+        return (
+            *(self._memory_table(), self._traffic_table(), *saving, *times),
+            self._choice_table(),
+        )
+
+    def _lane_table(self, time: StepTime) -> Table:
+        rows = [
+            (lane, _seconds(time.lanes[lane]), f"{time.lanes[lane] / time.total_s:.0%}")
+            for lane in LANES
+        ]
+        rows.append(("step", _seconds(time.total_s), "100%"))
+        return _table("Predicted step", ("lane", "busy", "of the step"), rows)
 
     def _memory_table(self) -> Table:
         device, host = self.memory.device, self.memory.host
@@ -126,11 +238,31 @@ class Plan:
     def _choice_table(self) -> Table:
         has_limits = self.device_memory is not None or self.host_memory is not None
         words = ("no", "yes") if has_limits else ("-", "-")
-        rows = [
-            (str(c.stage), f"{c.ratio:.2f}", c.device_bytes, c.host_bytes, words[c.is_fitting])
-            for c in self.choices
-        ]
-        return _table("Choices", ("stage", "ratio", "device", "host", "fits"), rows)
+        is_varied = any(choice.is_varied for choice in self.choices)
+        is_timed = any(choice.step_time is not None for choice in self.choices)
+        rows: list[tuple[str | int, ...]] = []
+        for c in self._shown_choices():
+            cells: list[str | int] = [str(c.stage), f"{c.ratio:.2f}"]
+            cells += [c.variant] if is_varied else []
+            cells += [c.device_bytes, c.host_bytes, words[c.is_fitting]]
+            if is_timed:
+                time = c.step_time
+                cells += ["-", "-"] if time is None else [_seconds(time.total_s), time.bound]
+            rows.append(tuple(cells))
+        headings = ["stage", "ratio", *(["variant"] if is_varied else []), "device", "host", "fits"]
+        headings += ["step", "bound"] if is_timed else []
+        return _table("Choices", tuple(headings), rows)
+
+    def _shown_choices(self) -> list[Choice]:
+        """Return the choices of a table: all without variants, and the fastest of those."""
+        plain = [c for c in self.choices if not c.is_varied]
+        varied = sorted((c for c in self.choices if c.is_varied), key=lambda c: c.sample_s)
+        fitting = [c for c in varied if c.is_fitting]
+        return plain + (fitting or varied)[:MOST_VARIED]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"
 
 
 def _table(title: str, headings: tuple[str, ...], rows: Iterable[tuple[str | int, ...]]) -> Table:

@@ -56,53 +56,57 @@ def step_traffic(
 def _collectives(
     layout: Layout, config: Config, links: Links, footprint: CollectivesFootprint | None
 ) -> Iterator[Traffic]:
-    yield from _sum("all_gather", "parameters", _gathers(layout, config, links, footprint))
+    gathers: list[tuple[int, int]] = []
+    for segment in layout.segments:
+        uses = num_gathers(segment, layout, config)
+        anew, each = gather_calls(segment, links, footprint)
+        # With a secondary shard a step's new version is gathered once, and frozen weights never.
+        gathers += anew * int(segment.is_trainable) + each * uses
+    yield from _sum("all_gather", "parameters", gathers)
     steps = config.gradient_accumulation_steps
     trainable = [s for s in layout.segments if s.is_trainable]
-    exact: list[tuple[int, int]] = []
-    quantized: list[tuple[int, int]] = []
+    by_way: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     for segment in trainable:
-        dtype = communicated_dtype(segment, config)
-        hops = None if footprint is None else footprint.reduction(segment.shard_numel, dtype)
-        if hops is None:
-            sum_bytes = _shard_bytes(segment, sum_dtype(dtype))
-            exact.append(links.reduction(_shard_bytes(segment, dtype), sum_bytes))
-            continue
-        near, nodes = links.ranks_per_node - 1, links.num_nodes
-        if near:
-            quantized.append((near * nodes * hops.within_nbytes, 0))
-        if nodes > 1:
-            quantized.append((0, (nodes - 1) * hops.across_nbytes))
-    yield from _sum("reduce_scatter", "gradients", exact * steps)
-    yield from _sum("all_to_all", "gradients", quantized * steps)
+        calls, is_quantized = reduction_calls(segment, config, links, footprint)
+        by_way[is_quantized] += calls
+    yield from _sum("reduce_scatter", "gradients", by_way[False] * steps)
+    yield from _sum("all_to_all", "gradients", by_way[True] * steps)
     if config.zero_optimization.stage == 0:
         whole = [links.gather(_shard_bytes(s, accumulated_dtype(s, config))) for s in trainable]
         yield from _sum("all_gather", "gradients", whole)
 
 
-def _gathers(
-    layout: Layout, config: Config, links: Links, footprint: CollectivesFootprint | None
-) -> list[tuple[int, int]]:
-    """Return each call that gathers parameters, all micro-steps included."""
-    found = []
-    across, within = _phases(links, 1 if footprint is None else footprint.group_size)
-    for segment in layout.segments:
-        uses = num_gathers(segment, layout, config)
-        gather = None
-        if footprint is not None:
-            numel, is_trainable = segment.shard_numel, segment.is_trainable
-            gather = footprint.gather(numel, segment.dtype, is_trainable=is_trainable)
-        if footprint is None or gather is None:
-            found += [links.gather(_shard_bytes(segment, segment.dtype))] * uses
-            continue
-        if footprint.num_groups > 1:
-            # Without a secondary shard every use gathers the version anew. With one, a step's new
-            # version is gathered once, and frozen weights never again.
-            anew = int(segment.is_trainable) if gather.is_kept else uses
-            found += [_mean(across, gather.across_nbytes)] * anew
-        if footprint.group_size > 1:
-            found += [_mean(within, gather.within_nbytes)] * uses
-    return found
+def gather_calls(
+    segment: Segment, links: Links, footprint: CollectivesFootprint | None
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the calls of a segment's gather: (bytes within the node, bytes between nodes) each.
+
+    Those that run once for each version of the values, and those that run for each use.
+    """
+    numel, is_trainable = segment.shard_numel, segment.is_trainable
+    gather = None
+    if footprint is not None:
+        gather = footprint.gather(numel, segment.dtype, is_trainable=is_trainable)
+    if footprint is None or gather is None:
+        return [], [links.gather(_shard_bytes(segment, segment.dtype))]
+    across, within = _phases(links, footprint.group_size)
+    first = [_mean(across, gather.across_nbytes)] if footprint.num_groups > 1 else []
+    second = [_mean(within, gather.within_nbytes)] if footprint.group_size > 1 else []
+    return (first, second) if gather.is_kept else ([], first + second)
+
+
+def reduction_calls(
+    segment: Segment, config: Config, links: Links, footprint: CollectivesFootprint | None
+) -> tuple[list[tuple[int, int]], bool]:
+    """Return the calls of one reduction of a segment, as `gather_calls`, and if it is quantized."""
+    dtype = communicated_dtype(segment, config)
+    hops = None if footprint is None else footprint.reduction(segment.shard_numel, dtype)
+    if hops is None:
+        sum_bytes = _shard_bytes(segment, sum_dtype(dtype))
+        return [links.reduction(_shard_bytes(segment, dtype), sum_bytes)], False
+    near, nodes = links.ranks_per_node - 1, links.num_nodes
+    calls = [(near * nodes * hops.within_nbytes, 0)] if near else []
+    return calls + ([(0, (nodes - 1) * hops.across_nbytes)] if nodes > 1 else []), True
 
 
 def _phases(links: Links, group_size: int) -> tuple[Counter[Links], Counter[Links]]:

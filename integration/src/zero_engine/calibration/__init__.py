@@ -1,0 +1,1 @@
+"""Speeds of a machine for plans: measured on it, or from a table of devices."""

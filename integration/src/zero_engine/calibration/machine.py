@@ -1,0 +1,184 @@
+"""A calibration of this machine, by fresh rank processes, and calibrations of devices by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import date
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_core.config.schema import parse_json, read_config_text
+from zero_core.errors import ConfigError, ZeroError
+from zero_core.plan.rates import FORMAT, Calibration, Curve, Rates
+from zero_engine.calibration.rank import merged
+from zero_engine.machine import available_cores, processor_name
+
+LIMIT_S = 300.0
+EFFICIENCY = {"matmul": 0.6, "memory": 0.8, "link": 0.75, "host": 0.6}
+"""Shares of published peaks that are assumed to be reached."""
+BYTES_PER_UPDATE = 28
+"""Read and written per element by an Adam of fp32 states and 16-bit gradients and parameters."""
+LAUNCH_S, PASS_S, STEP_S = 6e-6, 150e-6, 1e-3
+"""Assumed of Python: per operator, per unit and pass, per step."""
+EXCHANGE_S = 20e-6
+"""Assumed latency of a collective."""
+
+
+def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibration:
+    """Measure this machine with each number of ranks at once. Takes under a minute.
+
+    Args:
+        ranks: numbers of ranks; None: one, and as many as there are accelerators or, on a CPU, two
+            and one per core.
+        disk: folder on the disk of NVMe offload; None: no file is timed.
+
+    Raises:
+        ZeroError: a rank failed.
+    """
+    cores = available_cores()
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    counts = sorted(set(ranks or ({1, devices} if devices else {1, min(2, cores), cores})))
+    name = processor_name() if not devices else str(torch.cuda.get_device_name(0))
+    rows = [_measure(count, cores, disk) for count in counts]
+    source = f"measured on {date.today().isoformat()}, torch {torch.__version__}"
+    found = {"format": FORMAT, "device": name, "source": source, "rates": rows}
+    return Calibration.from_json(found, "what was measured")
+
+
+def measure_to(output: str, ranks: Sequence[int] | None, disk: str | None) -> Calibration:
+    """Measure this machine and write a file that `read_calibration` reads.
+
+    Raises:
+        ConfigError: a number of ranks or a folder is wrong.
+        ZeroError: a rank failed.
+    """
+    wrong = next((number for number in ranks or () if number < 1), None)
+    if wrong is not None:
+        raise ConfigError(f"--ranks {wrong}: must be at least 1")
+    if disk is not None and not Path(disk).is_dir():
+        raise ConfigError(f"--disk {disk}: not a folder")
+    if not Path(output).resolve().parent.is_dir():
+        raise ConfigError(f"--output {output}: its folder does not exist")
+    found = measure_machine(ranks, None if disk is None else Path(disk))
+    try:
+        Path(output).write_text(found.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {output}: {error.strerror}") from None
+    return found
+
+
+def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "zero_engine.calibration.rank", scratch, str(cores)]
+        command.append("" if disk is None else str(disk))
+        threads = str(max(1, cores // count))
+        started = []
+        for rank in range(count):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+            }
+            with Path(scratch, f"log{rank}").open("wb") as log:
+                process = subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
+            started.append(process)
+        try:
+            codes = [process.wait(LIMIT_S) for process in started]
+        except subprocess.TimeoutExpired:
+            raise ZeroError(f"measuring with {count} ranks took over {LIMIT_S:.0f} s") from None
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        for rank, code in enumerate(codes):
+            if code:
+                said = Path(scratch, f"log{rank}").read_text(encoding="utf-8", errors="replace")
+                last = said.strip().splitlines()[-1:] or ["no message"]
+                raise ZeroError(f"measuring with {count} ranks: rank {rank} failed: {last[0]}")
+        texts = [Path(scratch, f"rank{rank}.json").read_text("utf-8") for rank in range(count)]
+    return merged([json.loads(text) for text in texts])
+
+
+def read_calibration(path: str) -> Calibration:
+    """Read a file that ``zero-engine doctor --measure`` wrote.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    name = f"--rates {path}"
+    return Calibration.from_json(parse_json(read_config_text(Path(path), name), name), name)
+
+
+def device_names() -> list[str]:
+    """Return the names of the table of devices."""
+    return sorted(_table()["devices"])
+
+
+def device_memory(name: str) -> int:
+    """Return the bytes of a device of the table."""
+    return int(_device(name)[1]["memory_bytes"])
+
+
+def device_calibration(name: str, ranks_per_node: int) -> Calibration:
+    """Return the rates of a device by its published peaks and `EFFICIENCY`.
+
+    Raises:
+        ConfigError: the table does not have it.
+    """
+    (key, peaks), host = _device(name), _table()["host"]
+    memory = Curve.of_rate(peaks["memory_bytes_per_s"] * EFFICIENCY["memory"])
+    curves = {
+        f"matmul.{dtype}": Curve.of_rate(rate * EFFICIENCY["matmul"])
+        for dtype, rate in peaks["operations_per_s"].items()
+    }
+    update = peaks["memory_bytes_per_s"] * EFFICIENCY["memory"] / BYTES_PER_UPDATE
+    on_host = host["memory_bytes_per_s"] * EFFICIENCY["host"] / ranks_per_node / BYTES_PER_UPDATE
+    bus = Curve.of_rate(peaks["bus_bytes_per_s"] * EFFICIENCY["link"], EXCHANGE_S)
+    curves |= {
+        "memory.float32": memory,
+        "operator": Curve(((1.0, LAUNCH_S),)),
+        "pass": Curve(((1.0, PASS_S),)),
+        "step": Curve(((1.0, STEP_S),)),
+        "update.device.float32": Curve.of_rate(update),
+        "update.host.float32": Curve.of_rate(on_host),
+        "copy.to_host": bus,
+        "copy.to_device": bus,
+        "file.read": Curve.of_rate(host["disk_read_bytes_per_s"] / ranks_per_node),
+        "file.write": Curve.of_rate(host["disk_write_bytes_per_s"] / ranks_per_node),
+    }
+    ways = {
+        "within": peaks["link_bytes_per_s"],
+        "between": host["network_bytes_per_s"] / ranks_per_node,
+    }
+    for way, rate in ways.items():
+        for verb in ("gather", "reduce", "agree"):
+            curves[f"{verb}.{way}"] = Curve.of_rate(rate * EFFICIENCY["link"], EXCHANGE_S)
+    source = f"{peaks['source']}; assumed: {EFFICIENCY} of the peaks, {host['source']}"
+    return Calibration(key, source, (Rates(ranks_per_node, 1, None, curves),))
+
+
+def _device(name: str) -> tuple[str, dict[str, Any]]:
+    devices = _table()["devices"]
+    known = {key.lower().replace(" ", ""): key for key in devices}
+    key = known.get(name.lower().replace(" ", "").replace("-", ""))
+    if key is None:
+        raise ConfigError(f"--device {name}: known are {', '.join(device_names())}")
+    return key, devices[key]
+
+
+def _table() -> dict[str, Any]:
+    text = files("zero_engine.calibration").joinpath("devices.json").read_text("utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found

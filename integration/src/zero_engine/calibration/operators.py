@@ -1,0 +1,153 @@
+"""Rates of torch's operators on one rank: matrix products, attention, and what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_core.plan.operators import ATTENTION, ATTENTION_BACKWARD, Operator
+from zero_engine.calibration.timing import Points, Stopwatch, rising
+
+aten = torch.ops.aten
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOKENS = 512
+"""Rows of the matrices: tokens of a micro-batch."""
+WIDTHS = (16, 128, 512, 1024)
+LARGE_WIDTHS = (64, 512, 2048, 8192)
+ROWS = ((16, 64), (256, 256), (1024, 512), (4096, 1024))
+"""Shapes of the tensors of other operators: rows and width."""
+HEADS, HEAD_WIDTH = 4, 64
+LENGTHS = (64, 256, 1024)
+
+_Make = Callable[..., Tensor]
+_Call = tuple[Any, tuple[Any, ...]]
+
+
+def time_operators(watch: Stopwatch) -> None:
+    """Time all of them in each dtype that the device computes in."""
+    dtypes = CPU_DTYPES if watch.device.type == "cpu" else DEVICE_DTYPES
+    for dtype in dtypes:
+
+        def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, device=watch.device).to(dtype)
+
+        with torch.no_grad():
+            _time_products(watch, make, str(dtype).removeprefix("torch."))
+            for calls in _by_kind(make):
+                _time_calls(watch, calls)
+            _time_attention(watch, make)
+
+
+def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
+    """Time the three products of a linear layer, in forward and backward, by their mean."""
+    found: Points = []
+    for width in WIDTHS if watch.device.type == "cpu" else LARGE_WIDTHS:
+        x, weight, grad = make(TOKENS, width), make(width, width), make(TOKENS, width)
+        calls = ((x, weight.t()), (grad, weight), (grad.t(), x))
+        seconds = [watch.seconds(partial(torch.mm, a, b)) for a, b in calls]
+        found.append((2 * TOKENS * width**2, sum(seconds) / len(seconds)))
+    watch.curves[f"matmul.{dtype}"] = rising(found)
+    pairs = [(make(16, n, HEAD_WIDTH), make(16, HEAD_WIDTH, n)) for n in LENGTHS]
+    _time_calls(watch, [(aten.bmm.default, pair) for pair in pairs])
+
+
+def _time_attention(watch: Stopwatch, make: _Make) -> None:
+    for name in (ATTENTION, ATTENTION_BACKWARD):
+        points: Points = []
+        for length in LENGTHS:
+            call, amount, dtype = _attention(make, length, is_backward=name == ATTENTION_BACKWARD)
+            points.append((amount, watch.seconds(call)))
+        watch.curves[f"{name}.{dtype}"] = rising(points)
+
+
+def _attention(
+    make: _Make, length: int, *, is_backward: bool
+) -> tuple[Callable[[], object], int, str]:
+    """Return causal attention, or its backward, with the operations that a plan counts for it."""
+    q, k, v = (make(2, HEADS, length, HEAD_WIDTH) for _ in range(3))
+    if q.device.type == "cpu":
+        forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, rows = forward(q, k, v, 0.0, True)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        args = (make(2, HEADS, length, HEAD_WIDTH), q, k, v, out, rows, 0.0, True)
+        func, given = (backward, args) if is_backward else (forward, (q, k, v, 0.0, True))
+        operator = Operator.of(func, given, {}, func(*given))
+        return lambda: func(*given), operator.amount, operator.dtype
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    grad = make(2, HEADS, length, HEAD_WIDTH)
+    described = aten._scaled_dot_product_flash_attention_for_cpu.default
+    operator = Operator.of(described, (q, k, v), {}, (q,))
+
+    def run() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    if not is_backward:
+        return run, operator.amount, operator.dtype
+
+    with torch.enable_grad():
+        out = run()
+    # Five products in place of two.
+    return (
+        lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True),
+        operator.amount * 5 // 2,
+        operator.dtype,
+    )
+
+
+def _time_calls(watch: Stopwatch, calls: Sequence[_Call]) -> None:
+    """Time one operator at several sizes, under the name and with the amounts of a plan."""
+    points = []
+    for func, args in calls:
+        operator = Operator.of(func, args, {}, func(*args))
+        points.append((operator.amount, lambda func=func, args=args: func(*args)))
+    watch.curve(f"{operator.kind}.{operator.dtype}", points)
+    if operator.kind == "add":
+        name = f"memory.{operator.dtype}"
+        watch.curves[name] = watch.curves[f"add.{operator.dtype}"]
+
+
+def _by_kind(make: _Make) -> Iterator[list[_Call]]:
+    """Yield the calls of each operator, by rising size."""
+    tables: dict[str, list[_Call]] = {}
+    for rows, width in ROWS:
+        for func, args in _calls(make, rows, width):
+            tables.setdefault(str(func), []).append((func, args))
+    yield from tables.values()
+
+
+def _calls(make: _Make, rows: int, width: int) -> Iterator[_Call]:
+    x, y, scale = make(rows, width), make(rows, width), make(width)
+    wide = x.float()
+    device = x.device
+    yield aten.add.Tensor, (x, y)
+    yield aten.mul.Tensor, (x, y)
+    yield aten.clone.default, (x.view(rows, 4, -1).transpose(0, 1),)
+    yield aten._to_copy.default, (x,)
+    yield aten.copy_.default, (y, x)
+    yield aten.cat.default, ([x, y],)
+    yield aten.sum.dim_IntList, (x, [0])
+    yield aten.mean.dim, (x, [-1])
+    yield aten.pow.Tensor_Scalar, (x, 2)
+    yield aten.neg.default, (x,)
+    for name in ("gelu", "silu", "tanh"):
+        yield getattr(aten, name).default, (x,)
+        yield getattr(aten, f"{name}_backward").default, (y, x)
+    out, mean, deviation = aten.native_layer_norm.default(x, [width], scale, scale, 1e-5)
+    yield aten.native_layer_norm.default, (x, [width], scale, scale, 1e-5)
+    masks = [True, True, True]
+    norm = (y, x, [width], mean, deviation, scale, scale, masks)
+    yield aten.native_layer_norm_backward.default, norm
+    for name in ("_softmax", "_log_softmax"):
+        yield getattr(aten, name).default, (x, -1, False)
+        yield getattr(aten, f"{name}_backward_data").default, (y, out, -1, x.dtype)
+    ids = torch.arange(rows, device=device) % width
+    total = wide.sum()
+    yield aten.nll_loss_forward.default, (wide, ids, None, 1, -100)
+    yield aten.nll_loss_backward.default, (total, wide, ids, None, 1, -100, wide.sum())
+    yield aten.embedding.default, (x, ids % rows)
+    yield aten.embedding_dense_backward.default, (y, ids % rows, rows, -1, False)

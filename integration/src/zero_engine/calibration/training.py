@@ -1,0 +1,310 @@
+"""Rates of the engine's own parts on one rank: updates, exchanges, and its work in Python."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.comm.device import make_transport, share_memory
+from zero_core.comm.meter import Meter
+from zero_core.comm.topology import Ranks, count_per_node, find_ranks
+from zero_core.errors import MissingPartError
+from zero_core.plan.activations import trace_step
+from zero_core.plan.plan import plan
+from zero_core.plan.rates import Calibration, Curve, Rates
+from zero_engine.calibration.timing import Points, Stopwatch, rising
+
+UPDATED = (2**16, 2**20, 2**23)
+"""Elements of an update."""
+EXCHANGED = (2**10, 2**16, 2**20, 2**23)
+"""Bytes of a rank's shard."""
+DISK_BYTES = (2**20, 2**24, 2**26)
+DEPTHS = (2, 10)
+"""Blocks of the tiny models by which Python's share is told apart."""
+
+
+class _Flat(nn.Module):
+    """Parameters whose gradients cost next to nothing."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self) -> Tensor:
+        return self.weight.sum()
+
+
+def time_updates(watch: Stopwatch) -> None:
+    """Time the device's update and the host's, by the real engine alone on each rank."""
+    alone = Ranks(None, 0, 1, watch.device)
+    for dtype in ("float32", "bfloat16"):
+        for place, offload in (("device", "none"), ("host", "cpu")):
+            try:
+                points: Points = [(n, _update_s(alone, n, dtype, offload, watch)) for n in UPDATED]
+            except MissingPartError:
+                continue
+            watch.curves[f"update.{place}.{dtype}"] = rising(points)
+
+
+def _update_s(ranks: Ranks, numel: int, dtype: str, offload: str, watch: Stopwatch) -> float:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "gradient_clipping": 1e9,  # so that the update begins in the step
+        "zero_optimization": {"offload_optimizer": {"device": offload}},
+    }
+    engine = zero_core.build(_Flat(numel), config, process_group=ranks)
+    times: list[float] = []
+    for _ in range(5):
+        engine.backward(engine())
+        if watch.device.type != "cpu":
+            torch.accelerator.synchronize(watch.device)
+        started_at = time.perf_counter()
+        engine.step()
+        engine.sharded_state.tier.wait_params(0, numel)
+        if watch.device.type != "cpu":
+            torch.accelerator.synchronize(watch.device)
+        times.append(time.perf_counter() - started_at)
+    engine.close()
+    return min(times[1:])
+
+
+def time_exchanges(watch: Stopwatch) -> None:
+    """Time gathers and reductions of all ranks. Nothing is done for a single one."""
+    ranks = find_ranks(None, None)
+    if ranks.size == 1:
+        return
+    control = ranks.connect()
+    per_node = count_per_node(control, ranks)
+    shared = share_memory(control, ranks, per_node)
+    transport = make_transport(ranks, per_node, shared, Meter())
+    way = "within" if per_node == ranks.size else "between"
+    gathered: Points = []
+    reduced: Points = []
+    busy: dict[str, Points] = {"gather": [], "reduce": []}
+    for nbytes in EXCHANGED:
+        numel = nbytes // 4
+        zeros = transport.zeros
+        shard = zeros(numel, torch.float32, watch.device)
+        out = zeros(numel * ranks.size, torch.float32, watch.device)
+        full = zeros(numel * ranks.size, torch.float32, watch.device)
+        total = zeros(numel, torch.float32, watch.device)
+        transport.prepare_reductions([(full.numel(), full.dtype, full.dtype)], watch.device)
+        version = 0
+
+        def gather(shard: Tensor = shard, out: Tensor = out) -> None:
+            nonlocal version
+            version += 1
+            transport.all_gather(out, shard, unit=0, version=version, backward=False).wait()
+
+        def reduce(full: Tensor = full, total: Tensor = total) -> None:
+            work: Any = transport.reduce_scatter(total, full, unit=0)
+            work.wait()
+            if watch.device.type == "cpu":
+                work.acknowledge().wait()
+
+        sent = nbytes * (ranks.size - 1)
+        for name, call, points in (("gather", gather, gathered), ("reduce", reduce, reduced)):
+            cpu_at, started_at = time.process_time(), time.perf_counter()
+            points.append((sent, watch.seconds(call, is_together=True)))
+            passed = time.perf_counter() - started_at
+            share = (time.process_time() - cpu_at) / passed
+            busy[name].append((sent, points[-1][1] * share))
+    watch.curves[f"gather.{way}"] = rising(gathered)
+    watch.curves[f"reduce.{way}"] = rising(reduced)
+    if way == "between":
+        for name, points in busy.items():
+            watch.curves[f"{name}.between.cpu"] = rising(points)
+    small = torch.zeros(512, dtype=torch.float64, device=watch.device)
+    seconds = watch.seconds(lambda: control.sum(small), is_together=True)
+    watch.curves[f"agree.{way}"] = [(1.0, seconds), (1e9, seconds)]
+    transport.close()
+
+
+def time_copies(watch: Stopwatch) -> None:
+    """Time copies between an accelerator and page-locked host memory."""
+    if watch.device.type == "cpu":
+        return
+    to_host, to_device = [], []
+    for nbytes in (2**12, 2**20, 2**26):
+        there = torch.zeros(nbytes, dtype=torch.uint8, device=watch.device)
+        here = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+
+        def down(here: Tensor = here, there: Tensor = there) -> None:
+            here.copy_(there, non_blocking=True)
+
+        def up(here: Tensor = here, there: Tensor = there) -> None:
+            there.copy_(here, non_blocking=True)
+
+        to_host.append((nbytes, down))
+        to_device.append((nbytes, up))
+    watch.curve("copy.to_host", to_host)
+    watch.curve("copy.to_device", to_device)
+
+
+def time_files(watch: Stopwatch, folder: Path) -> None:
+    """Time writes to a file in ``folder`` that reach the disk, and reads that come from it."""
+    written: Points = []
+    read: Points = []
+    path = folder / f".zero-engine-disk-{os.getpid()}"
+    try:
+        for nbytes in DISK_BYTES:
+            content = os.urandom(2**20) * (nbytes // 2**20)
+            started_at = time.perf_counter()
+            with path.open("wb") as file:
+                file.write(content)
+                os.fsync(file.fileno())
+            written.append((nbytes, time.perf_counter() - started_at))
+            with path.open("rb", buffering=0) as file:
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                started_at = time.perf_counter()
+                while file.read(2**20):
+                    pass
+                read.append((nbytes, time.perf_counter() - started_at))
+    finally:
+        path.unlink(missing_ok=True)
+    watch.curves["file.write"], watch.curves["file.read"] = rising(written), rising(read)
+
+
+class Blocks(nn.Module):
+    """A language model with attention, by which what surrounds kernels is told."""
+
+    def __init__(self, depth: int, width: int, heads: int, vocab: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the mean cross entropy of the next of ``ids``: int64, [batch, length]."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x[:, :-1])).flatten(0, 1).float()
+        return nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleDict({"first": nn.LayerNorm(width), "second": nn.LayerNorm(width)})
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norms["first"](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        attend = nn.functional.scaled_dot_product_attention
+        x = x + self.out(attend(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norms["second"](x))))
+        return y
+
+
+def fit_operators(watch: Stopwatch) -> None:
+    """Find what a call takes beside its kernel, and by how much kernels are slower in training.
+
+    By forward and backward of whole models: small tensors for the calls, large ones for kernels,
+    whose data lie in no cache and whose results are new memory.
+    """
+    watch.curves["operator"] = _constant(0.0)
+    few, many = (_compare(watch, Blocks(n, 32, 2, 64), (2, 16), "float32") for n in DEPTHS)
+    beside = (many.seconds - few.seconds) - (many.kernels_s - few.kernels_s)
+    watch.curves["operator"] = _constant(max(beside, 0.0) / (many.calls - few.calls))
+    is_cpu = watch.device.type == "cpu"
+    shape, tokens = ((3, 384, 6, 2048), (4, 128)) if is_cpu else ((4, 2048, 16, 16384), (4, 1024))
+    for dtype in ("float32", "bfloat16"):
+        found = _compare(watch, Blocks(*shape), tokens, dtype)
+        beside = watch.curves["operator"][0][1] * found.calls if is_cpu else 0.0
+        factor = max(found.seconds - beside, 0.0) / found.kernels_s
+        for name in [n for n in watch.curves if n.endswith(f".{dtype}")]:
+            if not name.startswith("update."):
+                watch.curves[name] = [(n, s * factor) for n, s in watch.curves[name]]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Forward and backward of a model: measured, and by the curves of its kernels."""
+
+    seconds: float
+    kernels_s: float
+    calls: int
+
+
+def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: str) -> _Compared:
+    config = zero_core.load_config(_config(dtype), world_size=1)
+    ids = torch.zeros(size, dtype=torch.int64, device=watch.device)
+    trace = trace_step(model, config, [ids], [("", model)])
+    assert trace.backward is not None, "a model of plain operators"
+    calls = sum(trace.forward.values(), trace.backward)
+    # Without the part of calls, which is added to kernels.
+    curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
+    rates = Rates(1, 1, 1, curves | {"operator": Curve(((1.0, 0.0),))})
+    model.to(device=watch.device, dtype=getattr(torch, dtype))
+
+    def run() -> None:
+        model.zero_grad()
+        torch.autograd.backward(model(ids))
+
+    return _Compared(watch.seconds(run), calls.seconds(rates), sum(calls.calls.values()))
+
+
+def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
+    """Time steps of tiny models, and take what no curve explains for the engine's own work."""
+    ranks = find_ranks(None, None)
+    watch.curves |= {"pass": _constant(0.0), "step": _constant(0.0)}
+    curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
+    calibration = Calibration("", "", (Rates(ranks.size, threads, cores, curves),))
+    config = {**_config("float32"), "zero_optimization": {"stage": 3 if ranks.size > 1 else 0}}
+    rest = []
+    for depth in DEPTHS:
+        model = Blocks(depth, 32, 2, 64)
+        ids = torch.zeros(2, 16, dtype=torch.int64, device=watch.device)
+        planned = plan(
+            model,
+            config,
+            ranks.size,
+            ranks_per_node=ranks.size,
+            example_inputs=[ids],
+            device_type="cpu" if watch.device.type == "cpu" else "accelerator",
+            calibration=calibration,
+        )
+        engine = zero_core.build(model, config)
+
+        def run(engine: Any = engine, ids: Tensor = ids) -> None:
+            engine.backward(engine(ids))
+            engine.step()
+
+        assert planned.step_time is not None, "there are inputs and a calibration"
+        seconds = watch.seconds(run, is_together=True)
+        rest.append(seconds - planned.step_time.total_s)
+        engine.close()
+    per_pass = max((rest[1] - rest[0]) / (2 * (DEPTHS[1] - DEPTHS[0])), 0.0)
+    watch.curves["pass"] = _constant(per_pass)
+    num_passes = 2 * (DEPTHS[0] + 1)
+    watch.curves["step"] = _constant(max(rest[0] - num_passes * per_pass, 0.0))
+
+
+def _config(dtype: str) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": dtype == "bfloat16"},
+    }
+
+
+def _constant(seconds: float) -> Points:
+    """Return the curve of something that is counted: so many seconds each, by ones."""
+    return [(1.0, seconds)]

@@ -1,0 +1,98 @@
+"""Calls of torch operators, as a plan counts them and as a calibration times them.
+
+[Note: amounts]
+operations  of matrix products, convolutions and attention, as `torch.utils.flop_counter` counts
+            them
+bytes       of all other operators: of the tensors that they read and write. Rows that an embedding
+            looks up count, its table does not. Views have none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import flop_counter
+
+from zero_core._torch import pytree
+from zero_core.plan.rates import Rates
+
+_LOOKUPS = ("embedding", "index", "index_select", "gather")
+"""Operators of whose first argument a part is read."""
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+_count_attention: Any = flop_counter.sdpa_flop_count
+_count_backward: Any = flop_counter.sdpa_backward_flop_count
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call of an operator.
+
+    Attributes:
+        kind: its name without overload; that of attention is `ATTENTION` for all kernels.
+        dtype: name of the dtype that it computes in.
+        amount: see [Note: amounts].
+        is_product: whether the amount are operations.
+    """
+
+    kind: str
+    dtype: str
+    amount: int
+    is_product: bool
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator:
+        """Describe a call of ``func`` that returned ``out``."""
+        packet = func.overloadpacket
+        kind = packet.__name__
+        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        dtype = _dtype(written) or _dtype(read) or "float32"
+        if kind.startswith(_ATTENTION):
+            is_backward = "backward" in kind
+            query, key, value = (t.shape for t in read[is_backward : 3 + is_backward])
+            if is_backward:
+                operations = _count_backward(read[0].shape, query, key, value)
+            else:
+                operations = _count_attention(query, key, value)
+            name = ATTENTION_BACKWARD if is_backward else ATTENTION
+            return cls(name, dtype, int(operations), True)
+        if packet in flop_counter.flop_registry:
+            return cls(
+                kind,
+                dtype,
+                int(flop_counter.flop_registry[packet](*args, **kwargs, out_val=out)),
+                True,
+            )
+        if _is_view(func):
+            return cls("view", dtype, 0, False)
+        if kind in _LOOKUPS:
+            read = [*read[1:], *written]
+        return cls(kind, dtype, _nbytes(read) + _nbytes(written), False)
+
+    def seconds(self, rates: Rates) -> float:
+        """Return the seconds of its kernel on a machine."""
+        if not self.amount:
+            return 0.0
+        fallback = "matmul" if self.is_product else "memory"
+        names = [f"{self.kind}.{self.dtype}", f"{fallback}.{self.dtype}", f"{fallback}.float32"]
+        return rates.seconds(names, self.amount)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _dtype(tensors: Iterable[Tensor]) -> str | None:
+    """Return the name of the first floating dtype of ``tensors``."""
+    found = next((t.dtype for t in tensors if t.is_floating_point()), None)
+    return None if found is None else str(found).removeprefix("torch.")
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of ``tensors``, those of expanded ones once."""
+    return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)

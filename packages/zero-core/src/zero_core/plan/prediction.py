@@ -1,0 +1,448 @@
+"""Time of an optimizer step from the rates of a machine.
+
+[Note: one step]
+The program of `zero_core.runtime.runtime`, for a rank like all others: units are gathered one ahead
+of their use, forward and backward; a unit's reduction starts when its gradients are there and is
+waited for a unit later; then ranks agree, and the device and the host update their parts. A host
+updates in backward where nothing can cancel the step (`zero_core.step.gradient`). A unit's next
+forward waits for its update. Three steps are simulated (`zero_core.plan.schedule`), and the last
+one is taken.
+
+Where ranks compute on the CPU, the thread that computes copies what ranks of its node hand over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zero_core.comm.meter import Links
+from zero_core.config import Config
+from zero_core.layout.arithmetic import Layout, Segment, UnitLayout
+from zero_core.plan.activations import Trace, is_recomputed
+from zero_core.plan.forecast import Forecast, num_gathers
+from zero_core.plan.rates import Rates
+from zero_core.plan.schedule import Schedule, Work
+from zero_core.plan.step_time import LANES, Span, StepTime
+from zero_core.plan.traffic import gather_calls, reduction_calls
+from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
+from zero_core.sharded.norms import norms_of
+from zero_core.step.gradient import updates_in_backward
+from zero_core.step.statistics import statistics_nbytes
+
+NUM_STEPS = 3
+_WIDE = "float32"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Seconds that ranks exchange, on the link and on the thread that computes.
+
+    Attributes:
+        link_s: on the link.
+        main_s: on the thread that computes.
+        link_cores: cores that the link keeps busy.
+    """
+
+    link_s: float = 0.0
+    main_s: float = 0.0
+    link_cores: float = 0.0
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """Seconds of one unit.
+
+    Attributes:
+        forward_s, backward_s: computation, recomputation in backward included.
+        renew: what a gather does once for each version of the values.
+        gather: and for each use.
+        reduce: a reduction of its gradient.
+        sums: the gather of a gradient's sum, at stage 0.
+        host_s: the host's update.
+        down_s, up_s: copies of gradients and parameters.
+        fetch_s: the copy of shards that rest off the device, for each gather.
+        file_s: reads of states from a file, and as much for writes.
+    """
+
+    forward_s: float
+    backward_s: float
+    renew: Transfer
+    gather: Transfer
+    reduce: Transfer
+    sums: Transfer
+    host_s: float
+    down_s: float
+    up_s: float
+    fetch_s: float
+    read_s: float
+    write_s: float
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What of a configuration decides the order of a step's work, and seconds of no unit.
+
+    Attributes:
+        micro_steps: of a step.
+        last_block: index of the last block.
+        is_accelerated: whether the compute device is another one than the host.
+        threads: of the thread that computes and of the host's update.
+        has_peers: whether there are other ranks.
+        is_gathered: whether parameters are gathered at all.
+        has_sharded_params: whether they are released after use.
+        is_added_by_tier: whether a state tier gets the gradient of each micro-step.
+        is_in_backward: whether the host updates in backward.
+        agree: resource and seconds of the small all-reduce.
+        device_update_s: the update on the compute device.
+        per_step_s: the engine's own work in a step.
+    """
+
+    micro_steps: int
+    last_block: int
+    is_accelerated: bool
+    threads: int
+    has_peers: bool
+    is_gathered: bool
+    has_sharded_params: bool
+    is_added_by_tier: bool
+    is_in_backward: bool
+    agree: tuple[str, float]
+    device_update_s: float
+    per_step_s: float
+
+
+class Prediction:
+    """Step times of one configuration, for any ratio of its optimizer state on the host."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: Config,
+        forecast: Forecast,
+        links: Links,
+        rates: Rates,
+        trace: Trace,
+    ) -> None:
+        self._layout = layout
+        self._config = config
+        self._forecast = forecast
+        self._links = links
+        self._rates = rates
+        self._trace = trace
+        self._is_accelerated = rates.cores is None
+        self._stage = config.zero_optimization.stage
+        self._has_peers = layout.world_size > 1
+        self._is_recomputed = is_recomputed(config)
+
+    # -------------------------------------------------------------- seconds
+
+    def _memory_s(self, nbytes: float) -> float:
+        return self._rates.seconds([f"memory.{_WIDE}"], nbytes)
+
+    def _transfer(self, verb: str, calls: Sequence[tuple[int, int]]) -> Transfer:
+        """Return the time of calls that send (bytes within the node, bytes between nodes)."""
+        if not self._has_peers:
+            return Transfer()
+        near = sum(self._rates.seconds([f"{verb}.within"], near) for near, _ in calls)
+        far = busy = 0.0
+        for _, nbytes in calls:
+            if nbytes:
+                far += self._rates.seconds([f"{verb}.between"], nbytes)
+                if f"{verb}.between.cpu" in self._rates.curves:
+                    busy += self._rates.seconds([f"{verb}.between.cpu"], nbytes)
+        cores = busy / far if far and not self._is_accelerated else 0.0
+        if self._is_accelerated:
+            return Transfer(near + far)
+        return Transfer(far, near, cores)
+
+    def _unit_times(self, ratio: float) -> list[UnitTime]:
+        forward = {u: p.seconds(self._rates) for u, p in self._trace.forward.items()}
+        total = sum(forward.values())
+        backward = self._trace.backward
+        backward_s = 2 * total if backward is None else backward.seconds(self._rates)
+        per_pass = self._rates.seconds(["pass"], 1)
+        found = []
+        for unit in self._layout.units:
+            own = forward.get(unit.index, 0.0)
+            is_block = 0 < unit.index <= self._layout.last_block
+            again = own if self._is_recomputed and is_block else 0.0
+            share = own / total if total else 0.0
+            found.append(
+                self._unit_time(unit, own + per_pass, backward_s * share + again + per_pass, ratio)
+            )
+        return found
+
+    def _unit_time(
+        self, unit: UnitLayout, forward_s: float, backward_s: float, ratio: float
+    ) -> UnitTime:
+        config, links, footprint = self._config, self._links, self._forecast.collectives
+        trainable = [s for s in unit.segments if s.is_trainable]
+        renew: list[tuple[int, int]] = []
+        gather: list[tuple[int, int]] = []
+        fetched = 0
+        for segment in unit.segments:
+            if not num_gathers(segment, self._layout, config):
+                continue
+            anew, each = gather_calls(segment, links, footprint)
+            renew, gather = renew + anew, gather + each
+            if segment in self._forecast.resting:
+                fetched += segment.shard_numel * segment.dtype.itemsize
+        reduce = [c for s in trainable for c in reduction_calls(s, config, links, footprint)[0]]
+        sums = []
+        if self._stage == 0:
+            sums = [
+                links.gather(s.shard_numel * accumulated_dtype(s, config).itemsize)
+                for s in trainable
+            ]
+        written = sum(
+            s.padded_numel * (s.dtype.itemsize + communicated_dtype(s, config).itemsize)
+            for s in trainable
+        )
+        host = [(s, self._forecast.host_numel(s, ratio)) for s in trainable]
+        numel = sum(n for _, n in host)
+        down = sum(n * self._forecast.offered_dtype(s).itemsize for s, n in host)
+        up = sum(n * s.dtype.itemsize for s, n in host if s not in self._forecast.resting)
+        state = self._forecast.file_bytes * numel
+        return UnitTime(
+            forward_s=forward_s,
+            backward_s=backward_s + self._memory_s(written),
+            renew=self._transfer("gather", renew),
+            gather=self._transfer("gather", gather),
+            reduce=self._transfer("reduce", reduce),
+            sums=self._transfer("gather", sums),
+            host_s=self._update_s("host", host),
+            down_s=self._copy_s("to_host", down),
+            up_s=self._copy_s("to_device", up),
+            fetch_s=self._copy_s("to_device", fetched),
+            read_s=self._rates.seconds(["file.read"], state) if state else 0.0,
+            write_s=self._rates.seconds(["file.write"], state) if state else 0.0,
+        )
+
+    def _copy_s(self, way: str, nbytes: int) -> float:
+        if not self._is_accelerated or not nbytes:
+            return 0.0
+        return self._rates.seconds([f"copy.{way}"], nbytes)
+
+    def _update_s(self, place: str, parts: Sequence[tuple[Segment, int]]) -> float:
+        """Return the seconds of an update of so many elements of each segment."""
+        optimizer = self._config.optimizer
+        kind = "adamw" if optimizer is None else optimizer.type.lower()
+        found = 0.0
+        for segment, numel in parts:
+            dtype = str(segment.dtype).removeprefix("torch.")
+            ends = [f"{kind}.{dtype}", dtype, _WIDE]
+            if numel:
+                found += self._rates.seconds([f"update.{place}.{end}" for end in ends], numel)
+        return found
+
+    def _shape(self, ratio: float) -> StepShape:
+        trainable = [s for s in self._layout.segments if s.is_trainable]
+        own = [
+            (s, self._forecast.update_numel(s) - self._forecast.host_numel(s, ratio))
+            for s in trainable
+        ]
+        return StepShape(
+            micro_steps=self._config.gradient_accumulation_steps,
+            last_block=self._layout.last_block,
+            is_accelerated=self._is_accelerated,
+            threads=self._rates.threads,
+            has_peers=self._has_peers,
+            is_gathered=(self._has_peers and self._stage > 0) or bool(self._forecast.resting),
+            has_sharded_params=self._stage == 3,
+            is_added_by_tier=self._forecast.is_added_by_tier,
+            is_in_backward=updates_in_backward(self._config),
+            agree=self._agree_s(),
+            device_update_s=self._update_s("device", own),
+            per_step_s=self._rates.seconds(["step"], 1),
+        )
+
+    def _agree_s(self) -> tuple[str, float]:
+        num_params, num_units = len(self._layout.params), len(self._layout.units)
+        nbytes = statistics_nbytes(num_params, num_units, norms_of(self._config))
+        way = "between" if self._links.num_nodes > 1 else "within"
+        seconds = self._rates.seconds([f"agree.{way}"], nbytes) if self._has_peers else 0.0
+        return ("link" if self._is_accelerated else "main"), seconds
+
+    # ------------------------------------------------------------- the step
+
+    def at(self, ratio: float) -> StepTime:
+        """Return the time of a step with this share of the optimizer state on the host."""
+        units = self._unit_times(ratio)
+        cores = None if self._rates.cores is None else self._rates.cores / self._rates.ranks
+        program = _Program(self._shape(ratio), units, Schedule(cores))
+        ends = [program.step() for _ in range(NUM_STEPS)]
+        program.schedule.run()
+        stop, start = ends[-1].stop, ends[-2].stop
+        spans = sorted(
+            (
+                Span(w.lane, w.what, max(w.start - start, 0.0), min(w.stop, stop) - start)
+                for w in program.schedule.work
+                if w.stop > start and w.start < stop and w.seconds
+            ),
+            key=lambda span: (span.start_s, span.lane),
+        )
+        lanes = dict.fromkeys(LANES, 0.0)
+        for work in program.last:
+            lanes[work.lane] += work.seconds
+        samples = self._config.train_batch_size
+        return StepTime(stop - start, lanes, samples, tuple(spans))
+
+
+class _Program:
+    """The engine's program, step by step. See [Note: one step].
+
+    Attributes:
+        schedule: all work so far.
+        last: the work of the last step.
+    """
+
+    def __init__(
+        self, prediction: StepShape, units: Sequence[UnitTime], schedule: Schedule
+    ) -> None:
+        self._shape = prediction
+        self._units = units
+        self.schedule = schedule
+        self.last: list[Work] = []
+        self._now: Work | None = None  # the last work of the thread that computes
+        self._published: dict[int, Work] = {}  # the new values of units, where a host makes them
+        self._gathers: dict[int, Work | None] = {}  # launched and not waited for
+        self._in_flight: int | None = None  # unit whose reduction is under way
+        self._reduction: Work | None = None
+        self._reduced: dict[int, Work | None] = {}
+
+    def step(self) -> Work:
+        """Add one optimizer step, and return its last work on the thread that computes."""
+        shape, first = self._shape, len(self.schedule.work)
+        self._reduced.clear()
+        for number in range(shape.micro_steps):
+            self._forward(is_first=number == 0)
+            self._backward(is_last=number == shape.micro_steps - 1)
+        agreed = self._agree()
+        if not shape.is_in_backward:
+            for unit in reversed(range(len(self._units))):
+                self._update_on_host(unit, agreed)
+        end = self._compute("update", shape.device_update_s + shape.per_step_s)
+        self.last = self.schedule.work[first:]
+        return end
+
+    def _compute(
+        self, what: str, seconds: float, after: Sequence[Work | None] = (), lane: str = "compute"
+    ) -> Work:
+        cores = 0.0 if self._shape.is_accelerated else float(self._shape.threads)
+        awaited = [self._now, *after]
+        self._now = self.schedule.add("main", lane, what, seconds, awaited, cores=cores)
+        return self._now
+
+    def _exchange(
+        self, lane: str, what: str, transfer: Transfer, after: Work | None
+    ) -> Work | None:
+        """Launch an exchange. Return its work on the link."""
+        if not transfer.link_s:
+            return None
+        cores = transfer.link_cores
+        return self.schedule.add(
+            "link", lane, what, transfer.link_s, [self._now, after], cores=cores
+        )
+
+    def _launch_gather(self, unit: int, *, is_new: bool) -> None:
+        if unit in self._gathers:
+            return
+        time, ready = self._units[unit], self._published.get(unit)
+        if time.fetch_s:
+            ready = self.schedule.add(
+                "up", "copies", f"unit {unit}", time.fetch_s, [self._now, ready]
+            )
+        what = f"unit {unit}"
+        if is_new:
+            ready = self._exchange("gather", what, time.renew, ready) or ready
+        self._gathers[unit] = self._exchange("gather", what, time.gather, ready) or ready
+
+    def _wait_gather(self, unit: int, *, is_new: bool) -> None:
+        """Wait for a gather, and copy what ranks of this node hand over."""
+        time, arrived = self._units[unit], self._gathers.pop(unit, None)
+        copied = time.gather.main_s + (time.renew.main_s if is_new else 0.0)
+        if arrived is not None or copied:
+            self._compute(f"unit {unit}", copied, [arrived], "gather")
+
+    def _forward(self, *, is_first: bool) -> None:
+        shape = self._shape
+        has_gathers = shape.is_gathered and (is_first or shape.has_sharded_params)
+        for unit in [0, *range(1, len(self._units))]:
+            ahead = [unit] if unit else [0, 1][: len(self._units)]
+            for other in ahead if has_gathers else ():
+                self._launch_gather(other, is_new=is_first)
+            if has_gathers:
+                self._wait_gather(unit, is_new=is_first)
+                if 0 < unit < len(self._units) - 1:
+                    self._launch_gather(unit + 1, is_new=is_first)
+            published = self._published.get(unit) if is_first else None
+            self._compute(f"forward of unit {unit}", self._units[unit].forward_s, [published])
+
+    def _backward(self, *, is_last: bool) -> None:
+        shape = self._shape
+        is_sharded = shape.is_gathered and shape.has_sharded_params
+        is_reducing = shape.has_peers or is_last or shape.is_added_by_tier
+        for unit in reversed(range(len(self._units))):
+            if is_sharded and 0 < unit < shape.last_block:
+                self._launch_gather(unit, is_new=False)
+                self._wait_gather(unit, is_new=False)
+                if unit > 1:
+                    self._launch_gather(unit - 1, is_new=False)
+            elif is_sharded and unit == shape.last_block and unit > 1:
+                self._launch_gather(unit - 1, is_new=False)
+            self._compute(f"backward of unit {unit}", self._units[unit].backward_s)
+            if is_reducing:
+                self._finish_reduction(is_last=is_last)
+                time = self._units[unit].reduce
+                self._in_flight = unit
+                self._reduction = self._exchange("reduce", f"unit {unit}", time, None)
+                if not shape.has_peers:
+                    self._finish_reduction(is_last=is_last)
+        self._finish_reduction(is_last=is_last)
+
+    def _finish_reduction(self, *, is_last: bool) -> None:
+        unit, self._in_flight = self._in_flight, None
+        if unit is None:
+            return
+        time, arrived, self._reduction = self._units[unit], self._reduction, None
+        if arrived is not None or time.reduce.main_s:
+            self._compute(f"unit {unit}", time.reduce.main_s, [arrived], "reduce")
+        if is_last:
+            sums = self._exchange("reduce", f"sums of unit {unit}", time.sums, None)
+            if time.sums.main_s:
+                self._compute(f"sums of unit {unit}", time.sums.main_s, [], "reduce")
+            self._reduced[unit] = self._offer(unit, sums or self._now)
+            if self._shape.is_in_backward:
+                self._update_on_host(unit, None)
+
+    def _offer(self, unit: int, ready: Work | None) -> Work | None:
+        seconds = self._units[unit].down_s
+        if not seconds:
+            return ready
+        return self.schedule.add("down", "copies", f"unit {unit}", seconds, [ready])
+
+    def _agree(self) -> Work | None:
+        place, seconds = self._shape.agree
+        if not seconds:
+            return self._now
+        awaited = [work for work in self._reduced.values() if work is not None]
+        if place == "main":
+            return self._compute("agreement", seconds, awaited, "reduce")
+        agreed = self.schedule.add("link", "reduce", "agreement", seconds, [self._now, *awaited])
+        return self._compute("agreement", 0.0, [agreed], "reduce")
+
+    def _update_on_host(self, unit: int, agreed: Work | None) -> None:
+        time, add, what = self._units[unit], self.schedule.add, f"unit {unit}"
+        if not time.host_s:
+            return
+        ready = [self._reduced.get(unit), agreed]
+        if time.read_s:
+            ready.append(add("file", "file", what, time.read_s, ready))
+        cores = 0.0 if self._shape.is_accelerated else float(self._shape.threads)
+        updated = add("host", "host", what, time.host_s, ready, cores=cores, need=unit)
+        if time.write_s:
+            add("file", "file", what, time.write_s, [updated])
+        if time.up_s:
+            updated = add("up", "copies", what, time.up_s, [updated])
+        self._published[unit] = updated

@@ -1,0 +1,124 @@
+"""Length of a step when its lanes overlap as the engine's schedule lets them: a simulation.
+
+Nothing waits and nothing is measured. Work takes given seconds on a resource, after other work.
+`zero_offload.testing.virtual_time` drives the real tiers in the same way; a test compares the two.
+
+[Note: resources]
+main      the thread that computes, or the compute stream: in the order of the program
+link      collectives between ranks, in the order in which they are launched
+down, up  copies to the host and back, in order
+host      the host's updates: of those that may begin, the one of the lowest rank in need
+file      reads and writes of NVMe offload, in order
+
+Where ranks compute on the CPU, ``cores`` of them are shared by all that runs at once: if more are
+asked for, everything that computes is slowed down alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+IN_ORDER = ("main", "link", "down", "up", "file")
+HOST = "host"
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """Something that takes ``seconds`` on a resource, once all of ``after`` is done.
+
+    Attributes:
+        lane: of [Note: lanes] in `zero_core.plan.step_time`.
+        what: what is done, in words.
+        cores: cores that it keeps busy meanwhile.
+        need: rank among the host's updates.
+        start, stop: when it ran, known when `run` has returned.
+    """
+
+    resource: str
+    lane: str
+    what: str
+    seconds: float
+    after: list[Work] = field(default_factory=list)
+    cores: float = 0.0
+    need: int = 0
+    start: float = 0.0
+    stop: float = -1.0
+    _num_awaited: int = 0
+    _left: float = 0.0
+
+
+class Schedule:
+    """Work in the order of the program.
+
+    Attributes:
+        work: everything that was added.
+    """
+
+    def __init__(self, cores: float | None) -> None:
+        self._cores = cores
+        self.work: list[Work] = []
+
+    def add(
+        self,
+        resource: str,
+        lane: str,
+        what: str,
+        seconds: float,
+        after: Iterable[Work | None] = (),
+        *,
+        cores: float = 0.0,
+        need: int = 0,
+    ) -> Work:
+        """Add work to the end of a resource's program, and return it."""
+        awaited = [work for work in after if work is not None]
+        self.work.append(Work(resource, lane, what, seconds, awaited, cores, need))
+        return self.work[-1]
+
+    def run(self) -> None:
+        """Find when each work starts and stops.
+
+        Raises:
+            ValueError: work waits for work that cannot come before it.
+        """
+        followers: dict[int, list[Work]] = {}
+        queues: dict[str, deque[Work]] = {name: deque() for name in IN_ORDER}
+        updates: list[tuple[int, int, Work]] = []  # the host's, that may begin
+        for work in self.work:
+            work._num_awaited, work._left = len(work.after), work.seconds
+            for earlier in work.after:
+                followers.setdefault(id(earlier), []).append(work)
+            if work.resource != HOST:
+                queues[work.resource].append(work)
+            elif not work.after:
+                heapq.heappush(updates, (work.need, id(work), work))
+        running: dict[str, Work] = {}
+        now, num_done = 0.0, 0
+        while num_done < len(self.work):
+            for name, queue in queues.items():
+                if name not in running and queue and not queue[0]._num_awaited:
+                    running[name] = queue.popleft()
+                    running[name].start = now
+            if HOST not in running and updates:
+                running[HOST] = heapq.heappop(updates)[2]
+                running[HOST].start = now
+            if not running:
+                raise ValueError("work waits for work that cannot come before it")
+            asked = sum(work.cores for work in running.values())
+            slowed = 1.0 if self._cores is None or asked <= self._cores else asked / self._cores
+            pace = {name: slowed if w.cores else 1.0 for name, w in running.items()}
+            passed = min(w._left * pace[name] for name, w in running.items())
+            now += passed
+            for name, work in list(running.items()):
+                work._left -= passed / pace[name]
+                if work._left > 1e-12:
+                    continue
+                del running[name]
+                work.stop = now
+                num_done += 1
+                for follower in followers.get(id(work), ()):
+                    follower._num_awaited -= 1
+                    if follower.resource == HOST and not follower._num_awaited:
+                        heapq.heappush(updates, (follower.need, id(follower), follower))

@@ -1,0 +1,234 @@
+"""Predicted time: lanes against closed forms, choices by time, changes that make a run fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import zero_core
+from zero_core import ConfigError
+from zero_core.plan.rates import Calibration, Curve, Rates
+from zero_core.plan.schedule import Schedule
+from zero_core.testing import run_alone
+
+WIDTH, BLOCKS, TOKENS = 64, 4, 32
+FREE = Curve(((1.0, 0.0),))
+NAMES = (
+    *("memory.float32", "operator", "pass", "step", "update.device.float32"),
+    *("gather.within", "reduce.within", "agree.within"),
+    *("update.host.float32", "copy.to_host", "copy.to_device"),
+)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def make_config(stage: int, *, micro_batch: int = 8, **further: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        **further,
+    }
+
+
+def planned(config: dict[str, Any], world_size: int = 2, **how: Any) -> zero_core.Plan:
+    with torch.device("meta"):
+        model = Blocks()
+        x = torch.zeros(config["train_micro_batch_size_per_gpu"], TOKENS, WIDTH)
+    return zero_core.plan(model, config, world_size, example_inputs=[x], **how)
+
+
+def calibration(**curves: Curve) -> Calibration:
+    """Return an accelerator on which everything else takes no time."""
+    named = {name.replace("__", "."): curve for name, curve in curves.items()}
+    rates = Rates(1, 1, None, {**dict.fromkeys(NAMES, FREE), "matmul.float32": FREE, **named})
+    return Calibration("an accelerator", "by hand", (rates,))
+
+
+def test_computation_takes_its_operations_over_the_rate() -> None:
+    rate = 1e9
+    with FlopCounterMode(display=False) as counter:
+        Blocks()(torch.zeros(8, TOKENS, WIDTH)).backward()
+    operations = counter.get_total_flops()
+    found = planned(make_config(0), 1, calibration=calibration(matmul__float32=Curve.of_rate(rate)))
+    assert found.step_time is not None
+    assert found.step_time.lanes["compute"] == pytest.approx(operations / rate)
+    assert found.step_time.total_s == pytest.approx(operations / rate)
+    assert found.step_time.bound == "compute"
+
+
+def test_recomputation_adds_a_forward_of_the_blocks_but_saves_bytes() -> None:
+    fast = calibration(matmul__float32=Curve.of_rate(1e9))
+    config = make_config(0)
+    plain, again = (
+        planned(c, 1, calibration=fast)
+        for c in (config, {**config, "activation_checkpointing": {}})
+    )
+    assert plain.step_time is not None
+    assert again.step_time is not None
+    forward = 2 * 8 * TOKENS * WIDTH**2 * BLOCKS / 1e9
+    assert again.step_time.total_s - plain.step_time.total_s == pytest.approx(forward)
+    saved = 8 * TOKENS * WIDTH * 4  # bytes of one tensor between two modules
+    # What the loss saves, each block's input, and one block's own: the input of its GELU.
+    assert plain.memory.device["activations"] == (2 * BLOCKS + 1) * saved
+    assert again.memory.device["activations"] == (BLOCKS + 2) * saved
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_slow_link_takes_its_bytes_over_the_rate(stage: int) -> None:
+    rate = 1e6
+    found = planned(
+        make_config(stage),
+        calibration=calibration(
+            gather__within=Curve.of_rate(rate), reduce__within=Curve.of_rate(rate)
+        ),
+    )
+    sent = sum(t.sent_bytes for t in found.traffic if t.collective != "all_reduce")
+    assert found.step_time is not None
+    lanes = found.step_time.lanes
+    assert lanes["gather"] + lanes["reduce"] == pytest.approx(sent / rate)
+    assert found.step_time.total_s == pytest.approx(sent / rate, rel=0.05)
+    gathered = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
+    assert (lanes["gather"] > 0) == (gathered > 0)
+
+
+def test_communication_hides_behind_computation_where_it_is_shorter() -> None:
+    fast_link = Curve.of_rate(1e9)
+    found = planned(
+        make_config(3),
+        calibration=calibration(
+            matmul__float32=Curve.of_rate(1e9), gather__within=fast_link, reduce__within=fast_link
+        ),
+    )
+    assert found.step_time is not None
+    lanes = found.step_time.lanes
+    assert lanes["gather"] > 0
+    # The first gather and the last reduction have nothing beside them.
+    first_and_last = (lanes["gather"] + lanes["reduce"]) / BLOCKS
+    assert found.step_time.total_s <= lanes["compute"] + first_and_last
+    spans = found.step_time.spans
+    assert {span.lane for span in spans} == {"compute", "gather", "reduce"}
+    assert max(span.stop_s for span in spans) <= found.step_time.total_s * (1 + 1e-9)
+
+
+def test_work_overlaps_between_resources_and_not_within_one() -> None:
+    schedule = Schedule(cores=None)
+    first = schedule.add("main", "compute", "a", 2.0)
+    sent = schedule.add("link", "gather", "b", 3.0)
+    last = schedule.add("main", "compute", "c", 1.0, [sent])
+    schedule.run()
+    assert (first.stop, sent.stop, last.start, last.stop) == (2.0, 3.0, 3.0, 4.0)
+
+
+def test_work_that_asks_for_more_cores_than_there_are_is_slowed_down() -> None:
+    schedule = Schedule(cores=2.0)
+    computed = schedule.add("main", "compute", "a", 2.0, cores=2.0)
+    updated = schedule.add("host", "host", "b", 1.0, cores=2.0)
+    sent = schedule.add("link", "reduce", "c", 2.5)
+    schedule.run()
+    assert (updated.stop, computed.stop, sent.stop) == pytest.approx((2.0, 3.0, 2.5))
+
+
+def test_the_host_takes_what_is_needed_first_of_what_has_arrived() -> None:
+    schedule = Schedule(cores=None)
+    arrived = schedule.add("main", "compute", "backward", 1.0)
+    late = schedule.add("host", "host", "5", 2.0, need=5)
+    more = [schedule.add("host", "host", str(n), 1.0, [arrived], need=n) for n in (4, 1)]
+    schedule.run()
+    assert (late.stop, more[1].stop, more[0].stop) == (2.0, 3.0, 4.0)
+
+
+def test_work_that_waits_for_itself_is_refused() -> None:
+    schedule = Schedule(cores=None)
+    first = schedule.add("main", "compute", "a", 1.0)
+    first.after.append(schedule.add("main", "compute", "b", 1.0))
+    with pytest.raises(ValueError, match="cannot come before it"):
+        schedule.run()
+
+
+def test_the_fastest_that_fits_is_chosen_and_said_why() -> None:
+    slow_link = Curve.of_rate(1e6)
+    rates = calibration(
+        matmul__float32=Curve.of_rate(1e9), gather__within=slow_link, reduce__within=slow_link
+    )
+    found = planned(make_config(3), calibration=rates)
+    assert found.best is not None
+    assert found.best.stage < 3  # which gathers less
+    timed = [c for c in found.choices if c.step_time is not None]
+    assert found.best.sample_s == min(c.sample_s for c in timed)
+    said = " ".join(found.reasons)
+    assert f"Stage {found.best.stage} in place of 3: gathers take" in said
+    assert "bounds it" in said
+    limit = found.best.device_bytes - 1
+    tight = planned(make_config(3), calibration=rates, device_memory=limit)
+    assert tight.best is not None
+    assert tight.best.device_bytes <= limit
+    assert tight.best.sample_s == min(c.sample_s for c in timed if c.device_bytes <= limit)
+    content = json.loads(found.to_json())
+    assert content["configured"]["step_time"]["spans"]
+    assert [table.title for table in found.tables()][2] == "Predicted step"
+
+
+def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fits() -> None:
+    config = make_config(3, micro_batch=64)
+    free = planned(config)
+    least = min(choice.device_bytes for choice in free.choices)
+    found = planned(config, device_memory=least - 1)
+    assert found.best is not None
+    assert (found.best.is_recomputed, found.best.micro_batch) == (True, 64)
+    assert "activations recomputed fits" in found.advice
+    least = min(choice.device_bytes for choice in found.choices)
+    smaller = planned(config, device_memory=least - 1)
+    assert smaller.best is not None
+    assert smaller.best.micro_batch < 64
+    assert smaller.best.micro_batch * smaller.best.micro_steps == 64
+
+
+def test_a_choice_written_as_a_configuration_takes_what_it_says() -> None:
+    config = make_config(3, micro_batch=64)
+    found = planned(config, device_memory=planned(config).configured.device_bytes // 2)
+    assert found.best is not None
+    assert found.best.is_varied
+    written = found.best.apply(config)
+    again = planned(written).configured
+    for key in ("stage", "ratio", "device_bytes", "host_bytes", "micro_batch", "micro_steps"):
+        assert getattr(again, key) == getattr(found.best, key), key
+    assert replace(again, is_fitting=True, is_varied=True) == found.best
+
+
+def train_choice() -> None:
+    config = make_config(0, micro_batch=4)
+    found = planned(config, 1, host_memory=400_000, device_type="cpu")
+    assert found.best is not None
+    assert found.best.is_varied
+    engine = zero_core.build(Blocks(), found.best.apply(config))
+    for _ in range(found.best.micro_steps):
+        engine.backward(engine(torch.ones(found.best.micro_batch, TOKENS, WIDTH)))
+        engine.step()
+    assert engine.global_steps == 1
+
+
+def test_the_configuration_of_a_choice_trains() -> None:
+    run_alone(train_choice)
+
+
+def test_rates_of_another_kind_of_machine_are_refused() -> None:
+    with pytest.raises(ConfigError, match="calibration of an accelerator"):
+        planned(make_config(0), 1, calibration=calibration(), device_type="cpu")
