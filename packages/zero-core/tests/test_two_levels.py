@@ -98,7 +98,7 @@ def test_stages_give_the_same_bits_on_several_nodes(size: int, per_node: int, dt
 def _send(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[tuple[Traffic, ...], int]:
     """Return what a rank sends in a backward, and the bytes that it receives into."""
     assert ranks.per_node is not None
-    meter = Meter(ranks.size, ranks.per_node)
+    meter = Meter(Links(ranks.size, ranks.per_node, is_ring=True))
     device = device_collectives(ranks, meter)
     engine = zero_core.build(
         make_model(), config, process_group=ranks, collectives=lambda native, **_: device

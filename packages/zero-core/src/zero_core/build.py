@@ -18,7 +18,7 @@ from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
 from zero_core.comm.host import HostCollectives
-from zero_core.comm.meter import Meter
+from zero_core.comm.meter import Links, Meter
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
 from zero_core.config import Config, load_config
 from zero_core.engine import Engine
@@ -157,7 +157,7 @@ def build(
 
     per_node = count_per_node(control, ranks)
     resolved = resolved.on_nodes(per_node, ranks.size)
-    meter = Meter(ranks.size, per_node)
+    meter = Meter(Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu"))
     shared = share_memory(control, ranks, per_node)
     is_invariant = resolved.world_size_invariant
     transport = make_transport(ranks, per_node, shared, meter, is_sequential=is_invariant)

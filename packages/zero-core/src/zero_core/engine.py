@@ -348,7 +348,7 @@ class Engine(ShardedModel):
             self.place,
             memory,
             [unit.name for unit in self.layout.units],
-            self._meter.ranks_per_node,
+            self._meter.links.ranks_per_node,
         )
         try:
             self._recorder = Recorder(

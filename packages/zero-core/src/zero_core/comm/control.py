@@ -1,9 +1,7 @@
 """Control group: small exchanges between ranks, beside the collectives of the data path.
 
-On an accelerator the library's all-gather and all-to-all are used (`zero_core.comm.device`), among
-hosts the direct exchange of `zero_core.comm.host`. Either way a reduction is an exchange and a
-local sum in rank order in fp32, so that its value depends neither on the backend's ring nor on the
-stage.
+On an accelerator they are collectives of its library (`zero_core.comm.groups`), among hosts direct
+messages (`zero_core.comm.host_library`).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from zero_core.comm.device_library import DeviceLibrary
+from zero_core.comm.device_library import ControlLibrary
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CollectiveError
 from zero_core.watch.beats import count_ranks
 from zero_core.watch.error_file import write_error_file
@@ -82,7 +80,7 @@ class ControlGroup(Exchange, Protocol):
     """Small exchanges beside the data path: statistics of a step, names, checksums.
 
     Bytes and numbers only, because object collectives would unpickle a peer's data. An
-    implementation provides the first four methods, over a `DeviceLibrary` (`LibraryControlGroup`)
+    implementation provides the first four methods, over a `ControlLibrary` (`LibraryControlGroup`)
     or over simulated ranks of one process. The others follow from them.
 
     Attributes:
@@ -214,11 +212,11 @@ class ControlGroup(Exchange, Protocol):
 
 
 class LibraryControlGroup(ControlGroup):
-    """Control group over the library of a device, or over gloo among hosts."""
+    """Control group over the library of a device, or over messages between hosts."""
 
     def __init__(
         self,
-        library: DeviceLibrary,
+        library: ControlLibrary,
         device: torch.device,
         place: Place | None = None,
         watch: Watch | None = None,

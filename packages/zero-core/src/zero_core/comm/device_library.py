@@ -31,8 +31,8 @@ class Lane(Enum):
     REDUCTIONS = "reductions"
 
 
-class DeviceLibrary(Protocol):
-    """Collectives over one communicator. Each is started by every rank of it, in the same order.
+class ControlLibrary(Protocol):
+    """Collectives of the control group. Each is started by every rank, in the same order.
 
     Tensors are 1-D (for `all_reduce` and `broadcast`: of any shape), contiguous and on the rank's
     device. What they read and write is ordered after the current stream of the caller, and
@@ -53,12 +53,6 @@ class DeviceLibrary(Protocol):
         ``shard`` may be this rank's slice of ``out``.
         """
 
-    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
-        """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``, any dtype.
-
-        Both have ``world_size`` equal slices; they do not overlap.
-        """
-
     def exchange(
         self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> Work:
@@ -73,6 +67,16 @@ class DeviceLibrary(Protocol):
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Work:
         """Start to overwrite ``tensor``, of any dtype, with rank ``source``'s."""
+
+
+class DeviceLibrary(ControlLibrary, Protocol):
+    """Collectives over one communicator of an accelerator's library."""
+
+    def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
+        """Start to fill slice k of ``out`` with slice ``rank`` of rank k's ``parts``, any dtype.
+
+        Both have ``world_size`` equal slices; they do not overlap.
+        """
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> DeviceLibrary:
         """Return the communicator of ``lane`` among ``ranks``, renumbered in that order.

@@ -100,6 +100,10 @@ class Links:
         """An all-gather's bytes, as it travels on this device."""
         return self.ring(shard_bytes) if self.is_ring else self.once_per_node(shard_bytes)
 
+    def all_reduce(self, nbytes: int) -> tuple[int, int]:
+        """The bytes of a control group's sum: both halves of a ring, or all to everyone."""
+        return self.ring(2 * nbytes // self.world_size) if self.is_ring else self.direct(nbytes)
+
     @property
     def sums_in_two_levels(self) -> bool:
         """Whether gradients are summed within each node first: [Note: two levels] of `device`."""
@@ -127,11 +131,11 @@ class Links:
 
 
 class Meter:
-    """Adds up what this rank sends in a step."""
+    """Adds up what this rank sends in a step, over ``links``."""
 
-    def __init__(self, world_size: int = 1, ranks_per_node: int = 1) -> None:
-        self.ranks_per_node = ranks_per_node
-        self._ring = Links(world_size, ranks_per_node, is_ring=True)
+    def __init__(self, links: Links | None = None) -> None:
+        """``links`` None: one rank alone."""
+        self.links = links or Links(1, 1, is_ring=False)
         self._lock = threading.Lock()  # threads of queues count, too
         self._open: dict[tuple[str, str], list[int]] = {}
         self._last: tuple[Traffic, ...] = ()
@@ -146,21 +150,15 @@ class Meter:
             row[2] += sent[1]
 
     def add_all_reduce(self, content: str, nbytes: int) -> None:
-        """A sum over all ranks: both halves of it, 2 / world_size of ``nbytes`` to everyone."""
-        size = self._ring.world_size
-        if size > 1:
-            self.add("all_reduce", content, self._ring.ring(2 * nbytes // size))
-
-    def add_all_gather(self, content: str, nbytes: int) -> None:
-        """A gather of ``nbytes`` from every rank."""
-        if self._ring.world_size > 1:
-            self.add("all_gather", content, self._ring.ring(nbytes))
+        """A sum of ``nbytes`` over all ranks."""
+        if self.links.world_size > 1:
+            self.add("all_reduce", content, self.links.all_reduce(nbytes))
 
     def add_all_to_all(self, content: str, nbytes: int) -> None:
         """An exchange in which this rank sends ``nbytes`` in all, to ranks of any node alike."""
-        size = self._ring.world_size
+        size = self.links.world_size
         if size > 1:
-            self.add("all_to_all", content, self._ring.direct(nbytes // (size - 1)))
+            self.add("all_to_all", content, self.links.direct(nbytes // (size - 1)))
 
     def end_step(self) -> None:
         """Close the step: rows added since the last call are the last step's."""

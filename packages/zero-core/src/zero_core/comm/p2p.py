@@ -53,6 +53,16 @@ class Kind(IntEnum):
     """The acknowledgement of a reduction."""
     SWAP = 4
     SWAP_READ = 5
+    CONTROL_GATHER = 6
+    """From here on: see `zero_core.comm.host_library`."""
+    CONTROL_SUM = 7
+    CONTROL_BROADCAST = 8
+    CONTROL_EXCHANGE = 9
+
+
+def tag_of(channel: int, kind: Kind, number: int) -> int:
+    """Return the tag of messages of a kind that are told apart by ``number``, below 2**15."""
+    return (number * len(Kind) + kind) * _NUM_CHANNELS + channel
 
 
 class Messages(Protocol):
@@ -213,7 +223,7 @@ class PeerToPeer:
 
     def swap(self, given: Tensor, into: Tensor, peer: int, kind: Kind, unit: int) -> list[Work]:
         """Start to send ``given`` to a peer and to receive as much from it."""
-        tag = self._tag(kind, unit)
+        tag = tag_of(self._channel, kind, unit)
         messages, member = self._messages, self.members[peer]
         return [messages.irecv(into, member, tag), messages.isend(given, member, tag)]
 
@@ -235,17 +245,13 @@ class PeerToPeer:
 
     def acknowledge(self, kind: Kind, unit: int) -> Acknowledgement:
         """Report to the near peers that their bytes were read. Waiting waits for their reports."""
-        tag = self._tag(kind, unit)
+        tag = tag_of(self._channel, kind, unit)
         near = [self.members[peer] for peer in self.peers if peer in self.near]
         nods = torch.empty(len(near), dtype=torch.uint8)
         messages = self._messages
         works = [messages.irecv(nods[i : i + 1], member, tag) for i, member in enumerate(near)]
         works += [messages.isend(self._nod, member, tag) for member in near]
         return Acknowledgement(works, nods)
-
-    def _tag(self, kind: Kind, unit: int) -> int:
-        # Ranks that gather different units must not take one for the other.
-        return (unit * len(Kind) + kind) * _NUM_CHANNELS + self._channel
 
 
 def wait_all(works: Sequence[Work]) -> None:

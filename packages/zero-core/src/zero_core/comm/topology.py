@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._torch import set_timeout, timeout_of
 from zero_core.comm.control import ControlGroup, Exchange, LibraryControlGroup
-from zero_core.comm.device_library import DeviceLibrary
+from zero_core.comm.device_library import ControlLibrary, DeviceLibrary
 from zero_core.comm.groups import (
     GroupBeats,
     ProcessLibrary,
@@ -47,6 +47,7 @@ from zero_core.comm.groups import (
     exchange_by_store,
     group_of_mesh,
 )
+from zero_core.comm.host_library import HostLibrary
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.errors import ConfigError
 from zero_core.watch.board import ThreadedBoard
@@ -104,7 +105,7 @@ class Ranks:
         """
         has_group = dist.is_available() and dist.is_initialized()
         if self.size == 1 or named_within_s is None or not has_group:
-            return LibraryControlGroup(self.library(), self.device)
+            return LibraryControlGroup(self._control_library(), self.device)
         place = Place()
         watch = Watch(
             ThreadedBoard(GroupBeats(self.group, rank=self.rank, world_size=self.size)),
@@ -116,7 +117,12 @@ class Ranks:
         )
         if named_within_s:
             start(watch)
-        return LibraryControlGroup(self.library(), self.device, place, watch)
+        return LibraryControlGroup(self._control_library(), self.device, place, watch)
+
+    def _control_library(self) -> ControlLibrary:
+        if self.device.type != "cpu":
+            return self.library()
+        return HostLibrary(self.messages(), rank=self.rank, world_size=self.size)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
         """Return an exchange for a thread beside training. Every rank makes them in one order.

@@ -42,10 +42,8 @@ def step_traffic(
     if layout.world_size > 1:
         if footprint is not None or config.zero_optimization.quantized_key is None:
             found += _collectives(layout, config, links, footprint)
-        # Both halves of an all-reduce: 2 / world_size of the whole.
         nbytes = statistics_nbytes(len(layout.params), len(layout.units), norms_of(config))
-        facts = 2 * nbytes // layout.world_size
-        found += _sum("all_reduce", "facts of the step", [links.ring(facts)])
+        found += _sum("all_reduce", "facts of the step", [links.all_reduce(nbytes)])
     down, up = host_link
     if down or up:
         found.append(Traffic("to_host", "gradients", 1, host_link_bytes=down))

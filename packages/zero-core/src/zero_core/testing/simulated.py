@@ -3,9 +3,9 @@
 A rank is a thread that builds an engine over `SimulatedRanks`, or over `LateRanks`: then it has an
 accelerator of its own (`zero_core.testing.late_device`). The engine's transport, layout, runtime
 and optimizer run as they are. Only what carries bytes between ranks is replaced: messages
-between single ranks (`zero_core.comm.p2p.Messages`), an accelerator's library
-(`zero_core.comm.device_library.DeviceLibrary`) and the control group. Memory shared between
-processes, process groups and signals are not simulated; tests of those start processes (`spawn`).
+between single ranks (`zero_core.comm.p2p.Messages`) and an accelerator's library
+(`zero_core.comm.device_library.DeviceLibrary`). Memory shared between processes, process groups and
+signals are not simulated; tests of those start processes (`spawn`).
 
 Threads share torch's global generator, so a program draws its model in one thread at a time
 (`zero_core.testing.make_model` does).
@@ -33,7 +33,6 @@ from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 from zero_core.testing.late_device import NAME as LATE
 from zero_core.testing.late_device.library import LateWorld
-from zero_core.watch.place import Place
 from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
@@ -146,53 +145,6 @@ class _SimulatedMessages:
         return self._num_channels
 
 
-class _SimulatedControlGroup(ControlGroup):
-    """`zero_core.comm.control.ControlGroup` of one simulated rank."""
-
-    def __init__(self, network: _Network, rank: int, number: int) -> None:
-        self.rank = rank
-        self.world_size = network.world_size
-        self.place = Place()
-        self.watch = None
-        self._network = network
-        self._tag = ("control", number)
-
-    def sum(self, values: Tensor) -> Tensor:
-        """See `ControlGroup`. The sum is taken in rank order."""
-        rows = self._exchange(values)
-        values.copy_(rows[0])
-        for row in rows[1:]:
-            values.add_(row)
-        return values
-
-    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        if self.rank != source:
-            tensor.copy_(self._network.receive(source, self.rank, self._tag))
-            return
-        for peer in range(self.world_size):
-            if peer != source:
-                self._network.send(source, peer, self._tag, tensor)
-
-    def gather_on_device(self, tensor: Tensor) -> Tensor:
-        return tensor if self.world_size == 1 else torch.cat(self._exchange(tensor))
-
-    def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        for peer, part in enumerate(torch.split(parts, list(sent))):
-            self._network.send(self.rank, peer, self._tag, part)
-        return torch.cat(
-            [self._network.receive(p, self.rank, self._tag) for p in range(self.world_size)]
-        )
-
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, in rank order."""
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        for peer in peers:
-            self._network.send(self.rank, peer, self._tag, tensor)
-        rows = {peer: self._network.receive(peer, self.rank, self._tag) for peer in peers}
-        rows[self.rank] = tensor.clone()
-        return [rows[rank] for rank in range(self.world_size)]
-
-
 class SimulatedLibrary:
     """`zero_core.comm.device_library.DeviceLibrary` of one simulated rank."""
 
@@ -280,7 +232,7 @@ class SimulatedRanks(Ranks):
     carrier: _SimulatedMessages = field(kw_only=True)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
-        return _SimulatedControlGroup(self.network, self.rank, self.carrier.next_channel())
+        return super().connect()
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
         return self.connect()
