@@ -1,7 +1,7 @@
 """Control group: small exchanges between ranks, beside the collectives of the data path.
 
 On an accelerator they are collectives of its library (`zero_core.comm.groups`), among hosts direct
-messages (`zero_core.comm.host_library`).
+messages (`zero_core.comm.host`).
 """
 
 from __future__ import annotations

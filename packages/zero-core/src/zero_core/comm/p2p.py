@@ -54,7 +54,7 @@ class Kind(IntEnum):
     SWAP = 4
     SWAP_READ = 5
     CONTROL_GATHER = 6
-    """From here on: see `zero_core.comm.host_library`."""
+    """From here on: see `zero_core.comm.host`."""
     CONTROL_SUM = 7
     CONTROL_BROADCAST = 8
     CONTROL_EXCHANGE = 9

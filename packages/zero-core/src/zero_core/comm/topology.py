@@ -47,7 +47,7 @@ from zero_core.comm.groups import (
     exchange_by_store,
     group_of_mesh,
 )
-from zero_core.comm.host_library import HostLibrary
+from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import Messages, ProcessMessages
 from zero_core.errors import ConfigError
 from zero_core.watch.board import ThreadedBoard

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_core.comm.host_library import HostLibrary
+from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.topology import find_ranks
 from zero_core.errors import CollectiveError
