@@ -17,9 +17,10 @@ import pytest
 import yaml
 
 from benchmarks.harness.forked_python import forked_python
+from faults.ranks.slurm_stand_ins import slurm_job
 from zero_core.watch.heartbeat import VARIABLE
 from zero_engine.launch.started_ranks import rank_variables
-from zero_engine.script.run import _parser
+from zero_engine.script.run import _give_local_rank, _parser
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
@@ -27,34 +28,6 @@ EXAMPLES = ROOT / "integration" / "examples"
 CLUSTERS = EXAMPLES / "clusters"
 SLURM = (CLUSTERS / "slurm.sbatch").read_text(encoding="utf-8")
 
-# A node is a process of its own, with the number that SLURM gives it. One that fails ends the job.
-SRUN = """#!/bin/bash
-while [[ $1 == --* ]]; do shift; done  # its own options
-pids=()
-echo "srun starts $SLURM_JOB_NUM_NODES tasks" >&2
-trap 'kill -USR1 "${pids[@]}"' USR1
-for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
-    SLURM_NODEID=$node "$@" & pids+=($!)
-done
-echo $$ > srun.pid
-code=0
-for pid in "${pids[@]}"; do
-    while true; do
-        wait "$pid"
-        own=$?
-        kill -0 "$pid" 2>/dev/null || break
-    done
-    ((own > code)) && code=$own
-done
-exit $code
-"""
-SCANCEL = """#!/bin/bash
-[[ "$*" == "--signal=USR1 $SLURM_JOB_ID" ]] && kill -USR1 "$(cat srun.pid)"
-"""
-SCONTROL = """#!/bin/bash
-[ "$1 $2 $3" = "show hostnames node[1-2]" ] && printf '127.0.0.1\\n127.0.0.1\\n'
-[ "$1" = requeue ] && echo "$2" > requeued
-"""
 EXAMPLE = EXAMPLES / "fsdp2_quantized.py"
 OPTIONS = {
     "job-name": r"\w+",
@@ -70,30 +43,12 @@ OPTIONS = {
 """Options of sbatch that the script has, and their values."""
 
 
-def _stand_ins(folder: Path, program: str) -> dict[str, str]:
-    """Put stand-ins for SLURM's programs into ``folder``. Returns a job's environment."""
-    programs = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "zero-engine": program}
-    for name, text in {**programs, "job.sh": SLURM}.items():
-        (folder / name).write_text(text, encoding="utf-8")
-        (folder / name).chmod(0o755)
-    return {
-        **os.environ,
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_ID": str(os.getpid()),  # whence the port
-        "SLURM_GPUS_ON_NODE": "1",
-        "SLURM_CPUS_PER_TASK": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-
 def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     program = f'#!/bin/bash\nexec {shlex.quote(forked_python())} -m zero_engine "$@"\n'
     done = subprocess.run(
         [tmp_path / "job.sh", EXAMPLE],
         cwd=tmp_path,
-        env=_stand_ins(tmp_path, program),
+        env=slurm_job(tmp_path, program),
         capture_output=True,
         text=True,
         timeout=600,
@@ -110,7 +65,7 @@ def test_slurm_script_is_requeued_after_its_warning(
     code: int, is_requeued: bool, tmp_path: Path
 ) -> None:
     program = f"#!/bin/bash\ntrap 'exit {code}' USR1\necho \"$@\" > $SLURM_NODEID.arguments\n"
-    environment = _stand_ins(tmp_path, program + "while true; do sleep 0.05; done\n")
+    environment = slurm_job(tmp_path, program + "while true; do sleep 0.05; done\n")
     environment["SLURM_ARRAY_TASK_ID"] = "7"
     with subprocess.Popen(
         [tmp_path / "job.sh", "train.py", "--seed={task}"], cwd=tmp_path, env=environment
@@ -127,7 +82,7 @@ def test_slurm_script_is_requeued_after_its_warning(
 
 
 def test_slurm_script_without_a_warning_is_not_requeued(tmp_path: Path) -> None:
-    environment = _stand_ins(tmp_path, "#!/bin/bash\nexit 1\n")
+    environment = slurm_job(tmp_path, "#!/bin/bash\nexit 1\n")
     job = [tmp_path / "job.sh", "train.py"]
     done = subprocess.run(job, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 1
@@ -177,6 +132,8 @@ def test_kubeflow_runs_the_train_program_by_its_variables(monkeypatch: pytest.Mo
     assert (engine, run, parsed.training_script) == ("zero-engine", "run", "zero_engine")
     assert (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node) == ("2", 1, "8")
     assert (parsed.master_addr, parsed.master_port) == ("zero-node-0-0.zero", 29400)
+    _give_local_rank(parsed, "0")  # an option that the train program has not
+    assert parsed.training_script_args == ["train", *trainer["args"]]
 
 
 def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: Path) -> None:

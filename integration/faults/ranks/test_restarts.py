@@ -5,14 +5,17 @@ Where the number of ranks stays, the run is held to the bits of one that nothing
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from faults.harness import Program, is_running, last_step, weights
+from faults.ranks.slurm_stand_ins import slurm_job
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.run_lock import RunLock
 from zero_engine.train.settings import RunFolder
@@ -72,7 +75,7 @@ def test_killed_rank_is_started_anew_and_the_run_ends_with_the_same_bits(
     assert steps_of(folder) == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_run_that_is_told_to_stop_saves_and_goes_on(
     signum: signal.Signals, straight: RunFolder, tmp_path: Path
 ) -> None:
@@ -86,6 +89,25 @@ def test_run_that_is_told_to_stop_saves_and_goes_on(
         assert "Traceback" not in run.output
     assert last_step(folder) < STEPS
     with Program(*ONE_NODE, *program(folder, "--resume")) as run:
+        assert run.end() == 0, run.output
+    assert weights(folder) == weights(straight)
+
+
+def test_slurm_job_saves_before_its_end_and_goes_on_when_it_is_requeued(
+    straight: RunFolder, tmp_path: Path
+) -> None:
+    folder, heartbeat = RunFolder(tmp_path / "run"), tmp_path / "heartbeat"
+    variables = slurm_job(tmp_path, f'#!/bin/bash\nexec {sys.executable} -m zero_engine "$@"\n')
+    become = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+    job = ("-c", become, str(tmp_path / "job.sh"), *program(folder, "--resume=auto"))
+    with Program(*job, **{**variables, "ZERO_HEARTBEAT_FILE": str(heartbeat)}) as run:
+        run.wait_for(lambda: last_step(folder) >= 15)
+        os.kill(run.pid, signal.SIGUSR1)
+        assert run.end() == 128 + signal.SIGUSR1, run.output
+        assert "stopped by SIGUSR1, checkpoint saved" in run.output
+    assert (tmp_path / "requeued").exists()
+    assert 0 < json.loads(heartbeat.read_text())["step"] <= last_step(folder) < STEPS
+    with Program(*job, **variables) as run:
         assert run.end() == 0, run.output
     assert weights(folder) == weights(straight)
 
@@ -161,7 +183,7 @@ def test_ranks_of_a_launcher_that_is_killed_while_they_import_leave(tmp_path: Pa
     assert last_step(folder) < STEPS
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_start_that_waits_for_the_folder_is_told_to_stop(
     signum: signal.Signals, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read_weights
-from zero_core.checkpoint.retention import Aside, remove_stale
+from zero_core.checkpoint.storage.local import Aside, remove_stale
 
 
 def _build() -> zero_core.Engine:

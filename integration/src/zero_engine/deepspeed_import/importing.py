@@ -14,9 +14,12 @@ from typing import Any
 from zero_core import CheckpointError
 from zero_core.checkpoint.files import read_latest
 from zero_core.checkpoint.manifest import MANIFEST
+from zero_core.checkpoint.storage.location import local_path
 from zero_core.errors import CheckpointCorruptError
 from zero_engine.deepspeed_import.isolation import MAX_ANSWER_BYTES
 from zero_engine.deepspeed_import.reading import find_place
+
+_WHAT = "the import of a checkpoint"
 
 
 def import_checkpoint(
@@ -49,9 +52,9 @@ def import_checkpoint(
         CheckpointCorruptError: it is damaged.
     """
     try:
-        place = find_place(Path(directory), tag)
+        place = find_place(local_path(directory, _WHAT), tag)
         # The name that was asked for, also where it is a link.
-        target = Path(output) / Path(os.path.abspath(place)).name
+        target = local_path(output, _WHAT) / Path(os.path.abspath(place)).name
         _check_target(place, target)
     except OSError as error:
         raise CheckpointError(f"{directory} is not imported into {output}: {error}") from error

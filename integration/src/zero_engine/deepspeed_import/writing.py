@@ -24,8 +24,8 @@ from zero_core.checkpoint.manifest import (
     VERSION,
     file_name,
 )
-from zero_core.checkpoint.retention import Aside, remove_stale
-from zero_core.checkpoint.save import swap_in, write_file, write_manifest
+from zero_core.checkpoint.save import write_file, write_manifest
+from zero_core.checkpoint.storage.local import Aside
 from zero_engine.deepspeed_import.isolation import printable
 from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source, SourceParam
 
@@ -49,7 +49,6 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
     kind = optimizer or _optimizer_of(source)
     content = _manifest(source, states, f"{kind} with {len(source.groups)} groups")
     directory.mkdir(parents=True, exist_ok=True)
-    remove_stale(directory)
     aside = Aside(directory, tag)
     try:
         aside.make()
@@ -62,11 +61,11 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
         files |= write_file(aside.folder, BUFFERS, dict(source.buffers))
         rng = {"torch": torch.Generator().manual_seed(_SEED).get_state()}
         files |= write_file(aside.folder, file_name(RNG, 0), rng)
-        write_manifest(aside.folder, {**content, "files": files})
+        write_manifest(aside, {**content, "files": files})
         if os.path.lexists(directory / tag):
             raise CheckpointError(f"{directory / tag} has been made meanwhile: it stays")
         latest = read_latest(directory)
-        swap_in(aside, directory / tag, is_latest=latest is None)
+        aside.commit(is_latest=latest is None)
         if latest is not None:
             _note(f"note: {directory / 'latest'} still names {latest}")
     finally:

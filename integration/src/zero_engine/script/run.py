@@ -140,7 +140,8 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
     should_give = parsed.local_rank
     if should_give is None:
         script = source_of(parsed.training_script, is_module=parsed.module)
-        if parsed.no_python or script is None:
+        is_own = parsed.module and parsed.training_script == "zero_engine"  # has no such option
+        if parsed.no_python or script is None or is_own:
             return
         should_give = declares(script, OPTION)
         _print_local_rank(parsed, is_given=should_give)

@@ -24,6 +24,7 @@ from zero_core.checkpoint.background.saver import OnPending, PendingSave, Saver
 from zero_core.checkpoint.files import holds_checkpoint, newest_step
 from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
 from zero_core.checkpoint.save import SaveOptions
+from zero_core.checkpoint.storage.location import Location, location_of
 from zero_core.errors import ConfigError, UnusedParameterError
 from zero_core.plugins import REPORTS, load_part
 from zero_core.record.recorder import Recorder, Subject
@@ -383,7 +384,7 @@ class Engine(ShardedModel):
 
     def save_checkpoint(
         self,
-        directory: str | Path,
+        directory: str | Location,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         *,
@@ -392,14 +393,15 @@ class Engine(ShardedModel):
         drops_partial: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
-    ) -> Path:
+    ) -> Location:
         """Write the training's state, for any stage, world size, ratio and tier.
 
         Every rank must call it between two steps. The previous checkpoint stays whole until the
         new one is.
 
         Args:
-            directory: the folder of all checkpoints.
+            directory: the folder of all checkpoints: a path, or a URL for fsspec such as
+                ``s3://bucket/run``.
             tag: name of this one; None is ``step-N``.
             client_state: JSON and small tensors.
             has_frozen: whether the values of frozen parameters are written.
@@ -414,11 +416,13 @@ class Engine(ShardedModel):
         """
         options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
         with self._saving("save_checkpoint()", drops_partial=drops_partial):
-            return self._saver.save(Path(directory), self._tag(tag), client_state or {}, options)
+            return self._saver.save(
+                location_of(directory), self._tag(tag), client_state or {}, options
+            )
 
     def async_save(
         self,
-        directory: str | Path,
+        directory: str | Location,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         *,
@@ -468,7 +472,7 @@ class Engine(ShardedModel):
         options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
         with self._saving("async_save()", drops_partial=drops_partial):
             return self._saver.start(
-                Path(directory),
+                location_of(directory),
                 self._tag(tag),
                 client_state or {},
                 options,
@@ -501,8 +505,8 @@ class Engine(ShardedModel):
         self._saver.finish()
 
     def load_checkpoint(
-        self, directory: str | Path, tag: str | None = None, *, without: Collection[str] = ()
-    ) -> tuple[Path, dict[str, Any]]:
+        self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()
+    ) -> tuple[Location, dict[str, Any]]:
         """Restore what `save_checkpoint` wrote and return its folder and the client state.
 
         Every rank must call it. Without ``tag`` the newest complete one is taken. Parts named in
@@ -521,7 +525,7 @@ class Engine(ShardedModel):
         return found
 
     def resume(
-        self, directory: str | Path, *, last_step: int | None = None
+        self, directory: str | Location, *, last_step: int | None = None
     ) -> dict[str, Any] | None:
         """Load the newest checkpoint in ``directory`` if there is one, else change nothing.
 
@@ -541,15 +545,17 @@ class Engine(ShardedModel):
         Raises:
             CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
         """
-        control = self.sharded_state.control
+        control, place = self.sharded_state.control, location_of(directory)
         if self._snapshots is not None:
-            self._snapshots.open(Path(directory))
+            self._snapshots.open(place)
             snapshot = self._snapshots.find(last_step)
-            rows = control.gather_bytes(str(newest_step(Path(directory))).encode())
+            rows = control.gather_bytes(str(newest_step(place)).encode())
             if snapshot is not None and snapshot.step >= max(map(int, rows)):
                 with self.rewriting():
                     return self._snapshots.restore(snapshot)
-        is_here = control.together("checkpoint: find", lambda: holds_checkpoint(Path(directory)))
+        is_here = control.together(
+            "checkpoint: find", lambda: holds_checkpoint(location_of(directory))
+        )
         if not control.sum(torch.tensor([float(is_here)], device=self.device)).item():
             return None
-        return self.load_checkpoint(directory)[1]
+        return self.load_checkpoint(place)[1]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from zero_core._torch import cast_floats
 from zero_core.checkpoint import export
 from zero_core.checkpoint.load import load_checkpoint
+from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import Exchange
 from zero_core.comm.device import DeviceCollectives
@@ -326,11 +327,12 @@ class ShardedModel:
         """
         self._device_states.check("export_safetensors()")
         with self.place.during("export_safetensors()"):
-            return export.export_safetensors(self.sharded_state, Path(directory), dtype=dtype)
+            place = local_path(directory, "an export")
+            return export.export_safetensors(self.sharded_state, place, dtype=dtype)
 
     def load_checkpoint(
-        self, directory: str | Path, tag: str | None = None, *, without: Collection[str] = ()
-    ) -> tuple[Path, dict[str, Any]]:
+        self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()
+    ) -> tuple[Location, dict[str, Any]]:
         """Restore the values and buffers of a checkpoint, trained ones rounded.
 
         See `zero_core.Engine.load_checkpoint`.
@@ -338,11 +340,11 @@ class ShardedModel:
         return self._load_checkpoint(directory, tag, {*without, *_TRAINING_PARTS})
 
     def _load_checkpoint(
-        self, directory: str | Path, tag: str | None, without: Collection[str]
-    ) -> tuple[Path, dict[str, Any]]:
+        self, directory: str | Location, tag: str | None, without: Collection[str]
+    ) -> tuple[Location, dict[str, Any]]:
         with self.place.during("load_checkpoint()"), self.rewriting():
             found = load_checkpoint(
-                self.sharded_state, Path(directory), tag, self._train, without=without
+                self.sharded_state, location_of(directory), tag, self._train, without=without
             )
         self.place.num_steps = self.global_steps
         return found

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zero_core import CheckpointError
 from zero_core.checkpoint.files import find, read_latest, read_manifest
 from zero_core.checkpoint.manifest import MANIFEST
+from zero_core.checkpoint.storage.location import local_path
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties, write_stand_ins
 from zero_engine.deepspeed.engine.facts import Facts
 from zero_engine.deepspeed.errors import NotServedError
@@ -61,15 +62,16 @@ class Checkpoints(Facts):
 
         Raises:
             ValueError: ``save_dir`` is empty.
-            CheckpointError: a value of the client state is neither JSON nor a small tensor, or it
-                is called between the last backward of a step and ``step``, where that has begun to
-                update.
+            CheckpointError: ``save_dir`` is a URL, a value of the client state is neither JSON nor
+                a small tensor, or it is called between the last backward of a step and ``step``,
+                where that has begun to update.
         """
         if not str(save_dir):
             raise ValueError("save_checkpoint() needs a directory, found ''")
+        place = local_path(save_dir, "a checkpoint of DeepSpeed's names")
         name = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
         self._warn_partial()
-        place = self._training_core("save_checkpoint").save_checkpoint(
+        self._training_core("save_checkpoint").save_checkpoint(
             save_dir,
             name,
             {**(client_state or {}), OWN_STATE: {"global_samples": self.global_samples}},
@@ -79,7 +81,7 @@ class Checkpoints(Facts):
         )
         config = self.core.config
         stage, is_bf16 = config.zero_optimization.stage, config.bf16.enabled
-        write_stand_ins(place, rank=self.core.rank, stage=stage, is_bf16=is_bf16)
+        write_stand_ins(place / name, rank=self.core.rank, stage=stage, is_bf16=is_bf16)
         if self.core.rank == 0:
             Path(save_dir, "zero_to_fp32.py").write_text(_SCRIPT, encoding="utf-8")
         self.core.sharded_state.control.barrier()

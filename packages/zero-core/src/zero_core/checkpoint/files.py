@@ -15,7 +15,6 @@ from typing import IO, Self
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.disk import open_regular, size_of
 from zero_core.checkpoint.manifest import (
     BUFFERS,
     FORMAT,
@@ -30,6 +29,8 @@ from zero_core.checkpoint.manifest import (
     slice_key,
 )
 from zero_core.checkpoint.safetensors_files import StoredTensor, read_header
+from zero_core.checkpoint.storage import LATEST
+from zero_core.checkpoint.storage.location import Location, location_of, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.layout.stored import from_bytes
@@ -48,7 +49,6 @@ __all__ = [
     "read_weights",
 ]
 
-LATEST = "latest"
 _MAX_LATEST_BYTES = 1024
 _BLOCK_BYTES = 1 << 20
 """Bytes of a file read at once: they stay in the processor's cache for their checksum."""
@@ -65,7 +65,7 @@ def check_tag(tag: str) -> None:
         raise CheckpointError(f"a tag must be a plain folder name, found {tag!r:.300}")
 
 
-def read_latest(directory: Path) -> str | None:
+def read_latest(directory: Location) -> str | None:
     """Return the tag of the newest checkpoint in ``directory``, None if there is none.
 
     Raises:
@@ -89,7 +89,7 @@ def read_latest(directory: Path) -> str | None:
     return tag
 
 
-def newest_tag(directory: Path) -> str:
+def newest_tag(directory: Location) -> str:
     """Return the tag of the newest checkpoint in ``directory``.
 
     Raises:
@@ -105,7 +105,7 @@ def newest_tag(directory: Path) -> str:
     return tag
 
 
-def find(directory: Path, tag: str | None) -> Path:
+def find(directory: Location, tag: str | None) -> Location:
     """Return the folder of checkpoint ``tag``, or of the newest one.
 
     Raises:
@@ -117,14 +117,14 @@ def find(directory: Path, tag: str | None) -> Path:
     check_tag(tag)
     # A save that was killed between its two renames leaves the checkpoint under the old name.
     for place in (directory / tag, directory / f".{tag}.old"):
-        if place.joinpath(MANIFEST).exists():
+        if (place / MANIFEST).exists():
             return place
     raise CheckpointError(f"{directory / tag} is not a checkpoint: there is no {MANIFEST} in it")
 
 
-def holds_checkpoint(directory: Path) -> bool:
+def holds_checkpoint(directory: Location) -> bool:
     """Return whether ``directory`` names a newest checkpoint."""
-    return (directory / "latest").is_file()
+    return (directory / LATEST).is_file()
 
 
 class CheckedFiles:
@@ -135,9 +135,10 @@ class CheckedFiles:
         manifest: its manifest.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Location, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._files = folder / manifest.subfolder if manifest.subfolder else folder
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
         self._checked: dict[str, set[int]] = {}
 
@@ -160,7 +161,7 @@ class CheckedFiles:
             self._check_file(name, indices)
 
     def _check_file(self, name: str, indices: Sequence[int]) -> None:
-        path = self.folder / name
+        path = self._files / name
         expected = self.manifest.files[name].bytes
         chunk, crcs = self.manifest.crcs(name)
         try:
@@ -202,7 +203,7 @@ class CheckedFiles:
                     f"{self.folder / MANIFEST} has no file {name}: the checkpoint is not whole"
                 )
             self.check([(name, 0)])
-            found = read_header(self.folder / name, follows_links=False)
+            found = read_header(self._files / name, follows_links=False)
             first = min((t.start for t in found.values()), default=1)
             self.check(self._chunks_of(name, 0, first))
             self._headers[name] = found
@@ -218,7 +219,7 @@ class CheckedFiles:
         return [(name, index) for index in range(low // chunk, -(-high // chunk))]
 
 
-def newest_step(directory: Path) -> int:
+def newest_step(directory: Location) -> int:
     """Return the step of the newest checkpoint in ``directory``, -1 if none can be read."""
     try:
         return read_manifest(find(directory, None)).progress_step()
@@ -226,7 +227,7 @@ def newest_step(directory: Path) -> int:
         return -1
 
 
-def crc_of(file: IO[bytes], count: int, path: Path) -> int:
+def crc_of(file: IO[bytes], count: int, path: Location) -> int:
     """Return the CRC-32 of the next ``count`` bytes of a file. ``path`` is for messages.
 
     Raises:
@@ -280,7 +281,7 @@ class Weight:
 class Reader(CheckedFiles):
     """Reader of ranges of parameters' states from the slices that the writing ranks stored."""
 
-    def __init__(self, place: Path, manifest: Manifest) -> None:
+    def __init__(self, place: Location, manifest: Manifest) -> None:
         """Read from folder ``place`` with the result of `read_manifest`."""
         super().__init__(place, manifest)
         self._places = {
@@ -290,7 +291,7 @@ class Reader(CheckedFiles):
         }
 
     @classmethod
-    def of(cls, place: Path) -> Self:
+    def of(cls, place: Location) -> Self:
         """Return the reader of the checkpoint in folder ``place``. Raises as `read_manifest`."""
         return cls(place, read_manifest(place))
 
@@ -363,7 +364,7 @@ class Reader(CheckedFiles):
         """
         stored = self.tensors(file).get(name)
         if stored is None:
-            raise CheckpointCorruptError(f"{self.folder / file} has no tensor {name!r}")
+            raise CheckpointCorruptError(f"{self._files / file} has no tensor {name!r}")
         numel = math.prod(stored.shape)
         self.check_range(file, stored, 0, numel)
         return stored.value()
@@ -409,7 +410,7 @@ class Reader(CheckedFiles):
         if stored is None or stored.shape != (expected,):
             found = "nothing" if stored is None else f"shape {stored.shape}"
             raise CheckpointCorruptError(
-                f"{self.folder / name} must have {expected} elements for {param}, found {found}"
+                f"{self._files / name} must have {expected} elements for {param}, found {found}"
             )
         self._check_dtype(name, state, self.manifest.by_name[param], stored.dtype)
         return Part(name, stored, offset, offset + numel)
@@ -421,11 +422,11 @@ class Reader(CheckedFiles):
             is_known = dtype.is_floating_point
         if not is_known:
             raise CheckpointCorruptError(
-                f"{self.folder / name} has {state} of {param.name}, {param.dtype}, as {dtype}"
+                f"{self._files / name} has {state} of {param.name}, {param.dtype}, as {dtype}"
             )
 
 
-def read_weights(directory: Path, tag: str | None = None) -> Iterator[Weight]:
+def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weight]:
     """Yield every parameter of checkpoint ``tag``, or of the newest, on one process.
 
     Values of frozen parameters are left out where the checkpoint was saved without them.
@@ -434,14 +435,14 @@ def read_weights(directory: Path, tag: str | None = None) -> Iterator[Weight]:
         CheckpointError: there is no such checkpoint.
         CheckpointCorruptError: it is not what was written.
     """
-    yield from Reader.of(find(directory, tag)).weights()
+    yield from Reader.of(find(location_of(directory), tag)).weights()
 
 
-def read_buffers(directory: Path, tag: str | None = None) -> dict[str, Tensor]:
+def read_buffers(directory: Path | str, tag: str | None = None) -> dict[str, Tensor]:
     """Return the persistent buffers of checkpoint ``tag``, or of the newest.
 
     Raises:
         CheckpointError: there is no such checkpoint.
         CheckpointCorruptError: it is not what was written.
     """
-    return Reader.of(find(directory, tag)).read_buffers()
+    return Reader.of(find(location_of(directory), tag)).read_buffers()

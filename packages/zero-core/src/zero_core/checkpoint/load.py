@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from zero_core.checkpoint.manifest import (
     file_name,
     read_manifest,
 )
+from zero_core.checkpoint.storage.location import Location, entry, location_of
 from zero_core.checkpoint.whole_states import check as check_state
 from zero_core.checkpoint.whole_states import check_classes, restore
 from zero_core.comm.control import ControlGroup
@@ -45,12 +45,12 @@ _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weight
 
 def load_checkpoint(
     state: ShardedState,
-    directory: Path,
+    directory: Location,
     tag: str | None,
     progress: TrainState,
     *,
     without: Collection[str] = (),
-) -> tuple[Path, dict[str, Any]]:
+) -> tuple[Location, dict[str, Any]]:
     """Restore a checkpoint, and return its folder and the client state.
 
     Overwrites ``state`` and ``progress``, except for the parts ``without``, of `PARTS`. ``tag``
@@ -125,14 +125,14 @@ def restore_from(
     return dict(decode(reader.manifest.client_state))
 
 
-def read_client_state(directory: Path, tag: str | None = None) -> dict[str, Any]:
+def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str, Any]:
     """Return the client state of checkpoint ``tag``, or of the newest, on one process.
 
     Raises:
         CheckpointError: there is no such checkpoint.
         CheckpointCorruptError: it is not what was written.
     """
-    return dict(decode(read_manifest(find(directory, tag)).client_state))
+    return dict(decode(read_manifest(find(location_of(directory), tag)).client_state))
 
 
 def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
@@ -149,7 +149,9 @@ def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
         ) from error
 
 
-def _match(state: ShardedState, manifest: Manifest, place: Path, without: Collection[str]) -> None:
+def _match(
+    state: ShardedState, manifest: Manifest, place: Location, without: Collection[str]
+) -> None:
     """Refuse a checkpoint of another model, naming the first difference."""
     is_any = "optimizer" in without  # trained or frozen, by whatever optimizer
     saved = {p.name: (p.shape, p.is_trainable or is_any) for p in manifest.params}
@@ -183,7 +185,7 @@ def _is_sliced(state: ShardedState, param: int) -> bool:
     return not isinstance(state.tier, WholeStateTier) or state.tier.owner_of(param) is None
 
 
-def _match_buffers(state: ShardedState, reader: Reader, place: Path) -> None:
+def _match_buffers(state: ShardedState, reader: Reader, place: Location) -> None:
     """Refuse buffers that the model lacks, lacks itself, or has in another shape."""
     saved = {plain_name(name): stored.shape for name, stored in reader.tensors(BUFFERS).items()}
     own = {name: tuple(buffer.shape) for name, buffer in named_buffers(state.module).items()}
@@ -201,7 +203,7 @@ def _match_buffers(state: ShardedState, reader: Reader, place: Path) -> None:
             )
 
 
-def _check_frozen(manifest: Manifest, place: Path, without: Collection[str]) -> None:
+def _check_frozen(manifest: Manifest, place: Location, without: Collection[str]) -> None:
     is_complete = manifest.has_frozen or all(p.is_trainable for p in manifest.params)
     if not is_complete and "frozen" not in without:
         raise CheckpointError(
@@ -216,8 +218,7 @@ def _ranks_with_the_same_files(control: ControlGroup, reader: Reader) -> list[in
     Raises:
         CheckpointError: a rank sees another checkpoint.
     """
-    found = os.stat(reader.folder / MANIFEST)
-    own = [found.st_ino, found.st_mtime_ns, found.st_ctime_ns, reader.manifest.sha256]
+    own = [*entry(reader.folder / MANIFEST).identity(), reader.manifest.sha256]
     rows = [json.loads(row) for row in control.gather_bytes(json.dumps(own).encode())]
     digests = [row[-1] for row in rows]
     if len(set(digests)) > 1:

@@ -20,22 +20,22 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from zero_core.checkpoint.disk import open_regular, size_of
+from zero_core.checkpoint import storage
 from zero_core.checkpoint.safetensors_files import DTYPES, first_error
+from zero_core.checkpoint.storage.location import Location, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER
 
 FORMAT = "zero-checkpoint"
 VERSION = 2
-MANIFEST = "manifest.json"
+MANIFEST = storage.MANIFEST
 BUFFERS = "buffers.safetensors"
 VALUE = "value"
 """Name of frozen parameters' values, which have no master weight."""
@@ -142,6 +142,7 @@ class Manifest(_Strict):
         progress: `zero_core.optim.train_state.TrainState.state_dict`, encoded.
         client_state: the user's own, encoded.
         has_frozen: whether values of frozen parameters were written.
+        subfolder: folder beside the manifest that has the files. None: they are beside it.
     """
 
     format: Literal["zero-checkpoint"]
@@ -159,6 +160,7 @@ class Manifest(_Strict):
     progress: dict[str, Any]
     client_state: dict[str, Any]
     has_frozen: bool = True
+    subfolder: str | None = None
     sha256: str = ""
 
     @model_validator(mode="after")
@@ -266,6 +268,8 @@ def _check_states(manifest: Manifest) -> None:
 
 
 def _check_files(manifest: Manifest) -> None:
+    if manifest.subfolder is not None and not is_plain(manifest.subfolder):
+        raise ValueError(f"subfolder {manifest.subfolder!r:.60} is no plain name of a folder")
     for name, facts in manifest.files.items():
         if not is_plain(name) or name == MANIFEST:
             raise ValueError(f"files: {name!r} is no plain name of a file")
@@ -377,7 +381,7 @@ def _with_plain_names(data: bytes) -> bytes:
     return json.dumps(content).encode()
 
 
-def read_manifest(place: Path) -> Manifest:
+def read_manifest(place: Location) -> Manifest:
     """Return the manifest of the checkpoint in folder ``place``.
 
     Raises:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import inner_tensors
-from zero_core.checkpoint.disk import no_room, write_all
 from zero_core.checkpoint.safetensors_files import INDEX, bytes_of, dtype_name, make_header
+from zero_core.checkpoint.storage.disk import no_room, write_all
 from zero_core.errors import CheckpointError
 
 MAX_FILE_BYTES = 5 * 1000**3

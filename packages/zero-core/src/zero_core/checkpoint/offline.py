@@ -14,6 +14,7 @@ from zero_core.checkpoint.load import check_rng, read_progress
 from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, Param, file_name, read_manifest
 from zero_core.checkpoint.model_files import ModelFiles
 from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, prune
+from zero_core.checkpoint.storage.location import local_path, location_of
 from zero_core.checkpoint.whole_states import check as check_state
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.discovery import plain_name
@@ -34,7 +35,7 @@ def verify_checkpoint(directory: str | Path, tag: str | None = None) -> Iterator
         CheckpointError: there is no such checkpoint, or it was removed or replaced meanwhile.
         CheckpointCorruptError: it is not what was written.
     """
-    reader = Reader.of(find(Path(directory), tag))
+    reader = Reader.of(find(location_of(directory), tag))
     manifest = reader.manifest
     total, done = sum(facts.bytes for facts in manifest.files.values()), 0
     with _staying(reader):
@@ -99,7 +100,7 @@ def inspect_checkpoint(directory: str | Path, tag: str | None = None) -> dict[st
         CheckpointError: there is no such checkpoint.
         CheckpointCorruptError: its manifest is not what was written.
     """
-    folder = Path(directory)
+    folder = location_of(directory)
     tag = newest_tag(folder) if tag is None else tag
     place = find(folder, tag)
     manifest = read_manifest(place)
@@ -149,14 +150,14 @@ def export_checkpoint(
         CheckpointError: there is no such checkpoint, it lacks frozen values, or there is no room.
         CheckpointCorruptError: it is not what was written.
     """
-    reader = Reader.of(find(Path(directory), tag))
+    reader = Reader.of(find(location_of(directory), tag))
     manifest = reader.manifest
     if not manifest.has_frozen and any(not p.is_trainable for p in manifest.params):
         raise CheckpointError(
             f"{reader.folder} was saved without the values of frozen parameters: load it into an "
             "engine of the model, and export that"
         )
-    files = ModelFiles(Path(output))
+    files = ModelFiles(local_path(output, "an export"))
     try:
         with _staying(reader):
             for weight in reader.weights():
@@ -190,7 +191,7 @@ def prune_checkpoints(
         if value is not None and value < 1:
             raise CheckpointError(f"{name} = {value}: expected 1 or more")
     return prune(
-        Path(directory),
+        location_of(directory),
         keep_last=keep_last,
         keep_every=keep_every,
         prefixes=prefixes,

@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from zero_core.checkpoint.disk import open_regular, size_of
+from zero_core.checkpoint.storage.location import Location, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -81,10 +81,10 @@ class _Header(BaseModel):
 class StoredTensor:
     """Tensor in a file, whose elements are contiguous from byte ``start``.
 
-    For ``follows_links`` see `zero_core.checkpoint.disk.open_regular`.
+    For ``follows_links`` see `zero_core.checkpoint.storage.location.open_regular`.
     """
 
-    path: Path
+    path: Location
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -166,7 +166,7 @@ def _files_of_index(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def read_header(path: Path, *, follows_links: bool = True) -> dict[str, StoredTensor]:
+def read_header(path: Location, *, follows_links: bool = True) -> dict[str, StoredTensor]:
     """Return the tensors by name of one file. For ``follows_links`` see `open_regular`.
 
     Raises:
@@ -197,7 +197,7 @@ def _header_of(file: IO[bytes]) -> tuple[int, _Header]:
     return length, _Header.model_validate_json(file.read(length - 8))
 
 
-def _checked(path: Path, size: int, length: int, header: _Header) -> dict[str, StoredTensor]:
+def _checked(path: Location, size: int, length: int, header: _Header) -> dict[str, StoredTensor]:
     """Return the tensors of a header whose tensors follow one another up to the file's end."""
     found, stop = {}, 0
     entries = header.__pydantic_extra__.items()

@@ -7,7 +7,8 @@ so that stage, world size, Twin-Flow's ratio and tier may all differ from the wr
 whole parameters are in their owner's file ``whole``.
 
 The folder is written under a hidden name beside its place, synced, then renamed: a killed save
-leaves the previous checkpoint whole. ``latest`` names the newest one. The manifest vouches for
+leaves the previous checkpoint whole. What is written to where there are no renames is in
+`zero_core.checkpoint.storage.remote`. ``latest`` names the newest one. The manifest vouches for
 itself and holds checksums of each file, computed as it is written. Nothing is pickled.
 
 A file that would be written again is linked to that of the last save: states where no step was
@@ -23,21 +24,17 @@ folder then holds the files of its ranks and the manifest of all; their union is
 from __future__ import annotations
 
 import json
-import os
 import random
-import shutil
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.disk import create, no_room, sync_folder, write_all, write_synced
-from zero_core.checkpoint.files import LATEST, check_tag
+from zero_core.checkpoint.files import check_tag
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.manifest import (
     BUFFERS,
@@ -53,8 +50,10 @@ from zero_core.checkpoint.manifest import (
     seal,
     slice_key,
 )
-from zero_core.checkpoint.retention import Aside, discard, prune, remove_stale, split_tag
+from zero_core.checkpoint.retention import prune, split_tag
 from zero_core.checkpoint.safetensors_files import bytes_of, make_header
+from zero_core.checkpoint.storage.disk import no_room, write_all
+from zero_core.checkpoint.storage.location import Location, Staging, entry
 from zero_core.checkpoint.whole_states import flatten
 from zero_core.comm.control import Exchange
 from zero_core.errors import CheckpointError
@@ -93,13 +92,13 @@ class KnownFile:
 
     Attributes:
         path: where it is.
-        inode: device, number, size and time of change of what was written there.
+        inode: of what was written there: see `zero_core.checkpoint.storage.location.Entry`.
         facts: size and checksums.
         version: of the states in it, None if that is not known.
     """
 
-    path: Path
-    inode: tuple[int, int, int, int]
+    path: Location
+    inode: tuple[int, ...]
     facts: dict[str, Any]
     version: int | None
 
@@ -118,7 +117,7 @@ class Save:
         self,
         state: ShardedState,
         snapshot: Snapshot,
-        directory: Path,
+        directory: Location,
         tag: str,
         progress: TrainState,
         client_state: Mapping[str, Any],
@@ -198,32 +197,31 @@ class Save:
         if self._options.has_frozen:
             self._tensors[file_name(VALUE, rank)] = _frozen(state)
 
-    def write(self, exchange: Exchange) -> Path:
+    def write(self, exchange: Exchange) -> Location:
         """Write the checkpoint. Every rank must call it, and ``exchange`` is theirs.
 
         Raises:
             CheckpointError: a rank failed. What was written is removed.
         """
-        aside = Aside(self._directory, self.place.name)
-        is_first = _is_first_in(self._directory, exchange)
+        token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
+        staging = entry(self._directory).staging(self.place.name, token)
+        is_first = _is_first_in(self._directory, token, exchange)
 
-        def make_aside() -> None:
+        def make_folder() -> None:
             if is_first:
-                remove_stale(self._directory)
-                aside.make()
+                staging.make()
 
         def describe() -> None:
             if is_first:
                 gathered = [json.loads(row) for row in rows]
                 facts = {**self._words, "has_frozen": self._options.has_frozen}
-                write_manifest(
-                    aside.folder, {**fill(frame_of(self._state), gathered, self._names), **facts}
-                )
+                frame = fill(frame_of(self._state), gathered, self._names)
+                write_manifest(staging, {**frame, **facts})
 
         def finish() -> None:
             if is_first:
                 options, directory, tag = self._options, self._directory, self.place.name
-                swap_in(aside, self.place, is_latest=options.is_latest)
+                staging.commit(is_latest=options.is_latest)
                 prefix, number = split_tag(tag)
                 is_step = number == self._words["progress"]["global_steps"]
                 prune(
@@ -235,19 +233,19 @@ class Save:
                 )
 
         try:
-            exchange.together("checkpoint: prepare", make_aside)
+            exchange.together("checkpoint: prepare", make_folder)
             written = exchange.together(
-                "checkpoint: write", lambda: self._write_files(aside.folder)
+                "checkpoint: write", lambda: self._write_files(staging.folder)
             )
             row = [written, self._scalars, self._python_rng, self._wholes]
             rows = exchange.gather_bytes(json.dumps(row).encode())
             exchange.together("checkpoint: write", describe)
             exchange.together("checkpoint: finish", finish)
         finally:
-            aside.remove()
+            staging.remove()
         return self.place
 
-    def _write_files(self, folder: Path) -> _Facts:
+    def _write_files(self, folder: Location) -> _Facts:
         """Write this rank's files, and return size and checksums of each."""
         state, rank = self._state, self._state.control.rank
         trainable = [s.index for s in state.layout.segments if s.is_trainable]
@@ -275,7 +273,7 @@ class Save:
 
     def _put(
         self,
-        folder: Path,
+        folder: Location,
         name: str,
         tensors: Mapping[str, Tensor | StateBlocks],
         same: KnownFile | None,
@@ -283,22 +281,23 @@ class Save:
     ) -> _Facts:
         """Link a file to ``same``, which has the same content, or write it."""
         path = folder / name
-        if same is not None and _link(same, path):
+        if same is not None and entry(path).link_to(same.path, same.inode):
             facts = same.facts
         else:
             facts = write_file(folder, name, tensors)[name]
-        self.known[name] = KnownFile(self.place / name, _inode(path), facts, version)
+        inode = entry(path).inode()
+        if inode is not None:
+            self.known[name] = KnownFile(self.place / name, inode, facts, version)
         return {name: facts}
 
 
-def _is_first_in(directory: Path, exchange: Exchange) -> bool:
+def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
     """Whether no lower rank has the same ``directory``. Every rank must call it.
 
     A path does not say: machines have folders of the same path. So each rank leaves a mark in its
-    own and looks for the others', whose names are new: a network's file system knows nothing about
-    them from before.
+    own and looks for the others', whose names are new, by ``token``: a network's file system knows
+    nothing about them from before.
     """
-    token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
     marks = [directory / f".{token}-{rank}" for rank in range(exchange.rank + 1)]
     try:
         exchange.together("checkpoint: prepare", marks[-1].touch)
@@ -357,9 +356,9 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
 
 
 def write_file(
-    folder: Path, name: str, tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
+    folder: Location, name: str, tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
 ) -> dict[str, dict[str, Any]]:
-    """Write a safetensors file through to the disk, and return its size and checksums.
+    """Write a safetensors file so that it lasts, and return its size and checksums.
 
     A sequence of 1-D tensors stands for their concatenation, which is not made. So do blocks of a
     state, each of which is read when it is written.
@@ -369,10 +368,9 @@ def write_file(
     """
     path, summed = folder / name, _Summed()
     try:
-        with create(path) as file:
+        with entry(path).writing() as file:
             for data in _content(tensors):
                 summed.add(data, file)
-            os.fsync(file.fileno())
     except OSError as error:
         raise no_room(path, error, _ADVICE) from error
     return {name: summed.facts()}
@@ -414,23 +412,6 @@ class _Stored(NamedTuple):
         is_one = len(parts) == 1
         shape = tuple(parts[0].shape) if is_one else (sum(t.numel() for t in parts),)
         return cls(parts[0].dtype, shape, parts)
-
-
-def _inode(path: Path) -> tuple[int, int, int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _link(known: KnownFile, path: Path) -> bool:
-    """Link ``path`` to what was written as ``known``. Return whether that is still there."""
-    try:
-        os.link(known.path, path, follow_symlinks=False)
-        if _inode(path) == known.inode:
-            return True
-        path.unlink()
-    except OSError:  # removed since, in another file system, or in one without links
-        pass
-    return False
 
 
 class _Summed:
@@ -513,38 +494,14 @@ def _describe(spec: ParamSpec) -> dict[str, Any]:
     return {**found, "memory_order": list(spec.order)} if spec.is_opaque else found
 
 
-def swap_in(aside: Aside, place: Path, *, is_latest: bool) -> None:
-    """Rename ``aside`` to ``place``, whose old content stays readable until then."""
-    directory, old = place.parent, place.with_name(f".{place.name}.old")
-    mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
-    try:
-        if is_latest:
-            write_synced(mark, place.name.encode())
-        if place.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            place.rename(old)
-        aside.rename_to(place)
-        if old.exists():
-            discard(old)
-        if is_latest:
-            mark.replace(directory / LATEST)
-        sync_folder(directory)
-    except OSError as error:
-        raise no_room(place, error, _ADVICE) from error
-    finally:
-        mark.unlink(missing_ok=True)
-
-
-def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Check a manifest, and write it and the names in ``folder`` through to the disk.
+def write_manifest(staging: Staging, content: Mapping[str, Any]) -> None:
+    """Check a manifest, and give it to the checkpoint under way.
 
     Raises:
         CheckpointError: it could not be loaded, or there is no room.
     """
+    if staging.subfolder is not None:
+        content = {**content, "subfolder": staging.subfolder}
     data = seal(content)
     parse(data, MANIFEST)  # nothing is saved that could not be loaded
-    try:
-        write_synced(folder / MANIFEST, data)
-        sync_folder(folder)
-    except OSError as error:
-        raise no_room(folder / MANIFEST, error, _ADVICE) from error
+    staging.describe(data)

@@ -23,6 +23,7 @@ import torch
 
 from zero_core._libc import use_one_core
 from zero_core.checkpoint.save import KnownFile, Save, SaveOptions
+from zero_core.checkpoint.storage.location import Location
 from zero_core.comm.control import Exchange
 from zero_core.errors import CheckpointError, CollectiveError
 from zero_core.optim.train_state import TrainState
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 OnPending = Literal["wait", "refuse"]
 
 
-class PendingSave(Future[Path]):
+class PendingSave(Future[Location]):
     """A save beside training: a future of the checkpoint's folder.
 
     ``result()`` waits for it and raises its error: `CheckpointError` on all ranks, or
@@ -54,7 +55,7 @@ class PendingSave(Future[Path]):
         """Most host memory that copies of states have taken so far."""
         return self._snapshot.peak_bytes
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> Location:
         self.exception(timeout)
         return super().result(0)
 
@@ -80,8 +81,8 @@ class Saver:
         self._known: Mapping[str, KnownFile] = {}
 
     def save(
-        self, directory: Path, tag: str, client_state: Mapping[str, Any], options: SaveOptions
-    ) -> Path:
+        self, directory: Location, tag: str, client_state: Mapping[str, Any], options: SaveOptions
+    ) -> Location:
         """Write a checkpoint at once. Every rank must call it. See `Save`."""
         self._settle("wait")
         snapshot = Snapshot(self._state, None)
@@ -90,7 +91,7 @@ class Saver:
 
     def start(
         self,
-        directory: Path,
+        directory: Location,
         tag: str,
         client_state: Mapping[str, Any],
         options: SaveOptions,
@@ -164,7 +165,7 @@ class Saver:
     def _take(
         self,
         snapshot: Snapshot,
-        directory: Path,
+        directory: Location,
         tag: str,
         client_state: Mapping[str, Any],
         options: SaveOptions,
@@ -182,13 +183,14 @@ class Saver:
             version=None if watch is None else watch.num_changes,
         )
 
-    def _write(self, save: Save, exchange: Exchange) -> Path:
+    def _write(self, save: Save, exchange: Exchange) -> Location:
         place = save.write(exchange)
         self._known = save.known
         return place
 
     def _run(self, pending: PendingSave, save: Save, snapshot: Snapshot) -> None:
-        place, failure = Path(), None
+        place: Location = Path()
+        failure = None
         try:
             use_one_core()
             with torch.no_grad(), snapshot.reading():

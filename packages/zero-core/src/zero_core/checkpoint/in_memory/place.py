@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zero_core.checkpoint.in_memory import keeper
+from zero_core.checkpoint.storage.location import Location
 from zero_core.errors import CheckpointError, ConfigError
 
 _BASE = Path("/dev/shm")
@@ -34,7 +35,7 @@ class Place:
         folder: of the copies that belong to one folder of checkpoints.
     """
 
-    def __init__(self, path: str | None, directory: Path, rank: int) -> None:
+    def __init__(self, path: str | None, directory: Location, rank: int) -> None:
         """Open the folder for the checkpoints of ``directory``.
 
         ``path``: given by the user, who removes it; None is the launcher's.
@@ -45,7 +46,7 @@ class Place:
         self._locks: list[int] = []
         try:
             root = self._open_of_launcher() if path is None else Path(path)
-            digest = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()
+            digest = hashlib.sha256(os.fsencode(str(directory.absolute()))).hexdigest()
             self.folder = root / digest[:16]
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_is_own(self.folder)
@@ -69,7 +70,7 @@ class Place:
             _start_keeper(root, launcher, start)
         return root
 
-    def _lock(self, path: Path, directory: Path) -> None:
+    def _lock(self, path: Path, directory: Location) -> None:
         """Refuse a second engine, which would write to the same files.
 
         A process that a rank has forked may hold the lock of the rank for a while after its end.

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from zero_core.checkpoint.disk import open_regular, size_of
 from zero_core.checkpoint.files import Reader, crc_of
 from zero_core.checkpoint.in_memory.slot import Slot, Values, read_markers, slot_folders
 from zero_core.checkpoint.manifest import (
@@ -29,6 +28,7 @@ from zero_core.checkpoint.manifest import (
     seal,
 )
 from zero_core.checkpoint.save import fill
+from zero_core.checkpoint.storage.location import open_regular, size_of
 from zero_core.comm.control import PIECE_BYTES
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -110,7 +110,7 @@ def open_snapshot(state: ShardedState, folder: Path, snapshot: Snapshot) -> Read
     reader = Reader(place, parse(seal(content), f"the copies in memory ({place})"))
     owners = {name: rank for rank in facts for name in facts[rank]}
     lacking = [n for n in sorted(_needed(state, reader)) if owners[n] not in here]
-    _fetch(state, reader, lacking, {n: snapshot.holders[owners[n]] for n in owners})
+    _fetch(state, reader, place, lacking, {n: snapshot.holders[owners[n]] for n in owners})
     return reader
 
 
@@ -169,17 +169,21 @@ def _needed(state: ShardedState, reader: Reader) -> set[str]:
 
 
 def _fetch(
-    state: ShardedState, reader: Reader, lacking: list[str], sources: Mapping[str, int]
+    state: ShardedState,
+    reader: Reader,
+    place: Path,
+    lacking: list[str],
+    sources: Mapping[str, int],
 ) -> None:
-    """Have every rank get the files that it lacks from ranks that have them."""
+    """Have every rank get the files of ``place`` that it lacks from ranks that have them."""
     control = state.control
     asked = [json.loads(row) for row in control.gather_bytes(json.dumps(lacking).encode())]
     for name in sorted({name for row in asked for name in row}):
         size = reader.manifest.files[name].bytes
-        path = reader.folder / name
-        aside = reader.folder / f".{name}.{control.rank}"
+        path = place / name
+        aside = place / f".{name}.{control.rank}"
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        slot = Slot(reader.folder)
+        slot = Slot(place)
         for start in range(0, size, PIECE_BYTES):
             piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
             if sources[name] == control.rank:

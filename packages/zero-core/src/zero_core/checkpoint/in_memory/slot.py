@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.disk import create, no_room, write_all
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
 from zero_core.checkpoint.safetensors_files import make_header
+from zero_core.checkpoint.storage.disk import create, no_room, write_all
 from zero_core.errors import CheckpointError
 from zero_core.protocols import StateTier
 

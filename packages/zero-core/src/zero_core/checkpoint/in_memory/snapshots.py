@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.load import check_fits, restore_from
 from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, WHOLE, file_name, seal
 from zero_core.checkpoint.save import frame_of, own_scalars, slices, whole_states
+from zero_core.checkpoint.storage.location import Location
 from zero_core.comm.groups import backend_on
 from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
@@ -111,7 +111,7 @@ class MemoryCheckpoints:
 
     # ------------------------------------------------------------------ making
 
-    def open(self, directory: Path) -> None:
+    def open(self, directory: Location) -> None:
         """Take the folder for copies of the training that is saved in ``directory``.
 
         Every rank must call it.

@@ -33,11 +33,6 @@ def open_regular(path: Path, *, follows_links: bool = True) -> IO[bytes]:
     return file
 
 
-def size_of(file: IO[bytes]) -> int:
-    """Return the bytes of an open file."""
-    return os.fstat(file.fileno()).st_size
-
-
 def create(path: Path) -> IO[bytes]:
     """Create a file for writing, with the modes of any new file. What is there is never opened.
 
@@ -71,6 +66,6 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def no_room(path: Path, error: OSError, advice: str = "give another folder") -> CheckpointError:
+def no_room(path: object, error: OSError, advice: str = "give another folder") -> CheckpointError:
     """Return the error of a file that could not be written."""
     return CheckpointError(f"{path} could not be written ({error}): make room there, or {advice}")

@@ -1,0 +1,10 @@
+"""Where checkpoints are kept: folders of this machine, and whatever fsspec reaches.
+
+A checkpoint is committed by one write: the rename of its folder, or of the object `MANIFEST` where
+there are no renames. Nothing that was written before counts.
+"""
+
+MANIFEST = "manifest.json"
+"""Name of the file that describes a checkpoint, and vouches for its other files."""
+LATEST = "latest"
+"""Name of the file that names the newest checkpoint of a folder."""

@@ -1,0 +1,256 @@
+"""Folders of checkpoints that fsspec reaches: object stores, other machines, memory.
+
+[Note: a commit without renames]
+Object stores have neither renames nor links nor locks, but replace one object as a whole. So the
+files of a save are in a folder of their own, ``TAG/data-TOKEN/``, which the manifest names. Writing
+``TAG/manifest.json`` commits them. A checkpoint of the same tag that was there before is whole
+until then, and removed afterwards. ``latest`` is one object, too. What a killed save left is never
+read. The next save of its tag removes it after a day, and a removal of its tag at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC
+from typing import IO, Any
+
+from zero_core.checkpoint.storage import LATEST, MANIFEST
+from zero_core.checkpoint.storage.disk import no_room
+from zero_core.errors import CheckpointCorruptError, CheckpointError
+
+_log = logging.getLogger(__name__)
+_DATA = re.compile(r"data-[0-9a-f]{32}")
+_NAMED = re.compile(rb'"subfolder": "(?P<name>data-[0-9a-f]{32})"')
+_NO_SAVE_S = 24 * 3600
+"""Seconds after which files without a manifest do not belong to a save under way."""
+_ADVICE = "save to another place; checkpoints that were there before are whole"
+
+
+class RemotePath:
+    """A path of a file system of fsspec's, with the methods of `pathlib.Path` that are used here.
+
+    Errors of the file system's library are raised as OSError.
+    """
+
+    def __init__(self, files: Any, path: str, url: str) -> None:
+        """Stand for ``path`` of ``files``, a `fsspec.AbstractFileSystem`, written as ``url``."""
+        self._files = files
+        self._path = path.rstrip("/")
+        self._url = url.rstrip("/")
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self._files, f"{self._path}/{name}", f"{self._url}/{name}")
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def name(self) -> str:
+        return self._path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        path, url = (text.rpartition("/")[0] for text in (self._path, self._url))
+        return RemotePath(self._files, path, url)
+
+    def absolute(self) -> RemotePath:
+        return self
+
+    def exists(self) -> bool:
+        with self._fresh():
+            return bool(self._files.exists(self._path))
+
+    def is_file(self) -> bool:
+        with self._fresh():
+            return bool(self._files.isfile(self._path))
+
+    def is_dir(self) -> bool:
+        with self._fresh():
+            return bool(self._files.isdir(self._path))
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        with self._fresh():
+            names = self._files.ls(self._path, detail=False)
+        for name in names:
+            yield self / str(name).rstrip("/").rpartition("/")[2]
+
+    @contextmanager
+    def _fresh(self) -> Iterator[None]:
+        """Ask the store in this context, not what a listing of before said."""
+        with _as_os_error(self):
+            self._files.invalidate_cache()
+            yield
+
+    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
+        with _as_os_error(self):
+            self._files.makedirs(self._path, exist_ok=exist_ok)
+
+    def touch(self) -> None:
+        self.write_bytes(b"")
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write an object as a whole."""
+        with _as_os_error(self):
+            self._files.pipe_file(self._path, data)
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        try:
+            with _as_os_error(self):
+                self._files.rm_file(self._path)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    # ------------------------------------- zero_core.checkpoint.storage.location.Entry
+
+    def open(self, *, follows_links: bool) -> IO[bytes]:
+        try:
+            with _as_os_error(self):
+                found: IO[bytes] = self._files.open(self._path, "rb")
+                return found
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise CheckpointError(f"there is no file {self}") from None
+        except OSError as error:
+            raise CheckpointCorruptError(f"{self} cannot be read: {error}") from error
+
+    @contextmanager
+    def writing(self) -> Iterator[IO[bytes]]:
+        with _as_os_error(self), self._files.open(self._path, "wb") as file:
+            yield file
+
+    def identity(self) -> list[str]:
+        return [str(self)]
+
+    def modified_ns(self) -> int:
+        with _as_os_error(self):
+            found = self._files.modified(self._path)
+        aware = found if found.tzinfo else found.replace(tzinfo=UTC)
+        return int(aware.timestamp() * 1e9)
+
+    def inode(self) -> None:
+        return None
+
+    def link_to(self, known: Any, inode: tuple[int, ...]) -> bool:
+        return False
+
+    def discard(self) -> None:
+        """Remove the manifest, and then the files."""
+        (self / MANIFEST).unlink(missing_ok=True)
+        self.remove_tree()
+
+    def staging(self, tag: str, token: str) -> Upload:
+        return Upload(self, tag, token)
+
+    def is_past(self) -> bool:
+        """Whether all files in this folder are too old to belong to a save under way."""
+        with _as_os_error(self):
+            paths = self._files.find(self._path)
+        files = [RemotePath(self._files, path, path) for path in paths]
+        newest = max((file.modified_ns() for file in files), default=0)
+        return time.time() - newest / 1e9 > _NO_SAVE_S
+
+    def remove_tree(self) -> None:
+        """Remove a folder, if there is one."""
+        try:
+            with _as_os_error(self):
+                self._files.rm(self._path, recursive=True)
+        except FileNotFoundError:
+            pass
+
+
+class Upload:
+    """A checkpoint under way. See [Note: a commit without renames].
+
+    And `zero_core.checkpoint.storage.location.Staging`.
+    """
+
+    def __init__(self, directory: RemotePath, tag: str, token: str) -> None:
+        self.subfolder: str | None = f"data-{token}"
+        self.folder = directory / tag / self.subfolder
+        self._place = directory / tag
+        self._is_own = False
+        self._manifest = b""
+
+    def make(self) -> None:
+        self._is_own = True
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def describe(self, manifest: bytes) -> None:
+        self._manifest = manifest
+
+    def commit(self, *, is_latest: bool) -> None:
+        try:
+            replaced = self._find_replaced()
+            (self._place / MANIFEST).write_bytes(self._manifest)
+            self._is_own = False
+            if is_latest:
+                (self._place.parent / LATEST).write_bytes(self._place.name.encode())
+        except OSError as error:
+            raise no_room(self._place, error, _ADVICE) from error
+        for old in [p for p in self._place.iterdir() if _DATA.fullmatch(p.name)]:
+            if old.name != self.folder.name and (old.name == replaced or old.is_past()):
+                _remove(old)
+
+    def _find_replaced(self) -> str:
+        """Return the name of the folder of the checkpoint of this tag that is there, or nothing."""
+        try:
+            with (self._place / MANIFEST).open(follows_links=False) as file:
+                found = _NAMED.search(file.read())
+        except CheckpointError:
+            return ""
+        return found["name"].decode() if found else ""
+
+    def remove(self) -> None:
+        if self._is_own:
+            _remove(self.folder)
+
+
+def _remove(folder: RemotePath) -> None:
+    try:
+        folder.remove_tree()
+    except OSError as error:
+        _log.warning("%s stays, though no checkpoint needs it: %s", folder, error)
+
+
+@contextmanager
+def _as_os_error(path: RemotePath) -> Iterator[None]:
+    """Raise errors of a file system's library in this context as OSError."""
+    try:
+        yield
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def open_url(url: str) -> RemotePath:
+    """Return the path of ``url``.
+
+    Raises:
+        CheckpointError: fsspec, or what it needs for this protocol, is not installed; or it does
+            not know the protocol.
+    """
+    try:
+        from fsspec.core import url_to_fs  # torch brings it, and needs it for as little
+    except ImportError:
+        raise CheckpointError(
+            f"{url}: checkpoints at URLs need fsspec: pip install 'zero-core[fsspec]'"
+        ) from None
+    try:
+        files, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{url} cannot be opened: {error}") from None
+    return RemotePath(files, path, url)

@@ -1,0 +1,56 @@
+"""A stand-in for an object store: whole objects in a folder, no renames, links or locks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+ROOT = "OBJECTS_ROOT"
+"""Variable with the folder that has the objects."""
+LAST = "OBJECTS_LAST"
+"""Variable with the number of the write after which its process is killed."""
+
+
+class Objects(DirFileSystem):  # type: ignore[misc]
+    """File system of the protocol "objects"."""
+
+    protocol = "objects"
+    num_written = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path=os.environ[ROOT], fs=LocalFileSystem(auto_mkdir=True), **options)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("objects://").strip("/")
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "w" in mode:
+            self._count()
+        return super().open(path, mode, **options)
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        self._count()
+        whole = Path(self._join(path))
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        part = whole.with_name(f"{whole.name}.part")
+        part.write_bytes(value)
+        part.replace(whole)
+
+    def mv(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("a store has no renames")
+
+    def _count(self) -> None:
+        """Count a write, the one of which is the last that is complete."""
+        Objects.num_written += 1
+        if Objects.num_written > int(os.environ.get(LAST, "1000000")):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+fsspec.register_implementation("objects", Objects, clobber=True)

@@ -1,0 +1,224 @@
+"""Checkpoints at URLs: the files of a local one, committed by the writing of one object."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from object_store import LAST, ROOT, Objects
+from safetensors.torch import load_file
+from torch import nn
+from torch.multiprocessing import ProcessExitedException
+
+import zero_core
+from zero_core import CheckpointCorruptError, CheckpointError
+from zero_core.checkpoint.files import read_latest, read_manifest, read_weights
+from zero_core.checkpoint.storage.location import Location, location_of
+from zero_core.testing import run_alone, spawn
+
+NUM_WRITES = 9
+"""Of a save by one rank: its mark, 6 files, the manifest, ``latest``."""
+
+
+def _build(stage: int = 2) -> zero_core.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+    }
+    return zero_core.build(model, config)
+
+
+def _train(engine: zero_core.Engine) -> None:
+    engine.backward(engine(torch.ones(2, 3)).square().mean())
+    engine.step()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    files = fsspec.filesystem("memory")
+    yield "memory://bucket/run"
+    if files.exists("/bucket"):
+        files.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
+    monkeypatch.setenv(ROOT, str(tmp_path / "store"))
+    Objects.clear_instance_cache()
+    return location_of("objects://run")
+
+
+def _facts(directory: Location, tag: str) -> dict[str, object]:
+    return {n: f.model_dump() for n, f in read_manifest(directory / tag).files.items()}
+
+
+def test_save_at_a_url_has_the_files_of_a_local_one(url: str, tmp_path: Path) -> None:
+    engine = _build()
+    _train(engine)
+    place = engine.save_checkpoint(url, client_state={"epoch": 3})
+    assert str(place) == "memory://bucket/run/step-1"
+    engine.save_checkpoint(tmp_path)
+    assert _facts(location_of(url), "step-1") == _facts(tmp_path, "step-1")
+    before = engine.full_state_dict()
+    _train(engine)
+    assert engine.resume(url) == {"epoch": 3}
+    assert engine.global_steps == 1
+    for name, value in engine.full_state_dict().items():
+        assert value.equal(before[name]), name
+    engine.close()
+
+
+def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
+    engine = _build()
+    pending = []
+    for _ in range(3):
+        _train(engine)
+        pending.append(engine.async_save(url, keep_last=2))
+    assert str(pending[-1].result()) == f"{url}/step-3"
+    found = zero_core.inspect_checkpoint(url)
+    assert (found["tags"], found["latest"]) == (["step-2", "step-3"], "step-3")
+    *_, (done, total) = zero_core.verify_checkpoint(url)
+    assert done == total == found["bytes"]
+    list(zero_core.export_checkpoint(url, tmp_path / "hf"))
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    for name, value in engine.full_state_dict().items():
+        assert weights[name].equal(value), name
+    assert zero_core.prune_checkpoints(url, keep_last=1) == ["step-2"]
+    assert not fsspec.filesystem("memory").exists("/bucket/run/step-2")
+    engine.close()
+
+
+def test_copy_of_a_url_is_a_local_checkpoint(objects: Location, tmp_path: Path) -> None:
+    engine = _build()
+    engine.save_checkpoint(objects)
+    store = tmp_path / "store" / "run"
+    for source in (store, store.as_uri(), str(objects)):
+        assert next(read_weights(source)).names == ("0.weight",)
+        assert engine.resume(source) == {}
+    engine.close()
+
+
+def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Path) -> None:
+    engine = _build()
+    place = engine.save_checkpoint(objects, "best")
+    _train(engine)
+    # Killed saves: one is under way perhaps, one is past.
+    for age_s, name in ((0, "data-" + "0" * 32), (2 * 24 * 3600, "data-" + "1" * 32)):
+        file = tmp_path / "store" / "run" / "best" / name / "x"
+        file.parent.mkdir()
+        file.touch()
+        os.utime(file, (time.time() - age_s,) * 2)
+    engine.save_checkpoint(objects, "best")
+    folders = sorted(p.name for p in place.iterdir() if p.is_dir())
+    assert folders == ["data-" + "0" * 32, read_manifest(place).subfolder]
+    *_, (done, total) = zero_core.verify_checkpoint(str(objects), "best")
+    assert done == total
+    engine.close()
+
+
+def test_damaged_object_is_refused_and_nothing_is_loaded(objects: Location, tmp_path: Path) -> None:
+    engine = _build()
+    _train(engine)
+    engine.save_checkpoint(objects)
+    (file,) = (tmp_path / "store").rglob("exp_avg_sq-*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    _train(engine)
+    before = engine.full_state_dict()
+    with pytest.raises(CheckpointCorruptError, match=r"objects://run/step-1/data-.* is damaged"):
+        engine.load_checkpoint(objects)
+    assert all(value.equal(before[name]) for name, value in engine.full_state_dict().items())
+    engine.close()
+
+
+def _save_and_die(root: str, last: int) -> None:
+    os.environ |= {ROOT: root}
+    engine = _build()
+    engine.save_checkpoint("objects://run", "one")
+    _train(engine)
+    os.environ[LAST] = str(Objects.num_written + last)
+    engine.save_checkpoint("objects://run", "two")
+
+
+@pytest.mark.parametrize("last", [0, 3, NUM_WRITES - 2, NUM_WRITES - 1, NUM_WRITES])
+def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
+    last: int, objects: Location, tmp_path: Path
+) -> None:
+    root = str(tmp_path / "store")
+    if last < NUM_WRITES:
+        with pytest.raises(ProcessExitedException):
+            run_alone(_save_and_die, root, last)
+    else:
+        run_alone(_save_and_die, root, last)
+    # The manifest is the last write but one, and `latest` the last.
+    assert read_latest(objects) == ("two" if last == NUM_WRITES else "one")
+    whole = ["one", "two"] if last >= NUM_WRITES - 1 else ["one"]
+    assert zero_core.inspect_checkpoint(str(objects))["tags"] == whole
+    for tag in whole:
+        *_, (done, total) = zero_core.verify_checkpoint(str(objects), tag)
+        assert done == total
+    engine = _build()
+    assert engine.resume(objects) == {}
+    assert engine.global_steps == (1 if last == NUM_WRITES else 0)
+    engine.save_checkpoint(objects, "two")  # beside what the killed one left
+    *_, (done, total) = zero_core.verify_checkpoint(str(objects))
+    assert done == total
+    engine.close()
+
+
+def _save_on_two(rank: int, _world_size: int, root: str) -> None:
+    os.environ[ROOT] = root
+    engine = _build(stage=3)
+    engine.backward(engine(torch.full((2, 3), rank + 1.0)).square().mean())
+    engine.step()
+    engine.save_checkpoint("objects://run")
+    engine.save_checkpoint(Path(root, "local"))
+    engine.async_save("objects://run", "beside").result()
+    engine.close()
+
+
+def test_ranks_save_together_and_another_number_of_them_loads(
+    objects: Location, tmp_path: Path
+) -> None:
+    spawn(_save_on_two, 2, str(tmp_path / "store"))
+    local = tmp_path / "store" / "local"
+    assert _facts(objects, "step-1") == _facts(objects, "beside") == _facts(local, "step-1")
+    engine = _build()
+    engine.load_checkpoint(objects)
+    there = engine.full_state_dict()
+    engine.load_checkpoint(local)
+    assert all(value.equal(there[name]) for name, value in engine.full_state_dict().items())
+    assert not [p for p in (tmp_path / "store" / "run").iterdir() if p.name.startswith(".")]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("nothing-like-it://bucket", "cannot be opened"),
+        (Path("s3://bucket/run"), "was a URL before it became a Path"),
+    ],
+)
+def test_url_that_leads_nowhere_is_refused(place: str | Path, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        location_of(place)
+
+
+def test_paths_stay_paths(tmp_path: Path) -> None:
+    for place in (tmp_path, str(tmp_path), tmp_path.as_uri(), f"local://{tmp_path}"):
+        assert location_of(place) == tmp_path
+    assert location_of("C:/run") == Path("C:/run")
+    remote = location_of("memory://bucket/run")
+    assert str(remote / "step-1") == "memory://bucket/run/step-1"
+    assert (remote / "step-1").parent == remote
+    assert len({*itertools.repeat(remote, 2)}) == 1
