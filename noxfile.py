@@ -352,8 +352,8 @@ def matrix(session: nox.Session, torch: str) -> None:
     """
     for package in PACKAGES:
         session.install(*PIP_FLAGS, "--no-deps", "--force-reinstall", *find_wheel(session, package))
-    requirements = ("cpu-adam[torch]", *PACKAGES[1:], "./integration[test]", *TEST_TOOLS)
-    session.install(*PIP_FLAGS, f"torch=={torch}", *requirements)
+    tested = ("cpu-adam[test,torch]", *(f"{package}[test]" for package in PACKAGES[1:]))
+    session.install(*PIP_FLAGS, f"torch=={torch}", *tested, "./integration[test]", RUNNER)
     name = f"torch {torch}, Python {session.python}"
     record_tests(session, "matrix", name, (*PACKAGES, "integration"))
 
@@ -567,9 +567,9 @@ def record_tests(session: nox.Session, kind: str, name: str, parts: tuple[str, .
         is_package = part != "integration"
         with session.chdir(f"packages/{part}" if is_package else part):
             files = longest_first(part, *(("tests",) if is_package else ("tests", "conformance")))
-            pytest = ("python", "-m", "pytest", "-q", *IN_PARALLEL, *session.posargs)
-            junit = f"--junitxml={counts / part}.xml"
-            session.run(*pytest, junit, *files, env=NO_SPINNING, success_codes=[0, 1])
+            to_the_end = ("--continue-on-collection-errors", f"--junitxml={counts / part}.xml")
+            pytest = ("python", "-m", "pytest", "-q", *IN_PARALLEL, *to_the_end, *session.posargs)
+            session.run(*pytest, *files, env=NO_SPINNING, success_codes=[0, 1])
     session.run("python", ".ci/matrix.py", kind, name, str(counts))
 
 
