@@ -278,10 +278,14 @@ def wheels(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--outdir", str(wheelhouse), folder)
     build_s = time.monotonic() - start
     built = {path.name: path.stat().st_size for path in sorted(wheelhouse.iterdir())}
+    # By file: an index may have packages of these names that are not these.
+    own = [
+        f"{path}[all]" if path.name.startswith("zero_engine") else str(path)
+        for path in sorted(wheelhouse.glob("*.whl"))
+    ]
     # What they require joins them there: binaries only, what has to be built would fail.
-    binaries = ("--only-binary=:all:", f"--find-links={wheelhouse}", f"--dest={wheelhouse}")
     pip_download = ("python", "-m", "pip", "download", *PIP_FLAGS, *CONSTRAINTS)
-    session.run(*pip_download, *binaries, "zero-engine[all]")
+    session.run(*pip_download, "--only-binary=:all:", f"--dest={wheelhouse}", *own)
     temporary = Path(session.create_tmp()).resolve()
     fresh = temporary / "fresh"
     session.run("python", "-m", "venv", "--clear", str(fresh))
@@ -294,7 +298,7 @@ def wheels(session: nox.Session) -> None:
     start = time.monotonic()
     pip_install = (python, "-m", "pip", "install", *PIP_FLAGS, "--no-index")
     links = f"--find-links={wheelhouse}"
-    session.run(*pip_install, links, "zero-engine[all]", env=bare, external=True)
+    session.run(*pip_install, links, *own, env=bare, external=True)
     install_s = time.monotonic() - start
     start = time.monotonic()
     steps = 20
@@ -368,13 +372,13 @@ def minimum(session: nox.Session, part: str) -> None:
     extras = ("--extra=test", *(("--extra=torch",) if part == "cpu-adam" else ()))
     session.install(*PIP_FLAGS, "uv>=0.9")
     uv_install = ("uv", "pip", "install", "--quiet", f"--python={session.bin}/python")
-    links = [f"--find-links={Path(wheel).parent}" for wheel in own]
     lowest = ("--resolution=lowest-direct", f"--requirements={folder}/pyproject.toml")
+    # Siblings by file: an index may have packages of their names that are not these.
+    session.run(*uv_install, *lowest, *extras, *own)
     # The runner is no dependency of the package: it may be any release.
-    session.run(*uv_install, *links, *lowest, *extras)
     session.run(*uv_install, RUNNER)
-    project = ("./integration",) if part == "integration" else ()
-    session.install(*PIP_FLAGS, "--no-deps", "--force-reinstall", *own, *project)
+    if part == "integration":
+        session.run(*uv_install, "--no-deps", "./integration")
     record_tests(session, "minimum", part, (part,))
 
 

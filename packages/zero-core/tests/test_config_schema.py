@@ -18,6 +18,11 @@ from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 BATCH = {"train_micro_batch_size_per_gpu": 1}
 RESOLVED = {"train_batch_size": 1, "gradient_accumulation_steps": 1, **BATCH}
 VALUES = (True, 0, 1, 0.5, -1, 200, "auto", "cpu", "fp32", "float16", [], ["a"], [0.1, 0.2], {})
+REQUIRED = {
+    "optimizer": {"type": "Adam"},
+    "scheduler": {"type": "WarmupLR"},
+    "step_records": {"folder": "records"},
+}
 # Validators look at the values of these more closely than a schema does.
 LOOSER = {
     "zero_optimization.offload_optimizer.parameters",  # a list must not be empty
@@ -53,7 +58,7 @@ def _config_with(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     config: dict[str, Any] = copy.deepcopy(RESOLVED)
     block = config
     for key in path[:-1]:
-        block = block.setdefault(key, {"type": "Adam"} if key in ("optimizer", "scheduler") else {})
+        block = block.setdefault(key, dict(REQUIRED.get(key, {})))
     block[path[-1]] = value
     return config
 
