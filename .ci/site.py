@@ -26,7 +26,7 @@ PAGES = {
 }
 ORIGINS = {uri: source for source, uri in PAGES.items()}
 LINK = re.compile(r"(?<=\]\()([^()\s#]+)(#[^()\s]*)?(?=\))")
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sh": "bash"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -77,7 +77,8 @@ def _uri_of(path: str) -> str:
         return PAGES[path]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
+    name = path.replace("/.", "/").lstrip(".")  # names that begin with a dot are left out
+    return f"source/{name}" if path.endswith(".md") else f"source/{name}.md"
 
 
 def _shown(path: str) -> str:
