@@ -14,6 +14,7 @@
     faults     tests that break checkpoints, processes and configurations: the counts in
                docs/faults.md; arguments go to pytest
     soak       runs that are killed at random moments, ``-- --minutes 20 --seed 1``
+    report     the page of ``zero-engine report`` in a browser (Debian's chromium, or CHROMIUM)
     wheels     wheels and sdists of all packages, installed from the wheelhouse alone where there is
                no compiler; trains there
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
@@ -221,6 +222,13 @@ def bench(session: nox.Session) -> None:
     """Run a benchmark, e.g. ``nox -s bench -- engine``; DeepSpeed is installed to compare with."""
     install_everything(session, extras="[bench]")
     session.run("python", "integration/benchmarks/run.py", *session.posargs)
+
+
+@nox.session
+def report(session: nox.Session) -> None:
+    """Look at a report's page in headless Chromium."""
+    install_everything(session, *TEST_TOOLS)
+    session.run("python", "-m", "pytest", "-q", "integration/browser", *session.posargs)
 
 
 @nox.session

@@ -16,6 +16,7 @@ EXPERIMENTS = {
     "memory": "memory and start-up against formula and plan",
     "checkpoint": "saves at once and beside training, beside torch.distributed.checkpoint",
     "copies": "steps with copies of all states in memory, beside steps without",
+    "diagnose": "ten spoilt configurations: is the cause named, and its gain right?",
     "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
     "comm_convergence": "the loss of a small GPT with quantized communication; hours",
     "cpu_adam": "one optimizer step on host memory, beside other libraries' kernels",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from zero_core.record import program
 from zero_core.record.records import (
     FILE,
     DetailRecord,
@@ -23,6 +26,7 @@ from zero_core.record.records import (
     to_line,
 )
 from zero_core.testing import SimulatedRanks, seeded, simulate
+from zero_core.watch.place import Place
 
 
 class _Net(nn.Module):
@@ -151,6 +155,25 @@ def test_a_line_cut_short_and_a_later_version(tmp_path: Path) -> None:
         later.write('{"kind": "event", "version": 99}\n')
     with pytest.raises(ValueError, match="version 99"):
         read_records(file.path)
+
+
+def test_samples_keep_nothing_of_the_program_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames hold tensors: what a function had is freed when it returns, by its own thread."""
+    monkeypatch.setattr(program, "INTERVAL_S", 1e-4)
+    sampler = program.ProgramSampler(Place())
+
+    def work() -> weakref.ref[Tensor]:
+        values = torch.ones(10)
+        while not sampler.has_samples:
+            sum(range(1000))
+        return weakref.ref(values)
+
+    kept = [work() for _ in range(20)]
+    lines = sampler.take()
+    sampler.close()
+    assert [ref() for ref in kept] == [None] * 20
+    assert any("sum(range(1000))" in line or "has_samples" in line for line in lines)
+    assert not [t for t in threading.enumerate() if t.name == "zero_core samples"]
 
 
 def test_a_report_needs_records(tmp_path: Path) -> None:

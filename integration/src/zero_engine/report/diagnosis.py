@@ -16,6 +16,7 @@ from typing import Any
 
 from zero_core.plan.result import format_bytes
 from zero_engine.report.measured import WAITS, Measured, RankStep
+from zero_engine.report.probe import batch_scaling, threads_scaling
 
 _LEAST = 0.08
 """Share of a step below which a cause is none."""
@@ -33,6 +34,10 @@ _LOADING = re.compile(
     r"open\(|\.read\(",
     re.IGNORECASE,
 )
+_SMALL = 4
+"""Samples of a micro-batch that is called tiny, at most."""
+_USUAL_SCALING = 0.85
+"""Of the ideal with several threads, where it cannot be measured."""
 _COPY_RATIO = 3.0
 """How much faster a device copies from page-locked memory than from pageable memory, about: the
 driver copies the latter to a buffer of its own first, with one thread of the host."""
@@ -226,7 +231,7 @@ def _threads(found: Measured) -> Iterator[Cause]:
     fair = cores // max(run.ranks_per_node, 1)
     if environment.get("device") != "cpu" or not threads or fair < 2 * threads:
         return
-    scaling = float(environment.get("thread_scaling") or 0.9 * fair / threads)
+    scaling = threads_scaling(found, fair) or _USUAL_SCALING * fair / threads
     compute = found.first.compute_s
     after = found.seconds - compute * (1.0 - 1.0 / scaling)
     if found.seconds - after < _LEAST * found.seconds:
@@ -345,30 +350,31 @@ def _link(found: Measured) -> Iterator[Cause]:
 def _small_batch(found: Measured) -> Iterator[Cause]:
     rank, run = found.first, found.run.run
     micro = int(run.config["train_micro_batch_size_per_gpu"])
-    fixed = fixed_s(found)
-    if rank.micro_steps < 2 or micro > 4 or fixed is None:
-        return
     factor = rank.micro_steps
-    after = found.seconds - fixed * (1.0 - 1.0 / factor)
-    if found.seconds - after < _LEAST * found.seconds:
+    if factor < 2 or micro > _SMALL:
+        return
+    share = batch_scaling(found, factor)
+    if share is None:
+        return
+    work = rank.places.get("forward", 0.0) + rank.places.get("backward", 0.0)
+    saved = work * (1.0 - share)
+    # What ranks exchange in each micro-step, they exchange once then.
+    saved += sum(rank.waits.get(name, 0.0) for name in ("all_gather", "reduce_scatter")) * (
+        1.0 - 1.0 / factor
+    )
+    if saved < _LEAST * found.seconds:
         return
     yield Cause(
         "micro_batch",
-        f"a tiny micro-batch: {factor} micro-steps of {_one(micro, 'sample')} in each step, and "
-        f"{show_s(fixed)} of it does not depend on the number of samples",
+        f"a tiny micro-batch: {factor} micro-steps of {_one(micro, 'sample')} in each step, in "
+        f"which {1.0 - share:.0%} of the time for matrices does not depend on the samples",
         f"compute {micro * factor} samples in one micro-step, or as many as fit",
         f'"train_micro_batch_size_per_gpu": {micro * factor}, "gradient_accumulation_steps": 1',
         found.seconds,
-        after,
-        "what a micro-step takes whatever its samples are, once in place of each time",
+        found.seconds - saved,
+        f"a layer of this size takes {share:.0%} of the time for {factor} times the rows at once, "
+        "measured here",
     )
-
-
-def fixed_s(found: Measured) -> float | None:
-    """Return the time of a step that does not depend on the number of samples, or None."""
-    environment = found.run.run.environment
-    per_micro_step = environment.get("fixed_s")
-    return None if per_micro_step is None else float(per_micro_step) * found.first.micro_steps
 
 
 def _outside(found: Measured) -> Iterator[Cause]:

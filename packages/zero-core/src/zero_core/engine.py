@@ -82,6 +82,8 @@ class Engine(ShardedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Floating inputs are cast to the compute dtype, if one is set."""
+        if self._recorder is not None:
+            self._recorder.note_inputs(args, kwargs)
         args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
         with self.autocast():
             return self.module(*args, **kwargs)

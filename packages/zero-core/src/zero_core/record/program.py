@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import linecache
 import sys
 import threading
@@ -31,7 +32,9 @@ class ProgramSampler:
         self._found: Counter[_Line] = Counter()
         self._lock = threading.Lock()
         self._end = threading.Event()
-        threading.Thread(target=self._run, name="zero_core samples", daemon=True).start()
+        self._watcher = threading.Thread(target=self._run, name="zero_core samples", daemon=True)
+        self._watcher.start()
+        atexit.register(self.close)
 
     def take(self) -> dict[str, float]:
         """Return seconds by line since the last call, the most first."""
@@ -39,17 +42,28 @@ class ProgramSampler:
             found, self._found = self._found, Counter()
         return {_describe(line): n * INTERVAL_S for line, n in found.most_common(_MAX_LINES)}
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether `take` would return any."""
+        return bool(self._found)
+
     def close(self) -> None:
+        """End, and wait for the sample under way."""
+        atexit.unregister(self.close)
         self._end.set()
+        self._watcher.join()
 
     def _run(self) -> None:
         while not self._end.wait(INTERVAL_S):
-            if self._place.doing != OUTSIDE:
-                continue
-            frame = sys._current_frames().get(self._thread)
-            if frame is not None:
-                with self._lock:
-                    self._found[_locate(frame)] += 1
+            if self._place.doing == OUTSIDE:
+                self._sample()
+
+    def _sample(self) -> None:
+        # No frame outlives this call: it would keep tensors of the program, and free them here.
+        frame = sys._current_frames().get(self._thread)
+        if frame is not None:
+            with self._lock:
+                self._found[_locate(frame)] += 1
 
 
 def _locate(frame: FrameType) -> _Line:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zero_core.comm.meter import Meter
 from zero_core.config import Config
+from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import TimedTier
 from zero_core.record.program import ProgramSampler
@@ -89,6 +90,7 @@ class Recorder:
         self._clock = StepClock(device)
         self._losses: list[Tensor] = []
         self._num_backwards = 0
+        self._input_shape: list[int] = []
         self._pending: _Pending | None = None
         self._statm = _open_statm() if self._is_host else None
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
@@ -99,6 +101,12 @@ class Recorder:
         self._begin(time.perf_counter())
 
     # -------------------------------------------------------------- of a step
+
+    def note_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Keep the shape of the first tensor among a forward's arguments."""
+        found = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        if found is not None:
+            self._input_shape = list(found.shape)
 
     def note_loss(self, loss: Tensor) -> None:
         """Keep a micro-step's loss, before it is scaled. Nothing is waited for."""
@@ -134,6 +142,7 @@ class Recorder:
                 "micro_steps": max(self._num_backwards, 1),
                 "samples": subject.config.train_micro_batch_size_per_gpu
                 * max(self._num_backwards, 1),
+                "input_shape": self._input_shape,
                 "lanes": {lane: s - self._work.get(lane, 0.0) for lane, s in work.items()},
                 "sent": [
                     [t.collective, t.content, t.num_calls, *_between(t)]
@@ -268,6 +277,7 @@ class Recorder:
             config=config.model_dump(mode="json"),
             environment=_environment(self._device),
             model=_model_config(state.module),
+            matrix=_largest_matrix(layout),
         )
 
 
@@ -376,6 +386,18 @@ def _open_statm() -> int | None:
     with suppress(OSError):
         return os.open("/proc/self/statm", os.O_RDONLY)
     return None
+
+
+def _largest_matrix(layout: Layout) -> list[int]:
+    """Return the shape of the largest matrix that is in a block."""
+    root = layout.units[0]
+    apart = {slot.param for segment in root.segments for slot in segment.slots}
+    shapes = [
+        list(param.shape)
+        for number, param in enumerate(layout.params)
+        if len(param.shape) == 2 and number not in apart
+    ]
+    return max(shapes, key=lambda shape: shape[0] * shape[1], default=[])
 
 
 def _model_config(module: nn.Module) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class RunRecord:
         config: the resolved configuration.
         environment: versions, device, cores, threads and memory.
         model: its Hugging Face configuration, or empty.
+        matrix: shape of the largest matrix among the blocks' parameters, or empty.
     """
 
     kind: ClassVar[str] = "run"
@@ -56,6 +57,7 @@ class RunRecord:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
+    matrix: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class StepRecord:
         lr: learning rate of each parameter group, as the step was taken with.
         micro_steps: backwards.
         samples: of this rank.
+        input_shape: of the first tensor that the engine was called with, or empty.
         places: seconds by place of the program, waits apart: "forward", "backward", "step",
             "outside", and others by their names. Empty where no times were taken.
         waits: seconds in which it waited, by what for: "all_gather", "reduce_scatter", "ranks"
@@ -101,6 +104,7 @@ class StepRecord:
     lr: Sequence[float]
     micro_steps: int
     samples: int
+    input_shape: Sequence[int] = ()
     places: Mapping[str, float] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
     lanes: Mapping[str, float] = field(default_factory=dict)
