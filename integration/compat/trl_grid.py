@@ -21,16 +21,17 @@ HEAD = """# TRL's trainers, and generation
 
     nox -s compat
 
-All trainers of TRL 1.16 that run without a server, with tiny models and local data, started by
-`zero-engine run` on 2 ranks of one thread on the CPU, and by torchrun as DDP ("theirs"). They
-generate where their method does. "Loss" is the largest relative difference from DDP at any step
-and on any rank (of losses below 1e-3: relative to that); more than 1e-3 fails. Models of two blocks
-of width 32 show that all of it runs, not what it costs: times are of one turn of each side.
+All trainers of TRL 1.16 that need no server, with tiny models and local data. `zero-engine run`
+starts them on 2 ranks of one thread on the CPU, and torchrun starts them as DDP ("theirs"). Those
+whose method generates text do so. "Loss" is the largest relative difference from DDP at any step
+and on any rank, where losses below 1e-3 are compared as if they were 1e-3; more than 1e-3 fails.
+The models have two blocks of width 32. They show that everything runs, not what it costs: each side
+was timed once.
 
-Below the trainers: calls of `generate`, each of 4 prompts of 16 tokens and 32 new tokens on every
-rank, with a Llama of 6 blocks of width 192. "Theirs" is a plain model on each rank, or DeepSpeed
-0.19.8 at stage 3 (with `--gathered` both sides generate within its `GatheredParameters`, as TRL's
-trainers do). Tokens must be equal. [Data](benchmarks/trl.json).
+The last rows are calls of `generate`: on every rank 4 prompts of 16 tokens get 32 new tokens each,
+from a Llama of 6 blocks of width 192. "Theirs" is a plain model on each rank, or DeepSpeed 0.19.8
+at stage 3. With `--gathered` both sides generate within `GatheredParameters`, as TRL's trainers do.
+Tokens must be equal. [Data](benchmarks/trl.json).
 """
 SETTINGS: dict[str, Config] = {
     "stage 2": ZERO_2,
