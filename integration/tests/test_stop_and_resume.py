@@ -196,6 +196,29 @@ def test_a_lock_that_outlives_its_program_is_named(
     lock.release()
 
 
+def test_checkpoints_at_a_url_outlive_the_machine(
+    tmp_path: Path, tiny_options: tuple[str, ...]
+) -> None:
+    """The other machine has the checkpoints and the command line, and no folder of the run."""
+    store = tmp_path / "store"
+    url = f"dir://run::file://{store}"
+    folders = [RunFolder(tmp_path / name) for name in ("first", "other")]
+    options = (*tiny_options, "--steps=4", "--save-every=2", "--eval-every=4", "--resume=auto")
+    for folder in folders:
+        train_forked(*options, f"--checkpoints={url}", f"--output={folder.root}", ranks=1)
+        assert not (folder.root / "checkpoint").exists()
+        (store / "run" / "latest").write_text("step-2")  # the first one was lost after that
+    steps = [[entry["step"] for entry in numbers(f) if "loss" in entry] for f in folders]
+    assert steps == [[1, 2, 3, 4], [3, 4]]
+    first, other = ((f.hf / "model.safetensors").read_bytes() for f in folders)
+    assert first == other
+    asked = {"output": str(tmp_path / "third"), "checkpoints": url}
+    with pytest.raises(ConfigError, match=r"--checkpoints dir://run.* holds a run already"):
+        check_request(asked, Start.NEW, 1)
+    with pytest.raises(ConfigError, match="contradicts the run"):
+        check_request({**asked, "output": str(folders[0].root), "seed": 5}, Start.RESUME, None)
+
+
 def test_settings_of_saving_and_of_the_end_may_change_and_versions_before_had_fewer(
     tmp_path: Path,
 ) -> None:

@@ -64,6 +64,7 @@ TRAIN = [
     ("--output @/list.json/run", "there is a file of the name"),
     ("--output @", "holds no run"),
     ("--resume", "no checkpoint to continue from"),
+    ("--checkpoints nothing-like-it://x", "--checkpoints nothing-like-it://x cannot be opened"),
     ("--config @/nothing.json", "nothing.json"),
     ("--config @", "not a regular file"),
     ("--config /dev/zero", "not a regular file"),

@@ -82,6 +82,9 @@ def train(
     eval_every: Annotated[_Number, _option("Steps between evaluations.")] = None,
     eval_windows: Annotated[_Number, _option("Held-out samples per evaluation.")] = None,
     save_every: Annotated[_Number, _option("Steps between checkpoints.")] = None,
+    checkpoints: Annotated[
+        _Text, _option("Their folder or URL, as s3://bucket/run. Default: one in the output's.")
+    ] = None,
     keep_last: Annotated[_Number, _option("Checkpoints that stay. Default: 3.")] = None,
     log_every: Annotated[_Number, _option("Steps between lines without a terminal.")] = None,
     seed: Annotated[_Number, _option("Seed of weights and data order.")] = None,

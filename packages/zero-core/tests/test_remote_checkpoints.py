@@ -222,3 +222,8 @@ def test_paths_stay_paths(tmp_path: Path) -> None:
     assert str(remote / "step-1") == "memory://bucket/run/step-1"
     assert (remote / "step-1").parent == remote
     assert len({*itertools.repeat(remote, 2)}) == 1
+    chained = location_of(f"dir://run::file://{tmp_path}")
+    (chained / "step-1").mkdir(parents=True)
+    assert (tmp_path / "run" / "step-1").is_dir()
+    assert location_of(str(chained / "step-1")) == chained / "step-1"
+    assert [path.name for path in chained.iterdir()] == ["step-1"]

@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.gpt2 import GPT2LMHeadModel
 
 import zero_core
+from zero_core.checkpoint.retention import list_checkpoints
+from zero_core.checkpoint.storage import LATEST
+from zero_core.checkpoint.storage.location import entry
 from zero_engine.train.data import END_OF_TEXT, Corpus
 from zero_engine.train.metrics import MIB, read_metrics
 from zero_engine.train.settings import RunFolder
@@ -21,9 +24,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def clear_run(folder: RunFolder) -> None:
+def clear_run(folder: RunFolder, *, keeps_checkpoints: bool = False) -> None:
     """Remove what an earlier run left in ``folder``, and nothing else."""
-    for path in (folder.data, folder.records, folder.tensorboard, folder.checkpoint, folder.hf):
+    if not keeps_checkpoints and folder.has_checkpoint:  # beside which anything may lie
+        (folder.checkpoint / LATEST).unlink()
+        for one in list_checkpoints(folder.checkpoint):
+            entry(folder.checkpoint / one.tag).discard()
+    for path in (
+        folder.data,
+        folder.records,
+        folder.tensorboard,
+        folder.root / "checkpoint",
+        folder.hf,
+    ):
         shutil.rmtree(path, ignore_errors=True)
     for path in (folder.metrics, folder.sample, folder.loss_plot, folder.memory_plot):
         path.unlink(missing_ok=True)

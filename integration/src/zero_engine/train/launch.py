@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from zero_engine.train.data import read_text
 from zero_engine.train.run_lock import RunLock, longest_wait_s
 from zero_engine.train.settings import (
     RunFolder,
-    RunSettings,
     Start,
     engine_config,
     fill_auto,
@@ -59,12 +57,12 @@ def check_request(options: Mapping[str, Any], start: Start, num_ranks: int | Non
         raise ConfigError(f"--ranks {num_ranks}: this machine has {num_gpus} GPUs, one per rank")
     if num_ranks is not None and num_ranks > max(num_gpus, MAX_CPU_RANKS):
         raise ConfigError(f"--ranks {num_ranks}: at most {MAX_CPU_RANKS} processes are started")
-    folder = RunFolder(Path(options.get("output") or RunSettings.output))
-    if folder.resolved_config.is_file():
+    folder = RunFolder.of(options)
+    if folder.has_run:
         lock = RunLock(folder)
         lock.acquire(wait_s=longest_wait_s(start))
         lock.release()
-    if start is Start.RESUME or (start is Start.AUTO and folder.has_checkpoint):
+    if start is Start.RESUME or (start is Start.AUTO and folder.has_run and folder.has_checkpoint):
         settings = resumed_run(options)
         saved = read_resolved(folder)
         config, before = saved["config"], int(saved["world_size"])

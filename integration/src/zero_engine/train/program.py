@@ -88,7 +88,7 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
         ZeroError: a setting, the data or a checkpoint is not usable.
     """
     device = join_ranks()
-    folder = RunFolder(Path(options.get("output") or RunSettings.output))
+    folder = RunFolder.of(options)
     lock, launch = RunLock(folder), launch_numbers(device)
 
     agreed: dict[str, Any] = {"is_resumed": False}
@@ -97,12 +97,13 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
         lock.acquire(wait_s=longest_wait_s(start))
         is_again = belongs_to(folder, launch)
         has_checkpoint = folder.has_checkpoint and (is_again or start is Start.AUTO)
-        if has_checkpoint or (start is Start.RESUME and not is_again):
+        if (has_checkpoint and folder.has_run) or (start is Start.RESUME and not is_again):
             agreed.update(run=asdict(resumed_run(options)), is_resumed=True)
         elif not is_again:  # otherwise all is prepared, and the states may be in memory
             settings = fresh_run(options, start)
             config, text = engine_config(settings), read_text(settings.data)
-            clear_run(folder)
+            clear_run(folder, keeps_checkpoints=has_checkpoint)
+            agreed["is_resumed"] = has_checkpoint  # of a machine that was replaced
             write_resolved(folder, settings, config=config)
             sizes = {"vocab_size": settings.vocab, "context": settings.context}
             with working("preparing the text"):
@@ -116,6 +117,7 @@ def train(options: Mapping[str, Any], start: Start = Start.NEW) -> int:
     # Rank 0 alone has looked: another machine may see the folder as it was before.
     agreed = json.loads(from_first_rank(json.dumps(agreed), device))
     settings, should_resume = RunSettings(**agreed["run"]), bool(agreed["is_resumed"])
+    folder = RunFolder(folder.root, settings.checkpoints)
     stop = train_in(
         folder, settings, agreed["config"], device, request, should_resume=should_resume
     )
@@ -150,6 +152,12 @@ def train_in(
         last_step = last_finished_step(folder, settings)
         with working("loading the checkpoint"):
             client_state = engine.resume(folder.checkpoint, last_step=last_step)
+    text = None if client_state is None else client_state.get("sha256_of_text")
+    if text not in (None, corpus.sha256_of_text):
+        raise zero_core.ConfigError(
+            f"--data: the run whose checkpoints are in {folder.checkpoint} learned from another "
+            "text or vocabulary: give the same, or other --checkpoints"
+        )
     first_step = 0 if client_state is None else int(client_state["step"])
     engine.record(folder.records)
     if settings.steps < first_step:
@@ -262,7 +270,7 @@ def run_steps(
         if step % settings.save_every == 0 or step == settings.steps or stop is not None:
             save = engine.async_save(
                 folder.checkpoint,
-                client_state={"step": step},
+                client_state={"step": step, "sha256_of_text": corpus.sha256_of_text},
                 keep_last=settings.keep_last,
                 max_copy_bytes=copied,
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from importlib import resources
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_core.checkpoint.files import holds_checkpoint
+from zero_core.checkpoint.storage.location import Location, location_of
 from zero_core.config.schema import parse_json, read_config_text
-from zero_core.errors import ConfigError
+from zero_core.errors import CheckpointError, ConfigError
 
 DEFAULT_CONFIG = "default_config.json"
 AUTO = "auto"
@@ -74,6 +76,8 @@ class RunSettings:
     """Held-out samples per evaluation."""
     save_every: int = 250
     """Steps between checkpoints."""
+    checkpoints: str | None = None
+    """Folder or URL (``s3://bucket/run``) of the checkpoints; None is a folder in the output's."""
     keep_last: int = 3
     """Checkpoints that stay; older ones are removed."""
     log_every: int = 10
@@ -110,7 +114,7 @@ class RunFolder:
         metrics: JSON log of what TensorBoard's log holds, one object per line.
         records: a line per step and rank, which ``zero-engine report`` reads.
         tensorboard: TensorBoard's event files.
-        checkpoint: what ``--resume`` continues from.
+        checkpoint: what ``--resume`` continues from. It may be elsewhere, also at a URL.
         hf: model and tokenizer for ``AutoModelForCausalLM`` and ``AutoTokenizer``.
         loss_plot: training and held-out loss over steps.
         memory_plot: memory of each rank over steps.
@@ -119,14 +123,14 @@ class RunFolder:
         launchers: numbers of the launchers whose ranks train here: see `run_lock`.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, checkpoints: str | None = None) -> None:
         self.root = root
         self.resolved_config = root / "config.resolved.json"
         self.data = root / "data"
         self.metrics = root / "metrics.jsonl"
         self.records = root / RECORDS
         self.tensorboard = root / "tensorboard"
-        self.checkpoint = root / "checkpoint"
+        self.checkpoint = root / "checkpoint" if checkpoints is None else _location(checkpoints)
         self.hf = root / "hf"
         self.loss_plot = root / "loss.png"
         self.memory_plot = root / "memory.png"
@@ -134,34 +138,59 @@ class RunFolder:
         self.lock = root / ".lock"
         self.launchers = root / ".launchers.json"
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> RunFolder:
+        """Return the folder that options name. Its checkpoints are those of the run in it, unless
+        options say where they are.
+
+        Raises:
+            ConfigError: ``checkpoints`` is a URL that cannot be opened.
+        """
+        folder, checkpoints = cls(Path(options.get("output") or RunSettings.output)), None
+        if folder.resolved_config.is_file():
+            with suppress(ConfigError):  # not ours: refused later, for what it is
+                checkpoints = read_resolved(folder)["run"].get("checkpoints")
+        return cls(folder.root, options.get("checkpoints") or checkpoints)
+
     @property
     def has_checkpoint(self) -> bool:
         """Whether there is something to continue from: a run worth keeping."""
         return holds_checkpoint(self.checkpoint)
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a run has begun in this folder. Its checkpoints may be elsewhere."""
+        return self.resolved_config.is_file()
+
 
 def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
     """Return the settings of a new run: ``options`` that are not None, over the defaults.
+
+    With `Start.AUTO` they may also be those of a run whose checkpoints alone are there: a machine
+    was replaced.
 
     Raises:
         ConfigError: a value makes no sense, or the folder holds a run already.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
     settings = RunSettings(**given).check()
-    folder = RunFolder(Path(settings.output))
+    folder = RunFolder.of(given)
     _check_can_be_made(folder.root)
     is_free = not folder.root.is_dir() or not any(
         path for path in folder.root.iterdir() if not path.name.startswith(".")
     )
-    is_ours = folder.resolved_config.is_file()
-    if is_free or (is_ours and (start is Start.OVERWRITE or not folder.has_checkpoint)):
+    is_elsewhere = settings.checkpoints is not None
+    is_kept = (not is_free or is_elsewhere) and folder.has_checkpoint
+    may_begin = not is_kept or start is Start.OVERWRITE or (is_free and start is Start.AUTO)
+    if (is_free or folder.has_run) and may_begin:
         return settings
-    if not is_ours:
+    if not is_free and not folder.has_run:
         raise ConfigError(
             f"--output {folder.root}: the folder is not empty and holds no run; choose another"
         )
+    place = f"--checkpoints {folder.checkpoint}" if is_elsewhere else f"--output {folder.root}"
     raise ConfigError(
-        f"--output {folder.root} holds a run already: continue it with --resume, replace it "
+        f"{place} holds a run already: continue it with --resume, replace it "
         "with --overwrite, or choose another folder (--resume auto continues a run or starts one)"
     )
 
@@ -187,7 +216,7 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
         ConfigError: there is nothing to continue, or an option contradicts the run.
     """
     given = {k: v for k, v in options.items() if v is not None}
-    folder = RunFolder(Path(given.get("output", RunSettings.output)))
+    folder = RunFolder.of(given)
     if not folder.has_checkpoint:
         raise ConfigError(
             f"--resume: {folder.checkpoint} has no checkpoint to continue from; "
@@ -266,4 +295,14 @@ def read_resolved(folder: RunFolder) -> dict[str, Any]:
 
 
 def _canonical(name: str, value: Any) -> Any:
+    if name == "checkpoints":
+        place = _location(value)
+        return str(place.resolve() if isinstance(place, Path) else place)
     return str(Path(value).resolve()) if name in ("data", "config") else value
+
+
+def _location(checkpoints: str) -> Location:
+    try:
+        return location_of(checkpoints)
+    except CheckpointError as error:
+        raise ConfigError(f"--checkpoints {error}") from None

@@ -36,17 +36,24 @@ class RemotePath:
     Errors of the file system's library are raised as OSError.
     """
 
-    def __init__(self, files: Any, path: str, url: str) -> None:
-        """Stand for ``path`` of ``files``, a `fsspec.AbstractFileSystem`, written as ``url``."""
+    def __init__(self, files: Any, path: str, url: str, chain: str = "") -> None:
+        """Stand for ``path`` of ``files``, a `fsspec.AbstractFileSystem`.
+
+        Written ``url``, and behind that what the file system is reached through: ``chain``.
+        """
         self._files = files
         self._path = path.rstrip("/")
         self._url = url.rstrip("/")
+        self._chain = chain
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self._files, f"{self._path}/{name}", f"{self._url}/{name}")
+        return self._at(f"{self._path}/{name}", f"{self._url}/{name}")
+
+    def _at(self, path: str, url: str) -> RemotePath:
+        return RemotePath(self._files, path, url, self._chain)
 
     def __str__(self) -> str:
-        return self._url
+        return self._url + self._chain
 
     def __repr__(self) -> str:
         return f"RemotePath({str(self)!r})"
@@ -63,8 +70,7 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        path, url = (text.rpartition("/")[0] for text in (self._path, self._url))
-        return RemotePath(self._files, path, url)
+        return self._at(self._path.rpartition("/")[0], self._url.rpartition("/")[0])
 
     def absolute(self) -> RemotePath:
         return self
@@ -158,7 +164,7 @@ class RemotePath:
         """Whether all files in this folder are too old to belong to a save under way."""
         with _as_os_error(self):
             paths = self._files.find(self._path)
-        files = [RemotePath(self._files, path, path) for path in paths]
+        files = [self._at(path, path) for path in paths]
         newest = max((file.modified_ns() for file in files), default=0)
         return time.time() - newest / 1e9 > _NO_SAVE_S
 
@@ -253,4 +259,9 @@ def open_url(url: str) -> RemotePath:
         files, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"{url} cannot be opened: {error}") from None
-    return RemotePath(files, path, url)
+    first, mark, others = url.partition("::")  # dir://run::file:///store, but simplecache::s3://run
+    return (
+        RemotePath(files, path, first, mark + others)
+        if "://" in first
+        else RemotePath(files, path, url)
+    )
