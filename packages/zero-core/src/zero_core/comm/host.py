@@ -10,6 +10,14 @@ in the same place there, which passes it on within its node: (N - 1) shards betw
 (N - 1) R, on the narrower link. Passing on needs the shard to be there, so the gather is a job of
 the queue of gathers. Reductions stay direct, W - R slices between nodes: a sum taken within the
 node first would be another sum.
+
+[Note: messages of different sizes never meet]
+Ranks that take different branches start different exchanges. gloo's collectives match them by their
+order alone, and where two of different sizes meet, gloo ends the process of the receiver with
+``std::terminate``. `HostLibrary` finds a message by its sender and its tag, and the tag has the
+exchange and the number of bytes. So ranks on different branches wait for each other, until the
+wait's timeout raises an error that names them. Only sizes that differ by a multiple of `_NUM_SIZES`
+bytes share a tag.
 """
 
 from __future__ import annotations
