@@ -208,9 +208,9 @@ def test_program_that_ends_with_a_gather_ends_well_on_all_ranks(how: str, tmp_pa
     command = [sys.executable, "-c", ENDS_AS_A_PROGRAM, how, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
+    # Gloo of torch 2.10 prints lines of its own.
+    first, second = (line for line in done.stdout.splitlines() if line.startswith("found "))
     assert first == second
-    assert first.startswith("found ")
 
 
 def _keeps_descriptors(rank: int, world_size: int) -> None:
