@@ -58,7 +58,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
 PARTS = ("lint", *PACKAGES, "together")
 EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
-WHEELS = Path(".nox", "wheels")
+WHEELS = Path(".nox", "built")  # not the environment of the session `wheels`
 TORCH = Path(".nox", "torch")
 SOURCES = (
     *(f"packages/{name}/src" for name in PACKAGES),
