@@ -10,6 +10,8 @@ import math
 import operator
 from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
 
+import numpy as np
+
 _FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -49,7 +51,9 @@ def finite_number(name: str, value: Any) -> float:
     """Return ``value`` as a float that is finite in fp32 as well."""
     if type(value) is float and -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
         return value  # the rest takes longer than all else that a small step does
-    if isinstance(value, str | bytes):
+    # NumPy before 2.4 would convert an array of one element, with a warning.
+    is_array = isinstance(value, np.ndarray) and value.ndim > 0
+    if is_array or isinstance(value, str | bytes):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     try:
         number = float(value)
