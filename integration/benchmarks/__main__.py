@@ -13,6 +13,7 @@ EXPERIMENTS = {
     "offload": "optimizer state in host memory and in files, beside DeepSpeed's ZeRO-Offload",
     "schedule": "length of a step with offload in virtual time",
     "late": "random delays on an accelerator made of threads; results must be the CPU's",
+    "plan": "predicted time and memory of 24 configurations, and the choice against a search",
     "memory": "memory and start-up against formula and plan",
     "checkpoint": "saves at once and beside training, beside torch.distributed.checkpoint",
     "copies": "steps with copies of all states in memory, beside steps without",

@@ -15,10 +15,11 @@ from zero_engine.calibration.timing import Points, Stopwatch, rising
 aten = torch.ops.aten
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 DEVICE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TOKENS = 512
+TOKENS, LARGE_TOKENS = (64, 256, 1024), (512, 2048, 8192)
 """Rows of the matrices: tokens of a micro-batch."""
-WIDTHS = (16, 128, 512, 1024)
-LARGE_WIDTHS = (64, 512, 2048, 8192)
+SHAPES = ((64, 64), (256, 1024), (768, 768), (512, 2048))
+LARGE_SHAPES = ((512, 512), (2048, 2048), (2048, 8192), (4096, 4096))
+"""Inputs and outputs of linear layers, on a CPU and on an accelerator."""
 ROWS = ((16, 64), (256, 256), (1024, 512), (4096, 1024))
 """Shapes of the tensors of other operators: rows and width."""
 HEADS, HEAD_WIDTH = 4, 64
@@ -44,16 +45,46 @@ def time_operators(watch: Stopwatch) -> None:
 
 
 def _time_products(watch: Stopwatch, make: _Make, dtype: str) -> None:
-    """Time the three products of a linear layer, in forward and backward, by their mean."""
-    found: Points = []
-    for width in WIDTHS if watch.device.type == "cpu" else LARGE_WIDTHS:
-        x, weight, grad = make(TOKENS, width), make(width, width), make(TOKENS, width)
-        calls = ((x, weight.t()), (grad, weight), (grad.t(), x))
-        seconds = [watch.seconds(partial(torch.mm, a, b)) for a, b in calls]
-        found.append((2 * TOKENS * width**2, sum(seconds) / len(seconds)))
-    watch.curves[f"matmul.{dtype}"] = rising(found)
+    """Time the three products of linear layers, in forward and backward.
+
+    Their time is taken as a part for operations and a part for bytes, which short or narrow
+    matrices have more of: the two rates, and a time per call, that fit best.
+    """
+    rows: list[tuple[float, float, float, float]] = []
+    is_cpu = watch.device.type == "cpu"
+    for tokens in TOKENS if is_cpu else LARGE_TOKENS:
+        for width, height in SHAPES if is_cpu else LARGE_SHAPES:
+            x, weight = make(tokens, width), make(height, width)
+            grad = make(tokens, height)
+            calls = ((x, weight.t()), (grad, weight), (grad.t(), x))
+            seconds = sum(watch.seconds(partial(torch.mm, a, b)) for a, b in calls)
+            nbytes = sum(t.numel() * t.itemsize for t in (x, weight, grad))
+            rows.append((2 * tokens * width * height, nbytes, 1.0, seconds / len(calls)))
+    operation_s, byte_s, call_s = _fit(torch.tensor(rows, dtype=torch.float64)).tolist()
+    watch.curves[f"matmul.{dtype}"] = [(0.0, call_s), (1e9, call_s + 1e9 * operation_s)]
+    watch.curves[f"product.{dtype}"] = [(0.0, 0.0), (1e9, 1e9 * byte_s)]
     pairs = [(make(16, n, HEAD_WIDTH), make(16, HEAD_WIDTH, n)) for n in LENGTHS]
     _time_calls(watch, [(aten.bmm.default, pair) for pair in pairs])
+
+
+def _fit(rows: Tensor) -> Tensor:
+    """Return factors of all columns but the last, none below 0, whose sum is nearest to it.
+
+    Nearest in relation: a small product counts as much as a large one.
+    """
+    scaled = rows[:, :-1] / rows[:, -1:]
+    used = list(range(scaled.shape[1]))
+    found = torch.zeros(len(used), dtype=torch.float64)
+    while used:
+        wanted = torch.ones(len(scaled), 1, dtype=torch.float64)
+        # Columns differ by ten orders of magnitude.
+        size = scaled[:, used].abs().max(dim=0).values
+        solved = torch.linalg.lstsq(scaled[:, used] / size, wanted).solution[:, 0] / size
+        if bool((solved >= 0).all()):
+            found[used] = solved
+            break
+        used.pop(int(solved.mul(size).argmin()))
+    return found
 
 
 def _time_attention(watch: Stopwatch, make: _Make) -> None:

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def measure(
     return {"ranks": ranks, "threads": threads, "cores": cores, "curves": watch.curves}
 
 
-def merged(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one row for all ranks: the mean of their seconds, point by point."""
     curves = {}
     for name, points in rows[0]["curves"].items():

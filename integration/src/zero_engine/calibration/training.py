@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 import zero_core
 from zero_core.comm.device import make_transport, share_memory
@@ -17,6 +19,7 @@ from zero_core.comm.meter import Meter
 from zero_core.comm.topology import Ranks, count_per_node, find_ranks
 from zero_core.errors import MissingPartError
 from zero_core.plan.activations import trace_step
+from zero_core.plan.operators import ATTENTION, ATTENTION_BACKWARD
 from zero_core.plan.plan import plan
 from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_engine.calibration.timing import Points, Stopwatch, rising
@@ -26,6 +29,10 @@ UPDATED = (2**16, 2**20, 2**23)
 EXCHANGED = (2**10, 2**16, 2**20, 2**23)
 """Bytes of a rank's shard."""
 DISK_BYTES = (2**20, 2**24, 2**26)
+PRODUCTS = ("matmul", "product", "bmm", ATTENTION, ATTENTION_BACKWARD)
+MOST_FACTOR = 2.5
+"""By which kernels may be slower in training than alone; products also faster."""
+_Activation = Callable[[Tensor], Tensor]
 DEPTHS = (2, 10)
 """Blocks of the tiny models by which Python's share is told apart."""
 
@@ -178,10 +185,12 @@ def time_files(watch: Stopwatch, folder: Path) -> None:
 class Blocks(nn.Module):
     """A language model with attention, by which what surrounds kernels is told."""
 
-    def __init__(self, depth: int, width: int, heads: int, vocab: int) -> None:
+    def __init__(
+        self, depth: int, width: int, heads: int, vocab: int, *, activation: _Activation = gelu
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(_Block(width, heads, activation) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
 
@@ -195,9 +204,10 @@ class Blocks(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, activation: _Activation) -> None:
         super().__init__()
         self.heads = heads
+        self.activation = activation
         self.norms = nn.ModuleDict({"first": nn.LayerNorm(width), "second": nn.LayerNorm(width)})
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -209,7 +219,7 @@ class _Block(nn.Module):
         query, key, value = (part.transpose(1, 2) for part in parts)
         attend = nn.functional.scaled_dot_product_attention
         x = x + self.out(attend(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
-        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norms["second"](x))))
+        y: Tensor = x + self.down(self.activation(self.up(self.norms["second"](x))))
         return y
 
 
@@ -225,13 +235,27 @@ def fit_operators(watch: Stopwatch) -> None:
     watch.curves["operator"] = _constant(max(beside, 0.0) / (many.calls - few.calls))
     is_cpu = watch.device.type == "cpu"
     shape, tokens = ((3, 384, 6, 2048), (4, 128)) if is_cpu else ((4, 2048, 16, 16384), (4, 1024))
+    per_call = watch.curves["operator"][0][1] if is_cpu else 0.0
     for dtype in ("float32", "bfloat16"):
-        found = _compare(watch, Blocks(*shape), tokens, dtype)
-        beside = watch.curves["operator"][0][1] * found.calls if is_cpu else 0.0
-        factor = max(found.seconds - beside, 0.0) / found.kernels_s
+        models = (Blocks(*shape), Blocks(*shape, activation=_gelu_of_parts))
+        plain, parts = (_compare(watch, model, tokens, dtype) for model in models)
+        # Products and other operators are slower by a factor each: two equations.
+        wanted = [found.seconds - per_call * found.calls for found in (plain, parts)]
+        slope = parts.products_s / plain.products_s
+        others = (wanted[1] - slope * wanted[0]) / (parts.others_s - slope * plain.others_s)
+        others = min(max(others, 1.0), MOST_FACTOR)
+        products = (wanted[0] - others * plain.others_s) / plain.products_s
+        products = min(max(products, 1.0 / MOST_FACTOR), MOST_FACTOR)
         for name in [n for n in watch.curves if n.endswith(f".{dtype}")]:
-            if not name.startswith("update."):
+            kind = name.split(".")[0]
+            factor = products if kind in PRODUCTS else others
+            if kind != "update":
                 watch.curves[name] = [(n, s * factor) for n, s in watch.curves[name]]
+
+
+def _gelu_of_parts(x: Tensor) -> Tensor:
+    """Compute what GELU's tanh form is, by as many operators as some models do."""
+    return 0.5 * x * (1.0 + torch.tanh(0.79788456 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 @dataclass(frozen=True)
@@ -239,8 +263,13 @@ class _Compared:
     """Forward and backward of a model: measured, and by the curves of its kernels."""
 
     seconds: float
-    kernels_s: float
+    products_s: float
+    others_s: float
     calls: int
+
+    @property
+    def kernels_s(self) -> float:
+        return self.products_s + self.others_s
 
 
 def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: str) -> _Compared:
@@ -249,16 +278,18 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
     trace = trace_step(model, config, [ids], [("", model)])
     assert trace.backward is not None, "a model of plain operators"
     calls = sum(trace.forward.values(), trace.backward)
-    # Without the part of calls, which is added to kernels.
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
-    rates = Rates(1, 1, 1, curves | {"operator": Curve(((1.0, 0.0),))})
+    rates = Rates(1, 1, 1, curves)
+    kernels = {True: 0.0, False: 0.0}
+    for call, number in calls.calls.items():
+        kernels[call.is_product] += number * call.seconds(rates)
     model.to(device=watch.device, dtype=getattr(torch, dtype))
 
     def run() -> None:
         model.zero_grad()
         torch.autograd.backward(model(ids))
 
-    return _Compared(watch.seconds(run), calls.seconds(rates), sum(calls.calls.values()))
+    return _Compared(watch.seconds(run), kernels[True], kernels[False], calls.num_calls)
 
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:

@@ -35,7 +35,11 @@ from zero_core.plan.footprints import (
     WholeFootprint,
 )
 from zero_core.plugins import call_factory
-from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
+from zero_core.sharded.gradient_plan import (
+    GradientCase,
+    accumulated_dtype,
+    communicated_dtype,
+)
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 
@@ -229,6 +233,11 @@ class Forecast:
         low, stop = next((low, stop) for low, stop, s in self._spans if s is segment)
         first, last = self.tier.device_span(ratio)
         return stop - low - max(min(stop, last) - max(low, first), 0)
+
+    def full_dtype(self, segment: Segment) -> torch.dtype:
+        """Return the dtype in which a rank holds its own gradient of a segment."""
+        plan = self._gradients[segment.index]
+        return plan.accumulated if plan.case is GradientCase.ALONE else plan.communicated
 
     def offered_dtype(self, segment: Segment) -> torch.dtype:
         """Return the dtype in which the tier gets the segment's gradient."""

@@ -2,7 +2,7 @@
 
 [Note: amounts]
 operations  of matrix products, convolutions and attention, as `torch.utils.flop_counter` counts
-            them
+            them; where one curve stands for all products, their bytes count as well
 bytes       of all other operators: of the tensors that they read and write. Rows that an embedding
             looks up count, its table does not. Views have none
 """
@@ -36,12 +36,14 @@ class Operator:
         dtype: name of the dtype that it computes in.
         amount: see [Note: amounts].
         is_product: whether the amount are operations.
+        nbytes: bytes that a product reads and writes.
     """
 
     kind: str
     dtype: str
     amount: int
     is_product: bool
+    nbytes: int = 0
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator:
@@ -61,12 +63,8 @@ class Operator:
             name = ATTENTION_BACKWARD if is_backward else ATTENTION
             return cls(name, dtype, int(operations), True)
         if packet in flop_counter.flop_registry:
-            return cls(
-                kind,
-                dtype,
-                int(flop_counter.flop_registry[packet](*args, **kwargs, out_val=out)),
-                True,
-            )
+            operations = flop_counter.flop_registry[packet](*args, **kwargs, out_val=out)
+            return cls(kind, dtype, int(operations), True, _nbytes(read) + _nbytes(written))
         if _is_view(func):
             return cls("view", dtype, 0, False)
         if kind in _LOOKUPS:
@@ -77,9 +75,12 @@ class Operator:
         """Return the seconds of its kernel on a machine."""
         if not self.amount:
             return 0.0
-        fallback = "matmul" if self.is_product else "memory"
-        names = [f"{self.kind}.{self.dtype}", f"{fallback}.{self.dtype}", f"{fallback}.float32"]
-        return rates.seconds(names, self.amount)
+        own, dtypes = f"{self.kind}.{self.dtype}", (self.dtype, "float32")
+        if own in rates.curves or not self.is_product:
+            return rates.seconds([own, *(f"memory.{dtype}" for dtype in dtypes)], self.amount)
+        product = f"product.{self.dtype}"
+        memory_s = rates.seconds([product], self.nbytes) if product in rates.curves else 0.0
+        return memory_s + rates.seconds([f"matmul.{dtype}" for dtype in dtypes], self.amount)
 
 
 def _is_view(func: Any) -> bool:

@@ -25,7 +25,7 @@ from zero_core.plan.rates import Rates
 from zero_core.plan.schedule import Schedule, Work
 from zero_core.plan.step_time import LANES, Span, StepTime
 from zero_core.plan.traffic import gather_calls, reduction_calls
-from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
+from zero_core.sharded.gradient_plan import accumulated_dtype
 from zero_core.sharded.norms import norms_of
 from zero_core.step.gradient import updates_in_backward
 from zero_core.step.statistics import statistics_nbytes
@@ -195,8 +195,10 @@ class Prediction:
                 links.gather(s.shard_numel * accumulated_dtype(s, config).itemsize)
                 for s in trainable
             ]
+        # Autograd's gradient is copied to the unit's, and the reduced one is read for its norm.
         written = sum(
-            s.padded_numel * (s.dtype.itemsize + communicated_dtype(s, config).itemsize)
+            s.padded_numel * (s.dtype.itemsize + self._forecast.full_dtype(s).itemsize)
+            + s.shard_numel * accumulated_dtype(s, config).itemsize
             for s in trainable
         )
         host = [(s, self._forecast.host_numel(s, ratio)) for s in trainable]
@@ -270,7 +272,7 @@ class Prediction:
         """Return the time of a step with this share of the optimizer state on the host."""
         units = self._unit_times(ratio)
         cores = None if self._rates.cores is None else self._rates.cores / self._rates.ranks
-        program = _Program(self._shape(ratio), units, Schedule(cores))
+        program = StepProgram(self._shape(ratio), units, Schedule(cores))
         ends = [program.step() for _ in range(NUM_STEPS)]
         program.schedule.run()
         stop, start = ends[-1].stop, ends[-2].stop
@@ -289,7 +291,7 @@ class Prediction:
         return StepTime(stop - start, lanes, samples, tuple(spans))
 
 
-class _Program:
+class StepProgram:
     """The engine's program, step by step. See [Note: one step].
 
     Attributes:
@@ -438,11 +440,11 @@ class _Program:
             return
         ready = [self._reduced.get(unit), agreed]
         if time.read_s:
-            ready.append(add("file", "file", what, time.read_s, ready))
+            ready.append(add("file", "file", what, time.read_s, ready, need=unit))
         cores = 0.0 if self._shape.is_accelerated else float(self._shape.threads)
         updated = add("host", "host", what, time.host_s, ready, cores=cores, need=unit)
         if time.write_s:
-            add("file", "file", what, time.write_s, [updated])
+            add("file", "file", what, time.write_s, [updated], need=unit)
         if time.up_s:
-            updated = add("up", "copies", what, time.up_s, [updated])
+            updated = add("up", "copies", what, time.up_s, [updated], need=unit)
         self._published[unit] = updated

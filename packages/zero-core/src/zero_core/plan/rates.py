@@ -7,6 +7,7 @@ name                    amount                  seconds of
 OPERATOR.DTYPE          see `operators`         a call of a torch operator, such as "gelu.float32"
 matmul.DTYPE            floating-point          a matrix product, and any operator without a curve
                         operations              of its own whose operations are counted
+product.DTYPE           bytes read and written  what such a product takes besides for its bytes
 memory.DTYPE            bytes read and written  an elementwise operator, and any other
 operator                calls                   what a call takes beside its kernel
 pass                    units                   the engine's work for a unit, forward or backward
@@ -128,7 +129,7 @@ class Calibration:
             for r in self.rates
         ]
         named = {"format": FORMAT, "device": self.device, "source": self.source, "rates": rates}
-        return json.dumps(named, indent=1)
+        return json.dumps(named)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], name: str) -> Calibration:

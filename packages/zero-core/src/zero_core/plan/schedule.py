@@ -6,9 +6,10 @@ Nothing waits and nothing is measured. Work takes given seconds on a resource, a
 [Note: resources]
 main      the thread that computes, or the compute stream: in the order of the program
 link      collectives between ranks, in the order in which they are launched
-down, up  copies to the host and back, in order
-host      the host's updates: of those that may begin, the one of the lowest rank in need
-file      reads and writes of NVMe offload, in order
+down      copies to the host, in order
+host      the host's updates, of those that may begin the one that is needed first
+up        copies back, likewise
+file      reads and writes of NVMe offload, likewise
 
 Where ranks compute on the CPU, ``cores`` of them are shared by all that runs at once: if more are
 asked for, everything that computes is slowed down alike.
@@ -21,8 +22,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-IN_ORDER = ("main", "link", "down", "up", "file")
-HOST = "host"
+IN_ORDER = ("main", "link", "down")
+BY_NEED = ("host", "up", "file")
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +34,7 @@ class Work:
         lane: of [Note: lanes] in `zero_core.plan.step_time`.
         what: what is done, in words.
         cores: cores that it keeps busy meanwhile.
-        need: rank among the host's updates.
+        need: place among what may begin on a resource that goes by need, the lowest first.
         start, stop: when it ran, known when `run` has returned.
     """
 
@@ -85,15 +86,19 @@ class Schedule:
         """
         followers: dict[int, list[Work]] = {}
         queues: dict[str, deque[Work]] = {name: deque() for name in IN_ORDER}
-        updates: list[tuple[int, int, Work]] = []  # the host's, that may begin
+        ready: dict[str, list[tuple[int, int, Work]]] = {name: [] for name in BY_NEED}
+
+        def offer(work: Work) -> None:
+            if work.resource in ready and not work._num_awaited:
+                heapq.heappush(ready[work.resource], (work.need, id(work), work))
+
         for work in self.work:
             work._num_awaited, work._left = len(work.after), work.seconds
             for earlier in work.after:
                 followers.setdefault(id(earlier), []).append(work)
-            if work.resource != HOST:
+            if work.resource in queues:
                 queues[work.resource].append(work)
-            elif not work.after:
-                heapq.heappush(updates, (work.need, id(work), work))
+            offer(work)
         running: dict[str, Work] = {}
         now, num_done = 0.0, 0
         while num_done < len(self.work):
@@ -101,9 +106,10 @@ class Schedule:
                 if name not in running and queue and not queue[0]._num_awaited:
                     running[name] = queue.popleft()
                     running[name].start = now
-            if HOST not in running and updates:
-                running[HOST] = heapq.heappop(updates)[2]
-                running[HOST].start = now
+            for name, waiting in ready.items():
+                if name not in running and waiting:
+                    running[name] = heapq.heappop(waiting)[2]
+                    running[name].start = now
             if not running:
                 raise ValueError("work waits for work that cannot come before it")
             asked = sum(work.cores for work in running.values())
@@ -120,5 +126,4 @@ class Schedule:
                 num_done += 1
                 for follower in followers.get(id(work), ()):
                     follower._num_awaited -= 1
-                    if follower.resource == HOST and not follower._num_awaited:
-                        heapq.heappush(updates, (follower.need, id(follower), follower))
+                    offer(follower)

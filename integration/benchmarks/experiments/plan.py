@@ -1,0 +1,382 @@
+"""Predicted time and memory of a step against measured ones, and the choice against a search.
+
+[Note: cases]
+held-out   24 configurations that nothing was fitted to: stage, dtype, offload, ranks, model, link
+tuning     others, by which the prediction may be mended
+search     6 of the held-out ones: every choice of the plan is measured, and the chosen one compared
+           with the fastest
+
+The rates are those of ``zero-engine doctor --measure``, taken first. Ranks of "2 nodes" are alone
+in network namespaces that a limited veth pair joins (`benchmarks.experiments.comm.link`; root). The
+exchanges over that link are measured by the same program in the same namespaces.
+
+time      median of the steps, all ranks beginning together, over the predicted seconds
+memory    peak resident memory of a rank over the planned bytes, in a run of its own with glibc's
+          ``MALLOC_MMAP_THRESHOLD_`` at 64 KiB, as in `benchmarks.experiments.memory`
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import zero_core
+from benchmarks.experiments.comm.link import NODES, Link, missing_for_link
+from benchmarks.experiments.memory import RETURN_FREED
+from benchmarks.harness import options
+from benchmarks.harness.job import Job
+from benchmarks.harness.models import GptShape
+from benchmarks.harness.options import RESULTS, Output, of
+from benchmarks.harness.ranks import HERE, Node, Place, RankError, Row, Runner, run_ranks
+from benchmarks.harness.report import MS, Column, Section, bars, judged, machine, publish
+from benchmarks.harness.rounds import start_ranks
+from zero_core.plan.rates import Calibration, Rates
+from zero_core.plan.result import Choice
+from zero_engine.calibration.machine import measure_machine, read_calibration
+from zero_engine.calibration.rank import measure as measure_rank
+from zero_engine.calibration.rank import merged
+from zero_engine.machine import available_cores
+
+RATE_MBIT = 500
+"""Of the link between the nodes."""
+TIME_BAR, WORST_TIME_BAR, NUM_WITHIN = 0.10, 0.20, 20
+MEMORY_BAR, WORST_MEMORY_BAR = 0.05, 0.08
+CHOICE_BAR, PLAN_BAR_S = 0.05, 30.0
+OFFLOAD: Mapping[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+AGAIN: Mapping[str, Any] = {"activation_checkpointing": {}}
+WIDE = ("plain", GptShape(8, 512, heads=8, vocab=2048, context=128), 4)
+DEEP = ("plain", GptShape(16, 320, heads=5, vocab=4096, context=256), 2)
+HF = ("gpt2", GptShape(6, 640, heads=10, vocab=4096, context=128), 2)
+LARGE = ("plain", GptShape(6, 768, heads=12, vocab=1024, context=64), 8)
+MIDDLE = ("plain", GptShape(5, 320, heads=5, vocab=1024, context=192), 3)
+HF_SMALL = ("gpt2", GptShape(6, 448, heads=7, vocab=2048, context=64), 4)
+
+_Model = tuple[str, GptShape, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration: a job on one node or on two."""
+
+    job: Job
+    has_link: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.job.name
+
+
+def _case(
+    about: str,
+    model: _Model,
+    stage: int,
+    dtype: str,
+    *,
+    ranks: int = 1,
+    is_offloaded: bool = False,
+    has_link: bool = False,
+    top: Mapping[str, Any] | None = None,
+) -> Case:
+    kind, shape, micro_batch = model
+    words = [about, f"stage {stage}", dtype, f"{ranks} {'nodes' if has_link else 'ranks'}"]
+    words += ["offload"] * is_offloaded + [str(key) for key in top or {}]
+    job = Job(
+        *(", ".join(words), "zero", shape, micro_batch),
+        steps=0,
+        model=kind,
+        dtype=dtype,
+        stage=stage,
+        zero=OFFLOAD if is_offloaded else {},
+        top=top or {},
+        ranks=ranks,
+        threads=max(1, available_cores() // ranks),
+    )
+    return Case(job, has_link)
+
+
+def held_out() -> Iterator[Case]:
+    """Yield the 24 configurations."""
+    for dtype in ("fp32", "bf16"):
+        for is_offloaded in (False, True):
+            yield _case("wide", WIDE, 0, dtype, is_offloaded=is_offloaded)
+            yield _case("hf", HF, 0, dtype, is_offloaded=is_offloaded)
+        for stage in (0, 2, 3):
+            yield _case("wide", WIDE, stage, dtype, ranks=2)
+        yield _case("hf", HF, 1, dtype, ranks=2, is_offloaded=True)
+        yield _case("hf", HF, 3, dtype, ranks=2, is_offloaded=True)
+        for stage in (1, 3):
+            yield _case("large", LARGE, stage, dtype, ranks=2, has_link=True)
+    yield _case("deep", DEEP, 3, "bf16", ranks=2, top=AGAIN)
+    yield _case("deep", DEEP, 2, "fp32", ranks=2, top={"gradient_accumulation_steps": 2})
+
+
+def tuning() -> Iterator[Case]:
+    """Yield configurations of other models."""
+    yield _case("middle", MIDDLE, 0, "fp32")
+    yield _case("hf small", HF_SMALL, 0, "bf16", is_offloaded=True)
+    yield _case("middle", MIDDLE, 1, "bf16", ranks=2)
+    yield _case("hf small", HF_SMALL, 3, "fp32", ranks=2)
+    yield _case("middle", MIDDLE, 2, "fp32", ranks=2, is_offloaded=True)
+    yield _case("hf small", HF_SMALL, 3, "bf16", ranks=2, has_link=True)
+
+
+def searched() -> Iterator[Case]:
+    """Yield 6 of the held-out ones, with as few samples as leave something to choose."""
+    of_name = {case.name: case for case in held_out()}
+    for name, micro_batch in (
+        ("wide, stage 0, fp32, 1 ranks", 4),
+        ("hf, stage 0, bf16, 1 ranks", 2),
+        ("wide, stage 0, bf16, 1 ranks, offload", 4),
+        ("wide, stage 3, fp32, 2 ranks", 1),
+        ("hf, stage 3, bf16, 2 ranks, offload", 1),
+        ("large, stage 3, bf16, 2 nodes", 1),
+    ):
+        case = of_name[name]
+        yield replace(case, job=replace(case.job, micro_batch=micro_batch))
+
+
+SETS = {"held_out": held_out, "tuning": tuning, "search": searched}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all cases share: steps, rates, and the nodes of a link, if there is one."""
+
+    steps: int
+    warmup: int
+    runner: Runner
+    calibration: Calibration
+    linked: Calibration | None
+    nodes: Sequence[Node]
+
+    def nodes_of(self, case: Case) -> Sequence[Node]:
+        return self.nodes if case.has_link else (HERE,)
+
+    def plan(self, case: Case) -> tuple[zero_core.Plan, float]:
+        """Return the plan and the seconds that it took."""
+        started_at = time.perf_counter()
+        found = case.job.plan(
+            has_activations=True,
+            device_type="cpu",
+            ranks_per_node=1 if case.has_link else case.job.ranks,
+            calibration=self.linked if case.has_link else self.calibration,
+        )
+        return found, time.perf_counter() - started_at
+
+    def step_s(self, case: Case) -> float:
+        """Return the median seconds of an optimizer step.
+
+        Raises:
+            RankError: the ranks failed.
+        """
+        micro_steps = int(case.job.top.get("gradient_accumulation_steps", 1))
+        job = replace(case.job, steps=self.steps * micro_steps, warmup=self.warmup * micro_steps)
+        arguments = {"job": job}
+        target = "benchmarks.harness.train:on_cpu"
+        row = start_ranks(target, arguments, job, self.runner, self.nodes_of(case))
+        if "ranks" not in row:
+            raise RankError(str(row.get("failure", row)), str(row.get("log", "")))
+        times: list[float] = row["ranks"][0]["times_s"]
+        groups = zip(*[iter(times)] * micro_steps, strict=True)
+        return float(statistics.median(sum(group) for group in groups))
+
+    def peak_bytes(self, case: Case) -> float:
+        """Return the largest rise of a rank's resident memory."""
+        micro_steps = int(case.job.top.get("gradient_accumulation_steps", 1))
+        job = replace(case.job, steps=2 * micro_steps)
+        rows = run_ranks(
+            "benchmarks.experiments.memory:measure",
+            {"job": job, "marks": []},
+            job.ranks,
+            environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **RETURN_FREED},
+            nodes=self.nodes_of(case),
+        )
+        return max(float(row["peak_bytes"]) for row in rows)
+
+
+def compared(bench: Bench, case: Case) -> Row:
+    """Return a case's predicted and measured time and memory."""
+    planned, plan_s = bench.plan(case)
+    assert planned.step_time is not None, "there are inputs and a calibration"
+    predicted_s = planned.step_time.total_s
+    use = planned.memory
+    planned_bytes = use.device_bytes + use.host_bytes
+    step_s, peak = bench.step_s(case), bench.peak_bytes(case)
+    time_ratio, memory_ratio = step_s / predicted_s, peak / planned_bytes
+    return {
+        "predicted_s": predicted_s,
+        "step_s": step_s,
+        "time_ratio": time_ratio,
+        "is_time_met": abs(predicted_s / step_s - 1) <= TIME_BAR,
+        "planned_bytes": planned_bytes,
+        "peak_bytes": peak,
+        "memory_ratio": memory_ratio,
+        "is_memory_met": abs(memory_ratio - 1) <= MEMORY_BAR,
+        "plan_s": plan_s,
+        "bound": planned.step_time.bound,
+        "lanes": dict(planned.step_time.lanes),
+    }
+
+
+def search(bench: Bench, case: Case) -> Row:
+    """Measure every choice of a case's plan, and compare the chosen one with the fastest."""
+    planned, plan_s = bench.plan(case)
+    best = planned.best
+    assert best is not None, "no memory was given"
+    rows: dict[str, Row] = {}
+    for choice in planned.choices:
+        if choice.is_quantized or not choice.is_fitting:
+            continue
+        seconds = bench.step_s(replace(case, job=_job_of(case.job, choice)))
+        assert choice.step_time is not None, "there are inputs and a calibration"
+        rows[choice.whole] = {"predicted_s": choice.step_time.total_s, "step_s": seconds}
+        print(f"  {choice.whole}: {choice.step_time.total_s:.4f} s, measured {seconds:.4f} s")
+    fastest = min(rows, key=lambda name: float(rows[name]["step_s"]))
+    over_best = rows[best.whole]["step_s"] / rows[fastest]["step_s"]
+    return {
+        "chosen": best.whole,
+        "fastest": fastest,
+        "over_best": over_best,
+        "is_met": over_best <= 1 + CHOICE_BAR,
+        "plan_s": plan_s,
+        "choices": rows,
+    }
+
+
+def _job_of(job: Job, choice: Choice) -> Job:
+    """Return the job with a choice's configuration. Its steps have as many samples."""
+    written = choice.apply(job.config())
+    again = AGAIN if choice.is_recomputed else {}
+    zero = {k: v for k, v in written["zero_optimization"].items() if k != "stage"}
+    top = {**again, "gradient_accumulation_steps": choice.micro_steps}
+    return replace(job, stage=choice.stage, zero=zero, micro_batch=choice.micro_batch, top=top)
+
+
+def measure_link(place: Place) -> Row:
+    """Return the rates of the exchanges between the ranks of a link."""
+    torch.set_num_threads(1)
+    place.join()
+    return measure_rank(torch.device("cpu"), cores=1, disk=None, is_link_alone=True)
+
+
+def _over_link(calibration: Calibration, link: Link) -> Calibration:
+    """Return the rates of two ranks of this machine, each a node of its own behind the link."""
+    rows = run_ranks(f"{__name__}:measure_link", {}, len(NODES), nodes=link.nodes)
+    found = {"format": "zero calibration 1", "device": "", "source": "", "rates": [merged(rows)]}
+    own, of_link = calibration.at(len(NODES)), Calibration.from_json(found, "the link's rates")
+    cores = None if own.cores is None else max(1, own.cores // len(NODES))
+    curves = {**own.curves, **of_link.rates[0].curves}
+    return Calibration(calibration.device, "", (Rates(1, own.threads, cores, curves),))
+
+
+def main(
+    sets: Annotated[list[str] | None, of(SETS, "--set")] = None,
+    steps: options.Steps = 12,
+    warmup: options.Warmup = 3,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Cases whose name has these words. Repeatable.")
+    ] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="Rates measured before. Default: they are measured first.")
+    ] = None,
+    rate: Annotated[int, typer.Option(min=1, help="Mbit/s of the link.")] = RATE_MBIT,
+    output: Output = RESULTS,
+) -> None:
+    """Measure, write ``plan.json`` and ``plan.png``, print a table per set."""
+    os.environ.pop("OMP_NUM_THREADS", None)  # ranks share the cores
+    started_at = time.perf_counter()
+    calibration = _rates(rates, output)
+    calibration_s = time.perf_counter() - started_at
+    chosen = {
+        name: [c for c in SETS[name]() if all(word in c.name for word in only or ())]
+        for name in sets or SETS
+    }
+    needs_link = any(case.has_link for cases in chosen.values() for case in cases)
+    reason = missing_for_link() if needs_link else ""
+    if reason:
+        print(f"cases of two nodes are skipped: {reason}")
+    parts: dict[str, dict[str, Row]] = {}
+    with Link.made() if needs_link and not reason else nullcontext() as link:
+        linked = None
+        if link is not None:
+            link.limit(rate)
+            linked = _over_link(calibration, link)
+        nodes = () if link is None else link.nodes
+        bench = Bench(steps, warmup, Runner(), calibration, linked, nodes)
+        for name, cases in chosen.items():
+            parts[name] = {}
+            for case in cases:
+                if case.has_link and link is None:
+                    continue
+                row = search(bench, case) if name == "search" else compared(bench, case)
+                parts[name][case.name] = row
+                shown = row.get("time_ratio", row.get("over_best"))
+                print(f"{name}: {case.name}: {shown:.3f}", flush=True)
+    report = {
+        "machine": machine(),
+        "rates": {"source": calibration.source, "seconds": calibration_s},
+        "rate_mbit": rate,
+        "parts": parts,
+        "summary": {name: summary(name, rows) for name, rows in parts.items() if rows},
+        "seconds": time.perf_counter() - started_at,
+    }
+    publish(output, "plan", report, [section(n, rows) for n, rows in parts.items() if rows])
+
+
+def _rates(path: Path | None, output: Path) -> Calibration:
+    if path is not None:
+        return read_calibration(str(path))
+    found = measure_machine([1, 2], None)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "rates.json").write_text(found.to_json() + "\n", encoding="utf-8")
+    return found
+
+
+def summary(name: str, rows: Mapping[str, Row]) -> Row:
+    """Return the figures that the bars are about."""
+    longest = max(row["plan_s"] for row in rows.values())
+    if name == "search":
+        worst = max(row["over_best"] for row in rows.values())
+        return {"worst_over_best": worst, "longest_plan_s": longest}
+    errors = [abs(row["predicted_s"] / row["step_s"] - 1) for row in rows.values()]
+    memory = [abs(row["memory_ratio"] - 1) for row in rows.values()]
+    return {
+        "num_within_10_percent": sum(error <= TIME_BAR for error in errors),
+        "num_cases": len(errors),
+        "worst_time": max(errors),
+        "worst_memory": max(memory),
+        "longest_plan_s": longest,
+    }
+
+
+def section(name: str, rows: Mapping[str, Row]) -> Section:
+    if name == "search":
+        over = Column("of fastest", lambda r: judged(r["over_best"], ".3f", r["is_met"]))
+        columns = [over, Column("chosen", "chosen"), Column("fastest", "fastest")]
+        return Section("the choice and every other", rows, columns, heading="case")
+    columns = [
+        Column("predicted ms", "predicted_s", ".1f", MS),
+        Column("measured ms", "step_s", ".1f", MS),
+        Column("ratio", lambda r: judged(r["time_ratio"], ".3f", r["is_time_met"])),
+        Column("memory", lambda r: judged(r["memory_ratio"], ".3f", r["is_memory_met"])),
+        Column("plan s", "plan_s", ".1f"),
+        Column("bound", "bound"),
+    ]
+    found = summary(name, rows)
+    caption = (
+        f"time within {TIME_BAR:.0%} in {found['num_within_10_percent']} of {found['num_cases']} "
+        f"(bar {NUM_WITHIN} of 24), worst {found['worst_time']:.0%} (bar {WORST_TIME_BAR:.0%}); "
+        f"memory worst {found['worst_memory']:.1%} (bars {MEMORY_BAR:.0%}, {WORST_MEMORY_BAR:.0%})"
+    )
+    title = "measured over predicted time"
+    panels = bars(title, rows, {"": "time_ratio"}, "")
+    return Section(f"plans: {name}", rows, columns, caption, "case", panels)
