@@ -32,6 +32,7 @@ MODULES = {
     "gpu": "gpu.program",
     "document": "gpu.program",
     "offload_cuda": "gpu.offload",
+    "plan": "plan.program",
 }
 """Of `benchmarks.experiments`, where an experiment is in a folder."""
 
