@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 }
 ENVIRONMENT = {"device": "cpu", "cores": 2, "threads": 1, "host": HOSTILE, "host_memory": 10**10}
 RUN = RunRecord(0, 2, 2, 1e9, 0, 10**6, 10**6, ["", "blocks.0", "blocks.1"], {"device": 10**6},
-                {"parameters": 4 * 10**6}, CONFIG, ENVIRONMENT)  # fmt: skip
+                CONFIG, ENVIRONMENT)  # fmt: skip
 STEP = StepRecord(
     step=1,
     at=1e9,
@@ -72,6 +72,7 @@ def _write(folder: Path, changes: Any = None, *, config: Any = CONFIG, num_ranks
                 1e9,
                 [("compute", f"forward of {HOSTILE}", 0.0, 0.03, False)],
                 [(0.0, 10**9, "outside"), (0.02, 2 * 10**9, HOSTILE)],
+                {"parameters": 4 * 10**6, HOSTILE: 10},
             )
         )
         file.write(EventRecord(1e9, 20, "failed", HOSTILE))
@@ -163,6 +164,8 @@ def test_a_folder_without_records_and_a_third_run(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
+    assert "engine.record(folder)" in json.loads(result.stdout)["error"]
     with pytest.raises(ConfigError, match=r"engine\.record"):
         read_run(tmp_path)
     run = _write(tmp_path / "run")

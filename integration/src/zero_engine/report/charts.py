@@ -55,7 +55,7 @@ def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
         if detail is None:
             continue
         base = min(held for _, held, _ in detail.memory)
-        kinds = {kind: size for kind, size in rank.run.memory.items() if size}
+        kinds = {kind: size for kind, size in detail.kinds.items() if size}
         known = sum(kinds.values())
         layers = dict(kinds)
         if rank.run.environment.get("device") != "cpu":  # there it is mostly the interpreter

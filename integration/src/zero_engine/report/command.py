@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from zero_core.errors import ConfigError
+from zero_core.errors import ConfigError, ZeroError
 from zero_engine.machine import parse_bytes
 from zero_engine.report import write_report
 from zero_engine.report.compose import first_sentence
 from zero_engine.report.run import read_run
+from zero_engine.terminal import DONE, refuse, say, working
 
 
-def run_report(runs: Sequence[str], output: str | None, memory: str | None) -> None:
-    """Write the page and print where it is.
+def run_report(
+    runs: Sequence[str], output: str | None, memory: str | None, *, as_json: bool
+) -> int:
+    """Write the page and print where it is. Returns the exit code."""
+    try:
+        limit = None if memory is None else _bytes(memory)
+        with working("report"):
+            page = write_report(runs, output or Path(runs[0], "report.html"), memory_limit=limit)
+            sentences = {run: first_sentence(read_run(Path(run)), limit) for run in runs}
+    except ZeroError as error:
+        return refuse(error, as_json=as_json)
+    lines = [*sentences.values(), f"written to {page}"]
+    say({"page": str(page), "sentences": sentences}, "\n".join(lines), as_json=as_json)
+    return DONE
 
-    Raises:
-        ZeroError: a run or an option is not usable.
-    """
-    limit = None
-    if memory is not None:
-        limit = parse_bytes(memory)
-        if not limit:
-            raise ConfigError(f"--memory {memory!r}: expected bytes, as 24GB or 22GiB")
-    page = write_report(runs, output or Path(runs[0], "report.html"), memory_limit=limit)
-    console = Console()
-    for run in runs:
-        sentence = first_sentence(read_run(Path(run)), limit)
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"written to {page}", highlight=False, markup=False, soft_wrap=True)
+
+def _bytes(memory: str) -> int:
+    found = parse_bytes(memory)
+    if not found:
+        raise ConfigError(f"--memory {memory!r}: expected bytes, as 24GB or 22GiB")
+    return found

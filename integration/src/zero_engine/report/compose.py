@@ -198,7 +198,8 @@ def _memory(found: Measured, plan: Plan | None, why_no_plan: str) -> Iterator[Bl
     for spec in charts.memory_over_step(found.run.ranks):
         yield Chart(spec)
     rows = []
-    kept = found.run.run.memory
+    details = found.run.ranks[0].details
+    kept: Mapping[str, int] = details[-1].kinds if details else {}
     planned: Mapping[str, int] = {}
     if plan is not None:
         planned = {**plan.memory.device, **plan.memory.host}
@@ -272,8 +273,14 @@ def _bytes(found: Measured, plan: Plan | None) -> Iterator[Block]:
             [[r["collective"], r["link"], format_bytes(round(r["mib"] * 2**20))] for r in rows],
         )
     if plan is not None and plan.traffic_choices:
-        yield Text("Between nodes, with and without each flag:")
-        yield Table(["flags", "planned"], [[str(choice), ""] for choice in plan.traffic_choices])
+        yield Text("What a rank sends to other nodes in a step, with and without each flag:")
+        yield Table(
+            ["flags", "between nodes", "memory for it"],
+            [
+                [c.name, format_bytes(c.between_nodes_bytes), format_bytes(c.kept_bytes)]
+                for c in plan.traffic_choices
+            ],
+        )
 
 
 def _training(found: Measured) -> Iterator[Block]:

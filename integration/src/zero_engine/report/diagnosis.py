@@ -34,6 +34,8 @@ _LOADING = re.compile(
     r"open\(|\.read\(",
     re.IGNORECASE,
 )
+_BYTES_OF_STATES = 12
+"""Bytes of an element's gradient and two moments, which the first step makes."""
 _SMALL = 4
 """Samples of a micro-batch that is called tiny, at most."""
 _USUAL_SCALING = 0.85
@@ -150,7 +152,7 @@ def _not_finite(found: Measured) -> Iterator[Cause]:
 
 def _memory(found: Measured, limit: int | None) -> Iterator[Cause]:
     """Memory that is nearly used up, and activations that recomputation would free."""
-    transient, moment = transient_bytes(found)
+    moment, transient = transient_bytes(found)[1], _activation_bytes(found)
     config = found.run.run.config
     checkpointing = config.get("activation_checkpointing") or {}
     peak = max(rank.peak_bytes for rank in found.ranks)
@@ -187,6 +189,18 @@ def transient_bytes(found: Measured) -> tuple[int, str]:
                 if top - base > best:
                     best, moment = top - base, name
     return best, moment
+
+
+def _activation_bytes(found: Measured) -> int:
+    """Return how much of a step's memory is activations, about."""
+    best, _ = transient_bytes(found)
+    for rank in found.run.ranks:
+        if rank.run.environment.get("device") == "cpu" and rank.run.held_bytes:
+            # Memory that was freed once stays resident: the first step's growth tells more.
+            kept = _BYTES_OF_STATES * sum(rank.run.shares.values())
+            peak = max((step.peak_bytes for step in rank.steps), default=0)
+            best = max(best, peak - rank.run.held_bytes - kept)
+    return best
 
 
 def _straggler(found: Measured) -> Iterator[Cause]:
@@ -278,6 +292,8 @@ def _host(found: Measured) -> Iterator[Cause]:
     run = found.run.run
     numel = run.shares.get("host", 0)
     if not numel or wait < _LEAST * found.seconds or found.lane("file wait") > wait / 2:
+        return
+    if busy < wait / 2:  # it waits itself, for copies
         return
     # An element that moves takes the host's time away, and adds the device's own.
     per_host = busy / numel

@@ -342,14 +342,14 @@ class Engine(ShardedModel):
         """
         if self._recorder is not None:
             self._recorder.remove()
-        memory = {**self._memory.report(), **self._communicator.private_nbytes}
         subject = Subject(
             self.config,
             self.sharded_state,
             self._train,
             self._meter,
             self.place,
-            memory,
+            self._memory,
+            self._communicator,
             [unit.name for unit in self.layout.units],
             self._meter.links.ranks_per_node,
         )

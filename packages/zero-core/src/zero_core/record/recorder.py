@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
@@ -30,6 +31,7 @@ from zero_core.optim.train_state import TrainState
 from zero_core.protocols import TimedTier
 from zero_core.record.program import ProgramSampler
 from zero_core.record.records import DetailRecord, EventRecord, RecordFile, RunRecord, StepRecord
+from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.watch.place import OUTSIDE, UPDATE, Place
 from zero_core.watch.step_clock import Span, StepClock, StepMarks
@@ -49,7 +51,8 @@ class Subject(NamedTuple):
     train: TrainState
     meter: Meter
     place: Place
-    memory: Mapping[str, int]
+    memory: Memory
+    communicator: Communicator
     units: Sequence[str]
     ranks_per_node: int
 
@@ -64,6 +67,7 @@ class _Pending:
     is_detailed: bool
     begun_at: float
     memory: Sequence[tuple[float, int, str]]
+    kinds: Mapping[str, int]
     updates: Sequence[tuple[float, float]]
 
 
@@ -84,6 +88,7 @@ class Recorder:
         self._is_host = device.type == "cpu"
         self._detail_every = detail_every
         self._tier = tier if isinstance(tier := subject.state.tier, TimedTier) else None
+        self._statm = _open_statm() if self._is_host else None
         self._file = RecordFile(folder, subject.state.control.rank, max_bytes)
         self._file.write(self._run_record())
         self._sampler = ProgramSampler(subject.place)
@@ -92,7 +97,6 @@ class Recorder:
         self._num_backwards = 0
         self._input_shape: list[int] = []
         self._pending: _Pending | None = None
-        self._statm = _open_statm() if self._is_host else None
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
         self._copied = (0, 0)
         self._num_steps = 0
@@ -158,6 +162,7 @@ class Recorder:
             is_detailed=self._is_detailed,
             begun_at=self._begun_at,
             memory=self._memory_trail,
+            kinds=self._kinds() if self._is_detailed else {},
             updates=()
             if self._tier is None or not self._is_detailed
             else tuple(self._tier.recent_updates()),
@@ -236,6 +241,10 @@ class Recorder:
             if self._statm is not None:
                 os.close(self._statm)
 
+    def _kinds(self) -> dict[str, int]:
+        subject = self._subject
+        return {**subject.memory.report(), **subject.communicator.private_nbytes}
+
     def held_at(self, doing: str) -> None:
         """Note the memory that is held as the program enters a place."""
         self._memory_trail.append((time.perf_counter() - self._begun, self._held(), doing))
@@ -273,11 +282,11 @@ class Recorder:
             num_trainable=sum(p.numel for p in layout.params if p.is_trainable),
             units=subject.units,
             shares={"device": numel - on_host, "host": on_host},
-            memory=dict(subject.memory),
             config=config.model_dump(mode="json"),
             environment=_environment(self._device),
             model=_model_config(state.module),
             matrix=_largest_matrix(layout),
+            held_bytes=self._held(),
         )
 
 
@@ -379,7 +388,8 @@ def _detail(
         for lane, name, a, b, is_wait in found
         if b - a >= 1e-6
     ]
-    return DetailRecord(step, pending.begun_at, found[:_MAX_SPANS], pending.memory[:_MAX_SPANS])
+    memory = pending.memory[:_MAX_SPANS]
+    return DetailRecord(step, pending.begun_at, found[:_MAX_SPANS], memory, pending.kinds)
 
 
 def _open_statm() -> int | None:

@@ -35,11 +35,11 @@ class RunRecord:
         num_trainable: those that are trained.
         units: names of the units, in forward order.
         shares: elements that this rank updates, by place: "device", "host".
-        memory: bytes in long-lived memory of this rank, by kind.
         config: the resolved configuration.
         environment: versions, device, cores, threads and memory.
         model: its Hugging Face configuration, or empty.
         matrix: shape of the largest matrix among the blocks' parameters, or empty.
+        held_bytes: that this rank held when the recording began.
     """
 
     kind: ClassVar[str] = "run"
@@ -53,11 +53,11 @@ class RunRecord:
     num_trainable: int
     units: Sequence[str]
     shares: Mapping[str, int]
-    memory: Mapping[str, int]
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
     matrix: Sequence[int] = ()
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ class DetailRecord:
         started_at: when it began, in seconds since the epoch.
         spans: lane, name, start, stop, and whether the rank waited.
         memory: time, bytes and place at each change of the place.
+        kinds: bytes in the engine's long-lived memory by kind, after the step.
     """
 
     kind: ClassVar[str] = "detail"
@@ -132,6 +133,7 @@ class DetailRecord:
     started_at: float
     spans: Sequence[tuple[str, str, float, float, bool]]
     memory: Sequence[tuple[float, int, str]]
+    kinds: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
