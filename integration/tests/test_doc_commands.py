@@ -173,6 +173,11 @@ def test_every_page_has_a_place_in_the_site() -> None:
     assert {page for page in pages if not re.match(r"decisions/\d", page)} <= named
 
 
+def test_quick_start_is_short() -> None:
+    start = next(block for block in find_blocks("python") if block.page.stem == "index")
+    assert len(start.text.splitlines()) < 20
+
+
 def _is_script(block: Block) -> bool:
     return block.text.startswith("#!")
 

@@ -57,18 +57,26 @@ def train(config, steps, mesh=None):
         losses.append(loss.item())
     sent = engine.comm_report()
     engine.close()
-    ranks_per_node = mesh.size(1) if mesh else dist.get_world_size()
-    with torch.device("meta"):
-        planned = zero_core.plan(
-            make_model(), config, dist.get_world_size(), ranks_per_node=ranks_per_node
-        )
+    device, host = count_bytes(config, mesh)
     return Run(
         losses,
-        planned.memory.device,
-        planned.memory.host,
+        device,
+        host,
         sum(row.within_node_bytes for row in sent),
         sum(row.between_nodes_bytes for row in sent),
     )
+
+
+def count_bytes(config, mesh):
+    """Return planned bytes on the device and on the host by kind, on rank 0, which shows them."""
+    if dist.get_rank() != 0:
+        return {}, {}
+    world_size = dist.get_world_size()
+    with torch.device("meta"):
+        model = make_model()
+    nodes = {"ranks_per_node": mesh.size(1) if mesh else world_size}
+    memory = zero_core.plan(model, config, world_size, **nodes).memory
+    return memory.device, memory.host
 
 
 def show(runs):
@@ -93,6 +101,7 @@ def draw(path, title, bars):
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(bars) + 1.6), layout="constrained")
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     starts = dict.fromkeys(bars, 0.0)
     for kind in dict.fromkeys(kind for bar in bars.values() for kind in bar if bar[kind]):
         sizes = [bar.get(kind, 0) / 1e6 for bar in bars.values()]
