@@ -34,8 +34,6 @@ _LOADING = re.compile(
     r"open\(|\.read\(",
     re.IGNORECASE,
 )
-_BYTES_OF_STATES = 12
-"""Bytes of an element's gradient and two moments, which the first step makes."""
 _SMALL = 4
 """Samples of a micro-batch that is called tiny, at most."""
 _USUAL_SCALING = 0.85
@@ -192,15 +190,24 @@ def transient_bytes(found: Measured) -> tuple[int, str]:
 
 
 def _activation_bytes(found: Measured) -> int:
-    """Return how much of a step's memory is activations, about."""
-    best, _ = transient_bytes(found)
+    """Return what activations take of a step's memory.
+
+    It is the growth from one block's forward to the next one's, for all blocks. On a CPU the first
+    step alone shows it: memory that was freed stays resident.
+    """
+    best, num_blocks = 0.0, len(found.run.run.units) - 1
     for rank in found.run.ranks:
-        if rank.run.environment.get("device") == "cpu" and rank.run.held_bytes:
-            # Memory that was freed once stays resident: the first step's growth tells more.
-            kept = _BYTES_OF_STATES * sum(rank.run.shares.values())
-            peak = max((step.peak_bytes for step in rank.steps), default=0)
-            best = max(best, peak - rank.run.held_bytes - kept)
-    return best
+        for detail in rank.details:
+            held: dict[int, int] = {}
+            for _, size, place in detail.memory:
+                unit = re.match(r"forward of unit (\d+)", place)
+                if unit is not None:
+                    held.setdefault(int(unit[1]), size)
+            blocks = sorted(number for number in held if number > 1)
+            if len(blocks) > 1:
+                first, last = blocks[0], blocks[-1]
+                best = max(best, (held[last] - held[first]) / (last - first) * num_blocks)
+    return round(max(best, transient_bytes(found)[0]))
 
 
 def _straggler(found: Measured) -> Iterator[Cause]:

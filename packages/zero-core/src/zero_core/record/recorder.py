@@ -36,7 +36,7 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.watch.place import OUTSIDE, UPDATE, Place
 from zero_core.watch.step_clock import Span, StepClock, StepMarks
 
-_FIRST_DETAILS = (2, 3)
+_FIRST_DETAILS = (1, 3)
 """Steps of a run whose course is recorded besides every ``detail_every``-th."""
 _MAX_SPANS = 4000
 """Of a step whose course is recorded."""
@@ -286,7 +286,6 @@ class Recorder:
             environment=_environment(self._device),
             model=_model_config(state.module),
             matrix=_largest_matrix(layout),
-            held_bytes=self._held(),
         )
 
 

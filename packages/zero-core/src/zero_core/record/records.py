@@ -39,7 +39,6 @@ class RunRecord:
         environment: versions, device, cores, threads and memory.
         model: its Hugging Face configuration, or empty.
         matrix: shape of the largest matrix among the blocks' parameters, or empty.
-        held_bytes: that this rank held when the recording began.
     """
 
     kind: ClassVar[str] = "run"
@@ -57,7 +56,6 @@ class RunRecord:
     environment: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
     matrix: Sequence[int] = ()
-    held_bytes: int = 0
 
 
 @dataclass(frozen=True)
