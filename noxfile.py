@@ -245,6 +245,7 @@ def compat(session: nox.Session) -> None:
         *TEST_TOOLS,
         "trl>=1.16",
         "bitsandbytes>=0.50",
+        "kubeflow-trainer-api>=2.2",
         "torchao>=0.18",
         extras="[bench,ray,test]",
     )

@@ -163,6 +163,9 @@ OTHERS = [
     ("config", "more", None),
     ("config", "--example no-such", None),
     ("version", "--yaml", None),
+    ("report", "", None),
+    ("report", "@/none", "@/none: there is no such folder"),
+    ("report", "@", "the folder has no records"),
 ]
 LINES = [
     *(("train", *row) for row in TRAIN),
