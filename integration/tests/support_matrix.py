@@ -263,7 +263,8 @@ def _table(
             for cells, stages in rows.items():
                 alike.setdefault((", ".join(stages), cells), []).append(states)
         for (stages, cells), names in alike.items():
-            yield f"| {params} | {'; '.join(names)} | {stages} | {' | '.join(cells)} |"
+            where = "anywhere" if len(names) == len(STATES) else "; ".join(names)
+            yield f"| {params} | {where} | {stages} | {' | '.join(cells)} |"
 
 
 def _cell(
