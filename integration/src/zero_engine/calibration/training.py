@@ -158,7 +158,7 @@ def time_copies(watch: Stopwatch) -> None:
 
 
 def time_files(watch: Stopwatch, folder: Path) -> None:
-    """Time writes to a file in ``folder`` that reach the disk, and reads that come from it."""
+    """Time writes to a file in ``folder`` until they are on the disk, and reads from the disk."""
     written: Points = []
     read: Points = []
     path = folder / f".zero-engine-disk-{os.getpid()}"
@@ -183,7 +183,7 @@ def time_files(watch: Stopwatch, folder: Path) -> None:
 
 
 class Blocks(nn.Module):
-    """A language model with attention, by which what surrounds kernels is told."""
+    """A language model with attention, for the costs that surround kernels."""
 
     def __init__(
         self, depth: int, width: int, heads: int, vocab: int, *, activation: _Activation = gelu
