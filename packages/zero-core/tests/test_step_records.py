@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import json
+import logging
 import math
+import os
+import resource
+import signal
 import threading
 import weakref
 from pathlib import Path
@@ -139,6 +145,145 @@ def test_a_file_stays_within_its_bound_and_keeps_the_whole_course(tmp_path: Path
     assert steps[-1].step > 1800
     assert 700 in [s.step for s in steps]
     assert all(math.isnan(s.loss) for s in steps)
+
+
+def test_thinning_leaves_room_where_the_records_that_stay_are_large(tmp_path: Path) -> None:
+    """With details of a third of the bound, steps are kept and the file is rarely written anew."""
+    bound = 2**16
+    file = RecordFile(tmp_path, 0, bound)
+    spans = [("compute", "backward of unit 12 (blocks.11)", 0.1, 0.2, False)] * 300
+    record = StepRecord(1, 0.0, 0.1, True, "", 1.0, 1.0, 1.0, [0.1], 1, 2)
+    num_rewrites, inode = 0, file.path.stat().st_ino
+    for step in range(1, 2001):
+        file.write(StepRecord(**vars(record) | {"step": step}))
+        if step % 50 == 0:
+            file.write(DetailRecord(step, 0.0, spans, []))
+        found = file.path.stat()
+        num_rewrites += found.st_ino != inode
+        inode = found.st_ino
+        assert found.st_size <= 1.5 * bound
+    file.close()
+    steps = [s.step for s in _of(tmp_path, 0, StepRecord)]
+    assert len(steps) >= 20
+    assert steps[0] < 200
+    assert steps[-1] > 1800
+    assert len(_of(tmp_path, 0, DetailRecord)) == 1
+    assert num_rewrites < 80
+
+
+def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file system refuses a line, here by the process's bound on files."""
+    weights = []
+    for is_recorded in (False, True):
+        engine = zero_core.build(_Net(), _config(0))
+        if is_recorded:
+            engine.record(tmp_path)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        for number in range(4):
+            if is_recorded and number == 1:
+                size = (tmp_path / FILE.format(rank=0)).stat().st_size
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+            try:
+                _step(engine, torch.full((2, 5), 1.0 + number))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+        weights.append(engine.full_state_dict())
+        engine.close()
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+    assert [s.step for s in _of(tmp_path, 0, StepRecord)] == [1]
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "not recorded any more" in warnings[0].getMessage()
+    assert not [t for t in threading.enumerate() if t.name == "zero_core samples"]
+
+
+def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path: Path) -> None:
+    """Without close(): in a step whose course is recorded, too."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def train() -> weakref.ref[zero_core.Engine]:
+        engine = zero_core.build(_Net(), _config(0))
+        engine.record(tmp_path, detail_every=1)
+        _step(engine, torch.ones(2, 5))
+        return weakref.ref(engine)
+
+    engine = train()
+    gc.collect()
+    assert engine() is None
+    assert not [t for t in threading.enumerate() if t.name == "zero_core samples"]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("verb", ["backward", "plain", "idle"])
+def test_samples_are_those_of_all_micro_steps(tmp_path: Path, verb: str) -> None:
+    engine = zero_core.build(_Net(), _config(0, step_records={"folder": str(tmp_path)}))
+    for number in range(4):
+        if verb == "idle" and number % 2:
+            engine.idle_step()
+            continue
+        loss = engine(torch.ones(2, 5))
+        if verb == "plain":
+            (loss / 2).backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+    engine.close()
+    steps = _of(tmp_path, 0, StepRecord)
+    assert [s.micro_steps for s in steps] == [2, 2]
+    assert [s.samples for s in steps] == ([2, 2] if verb == "idle" else [4, 4])
+
+
+def test_numbers_that_are_not_finite_are_json_at_any_depth(tmp_path: Path) -> None:
+    record = StepRecord(1, 0.0, 0.1, True, "", math.inf, None, 1.0, [math.nan], 1, 2)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    json.loads(to_line(record), parse_constant=refuse)
+    file = RecordFile(tmp_path, 0, 1 << 20)
+    file.write(record)
+    file.close()
+    (found,) = _of(tmp_path, 0, StepRecord)
+    assert found.loss == math.inf
+    assert math.isnan(found.lr[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seconds", "x"),
+        ("seconds", "nan"),
+        ("at", 1e300),
+        ("step", 10**400),
+        ("sent", [["all_gather"]]),
+        ("places", {"forward": "<b>"}),
+        ("samples", None),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    record = StepRecord(1, 0.0, 0.1, True, "", 1.0, 1.0, 1.0, [0.1], 1, 2)
+    line = json.loads(to_line(record)) | {field: value}
+    path = tmp_path / FILE.format(rank=0)
+    path.write_text("[" * 200_000 + "\n" + json.dumps(line))
+    with pytest.raises(ValueError, match=rf"line 2: step\.{field}.* is "):
+        read_records(path)
+
+
+def test_records_are_read_of_a_regular_file_of_bounded_size(tmp_path: Path) -> None:
+    path = tmp_path / FILE.format(rank=0)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_records(path)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(2**30 + 1)  # sparse
+    with pytest.raises(ValueError, match="read up to 1073741824"):
+        read_records(path)
 
 
 def test_a_line_cut_short_and_a_later_version(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ class RankStep:
         outside: by line of the program.
         held_bytes: after a step, the median.
         peak_bytes: the most.
-        tokens: not known; samples of the rank.
+        samples: of the rank in a step.
+        micro_steps: of a step.
     """
 
     seconds: float

@@ -133,7 +133,7 @@ class Engine(ShardedModel):
                 "set_requires_gradient_sync(True)"
             )
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        skipped = self.skipped_steps
+        skipped, micro_steps = self.skipped_steps, self._train.accumulation.count + 1
         with self.place.during("step()"):
             self._update()
         self.place.num_steps = self.global_steps
@@ -141,7 +141,9 @@ class Engine(ShardedModel):
         if self._recorder is not None:
             is_taken = self.skipped_steps == skipped
             why = "" if is_taken else self._why_skipped
-            self._recorder.end_step(is_taken=is_taken, why_skipped=why, lr=rates)
+            self._recorder.end_step(
+                is_taken=is_taken, why_skipped=why, lr=rates, micro_steps=micro_steps
+            )
         if self._snapshots is not None:
             self._snapshots.start(client_state or {})
 
@@ -182,6 +184,8 @@ class Engine(ShardedModel):
         others' loss by world size / ranks with data. Buffers that are broadcast remain those of
         rank 0. ``over`` as in `backward`. ``step`` follows: see `idle_step`.
         """
+        if self._recorder is not None:
+            self._recorder.note_idle()
         self._idle_forward()
         nothing = torch.zeros((), device=self.device, requires_grad=True)
         nothing.register_hook(self._runtime.idle_backward)  # type: ignore[no-untyped-call]

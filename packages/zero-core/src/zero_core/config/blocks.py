@@ -416,7 +416,7 @@ class StepRecordsConfig(_Block):
 
     folder: str
     """Of all ranks' files. It is made if it is missing."""
-    max_bytes: Annotated[int, Field(ge=2**16)] = 32 * 2**20
+    max_bytes: Annotated[int, Field(ge=2**16, le=2**29)] = 32 * 2**20
     """Of one rank's file. Beyond it every other step is dropped."""
     detail_every: PositiveInt = 50
     """Steps between two whose course is recorded span by span."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import linecache
 import sys
 import threading
@@ -23,7 +22,7 @@ _Line = tuple[str, int, str, str]
 class ProgramSampler:
     """Sampler of the stack of one thread while that is outside of the engine.
 
-    A daemon thread, from its construction to `close`.
+    A daemon thread, from its construction to `close`. It holds nothing but the place.
     """
 
     def __init__(self, place: Place) -> None:
@@ -34,7 +33,6 @@ class ProgramSampler:
         self._end = threading.Event()
         self._watcher = threading.Thread(target=self._run, name="zero_core samples", daemon=True)
         self._watcher.start()
-        atexit.register(self.close)
 
     def take(self) -> dict[str, float]:
         """Return seconds by line since the last call, the most first."""
@@ -49,9 +47,9 @@ class ProgramSampler:
 
     def close(self) -> None:
         """End, and wait for the sample under way."""
-        atexit.unregister(self.close)
         self._end.set()
-        self._watcher.join()
+        if threading.current_thread() is not self._watcher:  # the garbage collector runs anywhere
+            self._watcher.join()
 
     def _run(self) -> None:
         while not self._end.wait(INTERVAL_S):

@@ -9,10 +9,12 @@ an accelerator.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import sys
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,11 +32,20 @@ from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import TimedTier
 from zero_core.record.program import ProgramSampler
-from zero_core.record.records import DetailRecord, EventRecord, RecordFile, RunRecord, StepRecord
+from zero_core.record.records import (
+    DetailRecord,
+    EventRecord,
+    Record,
+    RecordFile,
+    RunRecord,
+    StepRecord,
+)
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.watch.place import OUTSIDE, UPDATE, Place
 from zero_core.watch.step_clock import Span, StepClock, StepMarks
+
+_log = logging.getLogger(__name__)
 
 _FIRST_DETAILS = (1, 3)
 """Steps of a run whose course is recorded besides every ``detail_every``-th."""
@@ -63,6 +74,7 @@ class _Pending:
 
     record: dict[str, Any]
     losses: Sequence[Tensor]
+    rates: Sequence[float | Tensor]
     marks: StepMarks | None
     is_detailed: bool
     begun_at: float
@@ -81,26 +93,35 @@ class Recorder:
     def __init__(
         self, subject: Subject, folder: Path, *, max_bytes: int, detail_every: int
     ) -> None:
-        """Begin. See `zero_core.Engine.record`."""
+        """Begin. See `zero_core.Engine.record`.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
         self.folder = folder
         self._subject = subject
         self._device = device = subject.state.device
         self._is_host = device.type == "cpu"
         self._detail_every = detail_every
         self._tier = tier if isinstance(tier := subject.state.tier, TimedTier) else None
-        self._statm = _open_statm() if self._is_host else None
         self._file = RecordFile(folder, subject.state.control.rank, max_bytes)
-        self._file.write(self._run_record())
+        try:
+            self._file.write(self._run_record())
+        except OSError:
+            self._file.close()
+            raise
+        self._memory = _MemoryMeter(device)
         self._sampler = ProgramSampler(subject.place)
+        # Of an engine that is dropped, too: nothing that these hold leads back to it.
+        self._release = weakref.finalize(self, _release, self._sampler, self._file, self._memory)
         self._clock = StepClock(device)
         self._losses: list[Tensor] = []
-        self._num_backwards = 0
+        self._num_backwards = self._num_idle = 0
         self._input_shape: list[int] = []
         self._pending: _Pending | None = None
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
         self._copied = (0, 0)
         self._num_steps = 0
-        self._is_closed = False
         self._clock.restart(subject.place.doing)
         self._begin(time.perf_counter())
 
@@ -115,7 +136,7 @@ class Recorder:
     def note_loss(self, loss: Tensor) -> None:
         """Keep a micro-step's loss, before it is scaled. Nothing is waited for."""
         self._num_backwards += 1
-        if loss.numel() != 1:
+        if loss.numel() != 1 or self._is_closed:
             return
         value = loss.detach()
         if self._is_host:
@@ -124,15 +145,32 @@ class Recorder:
             kept = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
             self._losses.append(kept.copy_(value.reshape(()), non_blocking=True))
 
-    def end_step(self, *, is_taken: bool, why_skipped: str, lr: Sequence[float]) -> None:
-        """Record the step that has just ended."""
+    def note_idle(self) -> None:
+        """Note a micro-step without data."""
+        self._num_idle += 1
+
+    def end_step(
+        self, *, is_taken: bool, why_skipped: str, lr: Sequence[float | Tensor], micro_steps: int
+    ) -> None:
+        """Record the step that has just ended.
+
+        Args:
+            is_taken: whether parameters were updated.
+            why_skipped: otherwise, the reason.
+            lr: learning rates.
+            micro_steps: as the engine counts them; a program may run several backwards in one.
+        """
+        if self._is_closed:
+            return
         now = time.perf_counter()
         subject = self._subject
         place, train = subject.place, subject.train
         clock, place.clock = place.clock, None
         work = {} if self._tier is None else self._tier.work_s()
         copied = (0, 0) if self._tier is None else self._tier.copied_bytes()
-        held = self._held()
+        held = self._memory.held()
+        micro_steps = max(micro_steps, self._num_backwards + self._num_idle)
+        batch = subject.config.train_micro_batch_size_per_gpu
         pending = _Pending(
             record={
                 "step": train.global_steps,
@@ -142,10 +180,8 @@ class Recorder:
                 "why_skipped": why_skipped,
                 "grad_norm": train.grad_norm,
                 "loss_scale": train.scaler.scale,
-                "lr": list(lr),
-                "micro_steps": max(self._num_backwards, 1),
-                "samples": subject.config.train_micro_batch_size_per_gpu
-                * max(self._num_backwards, 1),
+                "micro_steps": micro_steps,
+                "samples": batch * (micro_steps - self._num_idle),
                 "input_shape": self._input_shape,
                 "lanes": {lane: s - self._work.get(lane, 0.0) for lane, s in work.items()},
                 "sent": [
@@ -154,10 +190,11 @@ class Recorder:
                 ],
                 "copied": [copied[0] - self._copied[0], copied[1] - self._copied[1]],
                 "memory_bytes": held,
-                "peak_bytes": self._peak(held),
+                "peak_bytes": self._memory.peak(held),
                 "outside": self._sampler.take(),
             },
             losses=self._losses,
+            rates=[rate.clone() if isinstance(rate, Tensor) else rate for rate in lr],
             marks=None if clock is None else self._clock.take(),
             is_detailed=self._is_detailed,
             begun_at=self._begun_at,
@@ -174,7 +211,8 @@ class Recorder:
             self._write_pending()
             self._pending = pending
         self._num_steps += 1
-        self._begin(now)
+        if not self._is_closed:
+            self._begin(now)
 
     def _begin(self, now: float) -> None:
         """Begin a step, at the time ``now``: what recording takes belongs to it."""
@@ -182,14 +220,17 @@ class Recorder:
         self._is_detailed = (
             self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
         )
-        self._losses, self._num_backwards = [], 0
+        self._losses, self._num_backwards, self._num_idle = [], 0, 0
         self._memory_trail: list[tuple[float, int, str]] = []
         self._begun, self._begun_at = now, time.time() + now - time.perf_counter()
         if self._is_host or self._is_detailed:
             if not self._is_host:
                 self._clock.restart(self._subject.place.doing)
-            trail = _MemoryTrail(self._clock, self) if self._is_detailed else self._clock
-            self._subject.place.clock = trail
+            self._subject.place.clock = (
+                _MemoryTrail(self._clock, self._memory, now, self._memory_trail)
+                if self._is_detailed
+                else self._clock
+            )
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -200,6 +241,7 @@ class Recorder:
         record = pending.record
         values = [float(loss) for loss in pending.losses]
         record["loss"] = sum(values) / len(values) if values else None
+        record["lr"] = [float(rate) for rate in pending.rates]
         if pending.marks is not None:
             spans = pending.marks.spans()
             carried = pending.marks.under_way()
@@ -212,9 +254,20 @@ class Recorder:
             record |= {"places": places, "waits": waits}
             if self._is_host:
                 record["seconds"] = spans[-1].stop
-        self._file.write(StepRecord(**record))
+        self._put(StepRecord(**record))
         if pending.is_detailed and pending.marks is not None:
-            self._file.write(_detail(pending, record["step"], spans, carried))
+            self._put(_detail(pending, record["step"], spans, carried))
+
+    def _put(self, record: Record) -> None:
+        """Write a record. If it fails, warn and stop recording: the training goes on."""
+        if self._is_closed:
+            return
+        try:
+            self._file.write(record)
+        except (OSError, ValueError) as error:
+            text = "%s cannot be written: %s. Steps are not recorded any more; training goes on"
+            _log.warning(text, self._file.path, error)
+            self._stop()
 
     # --------------------------------------------------------------- besides
 
@@ -224,7 +277,7 @@ class Recorder:
             return
         self._write_pending()
         step = self._subject.train.global_steps
-        self._file.write(EventRecord(time.time(), step, what, text, seconds))
+        self._put(EventRecord(time.time(), step, what, text, seconds))
 
     def flush(self) -> None:
         """Have all steps that have ended in the file."""
@@ -234,37 +287,20 @@ class Recorder:
         """End the recording."""
         if not self._is_closed:
             self.note("ended")
-            self._is_closed = True
-            self._subject.place.clock = None
-            self._sampler.close()
-            self._file.close()
-            if self._statm is not None:
-                os.close(self._statm)
+            self._stop()
+
+    @property
+    def _is_closed(self) -> bool:
+        return not self._release.alive
+
+    def _stop(self) -> None:
+        self._subject.place.clock = None
+        self._losses, self._pending = [], None
+        self._release()
 
     def _kinds(self) -> dict[str, int]:
         subject = self._subject
         return {**subject.memory.report(), **subject.communicator.private_nbytes}
-
-    def held_at(self, doing: str) -> None:
-        """Note the memory that is held as the program enters a place."""
-        self._memory_trail.append((time.perf_counter() - self._begun, self._held(), doing))
-
-    def _held(self) -> int:
-        if self._statm is not None:
-            return int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE
-        if self._is_host:
-            return self._peak(0)
-        return int(torch.accelerator.memory_allocated(self._device))
-
-    def _peak(self, held: int) -> int:
-        if not self._is_host:
-            return int(torch.accelerator.max_memory_allocated(self._device))
-        with suppress(ImportError):
-            import resource
-
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else peak * 1024
-        return held
 
     def _run_record(self) -> RunRecord:
         subject = self._subject
@@ -289,12 +325,58 @@ class Recorder:
         )
 
 
-class _MemoryTrail:
-    """A clock that notes the memory at each place, too."""
+def _release(sampler: ProgramSampler, file: RecordFile, memory: _MemoryMeter) -> None:
+    sampler.close()
+    file.close()
+    memory.close()
 
-    def __init__(self, clock: StepClock, recorder: Recorder) -> None:
+
+class _MemoryMeter:
+    """Bytes that this rank holds: on its accelerator, or resident on a host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_host = device.type == "cpu"
+        self._statm = _open_statm() if self._is_host else None
+
+    def held(self) -> int:
+        if self._statm is not None:
+            return int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE
+        if self._is_host:
+            return self.peak(0)
+        return int(torch.accelerator.memory_allocated(self._device))
+
+    def peak(self, held: int) -> int:
+        """Return the most so far, or ``held`` where the system does not know."""
+        if not self._is_host:
+            return int(torch.accelerator.max_memory_allocated(self._device))
+        with suppress(ImportError):
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+        return held
+
+    def close(self) -> None:
+        if self._statm is not None:
+            os.close(self._statm)
+            self._statm = None
+
+
+class _MemoryTrail:
+    """A clock that notes time, memory and place at each change of the place in ``trail``, too."""
+
+    def __init__(
+        self,
+        clock: StepClock,
+        memory: _MemoryMeter,
+        begun: float,
+        trail: list[tuple[float, int, str]],
+    ) -> None:
         self._clock = clock
-        self._recorder = recorder
+        self._memory = memory
+        self._begun = begun
+        self._trail = trail
         self._doing = ""
         self.begin_wait = clock.begin_wait
         self.end_wait = clock.end_wait
@@ -303,7 +385,7 @@ class _MemoryTrail:
     def enter(self, doing: str) -> None:
         if doing != self._doing:
             self._doing = doing
-            self._recorder.held_at(doing)
+            self._trail.append((time.perf_counter() - self._begun, self._memory.held(), doing))
         self._clock.enter(doing)
 
 

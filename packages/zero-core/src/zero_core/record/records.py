@@ -11,14 +11,25 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 VERSION = 1
 """Of the format. A reader takes files of its own version and of those before."""
 FILE = "steps-rank{rank}.jsonl"
 """Name of a rank's file in the folder of a run."""
+MAX_BYTES = 2**30
+"""Of a file that is read."""
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Number = Annotated[int, Field(ge=1, lt=2**63)]
+_Seconds = Annotated[float, Field(gt=-1e12, lt=1e12)]
+_Time = Annotated[float, Field(ge=0.0, lt=1e11)]
+"""Seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +54,19 @@ class RunRecord:
 
     kind: ClassVar[str] = "run"
 
-    rank: int
-    world_size: int
-    ranks_per_node: int
-    started_at: float
-    first_step: int
-    num_parameters: int
-    num_trainable: int
+    rank: _Count
+    world_size: _Number
+    ranks_per_node: _Number
+    started_at: _Time
+    first_step: _Count
+    num_parameters: _Count
+    num_trainable: _Count
     units: Sequence[str]
-    shares: Mapping[str, int]
+    shares: Mapping[str, _Count]
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
-    matrix: Sequence[int] = ()
+    matrix: Sequence[_Count] = ()
 
 
 @dataclass(frozen=True)
@@ -72,8 +83,8 @@ class StepRecord:
         grad_norm: 2-norm of the gradient over all ranks, unscaled, before clipping.
         loss_scale: after the step.
         lr: learning rate of each parameter group, as the step was taken with.
-        micro_steps: backwards.
-        samples: of this rank.
+        micro_steps: of this step.
+        samples: of this rank, by the configuration; none in an idle micro-step.
         input_shape: of the first tensor that the engine was called with, or empty.
         places: seconds by place of the program, waits apart: "forward", "backward", "step",
             "outside", and others by their names. Empty where no times were taken.
@@ -91,26 +102,26 @@ class StepRecord:
 
     kind: ClassVar[str] = "step"
 
-    step: int
-    at: float
-    seconds: float
+    step: _Count
+    at: _Time
+    seconds: _Seconds
     is_taken: bool
     why_skipped: str
     loss: float | None
     grad_norm: float | None
     loss_scale: float
     lr: Sequence[float]
-    micro_steps: int
-    samples: int
-    input_shape: Sequence[int] = ()
-    places: Mapping[str, float] = field(default_factory=dict)
-    waits: Mapping[str, float] = field(default_factory=dict)
-    lanes: Mapping[str, float] = field(default_factory=dict)
-    sent: Sequence[Sequence[Any]] = ()
-    copied: Sequence[int] = (0, 0)
-    memory_bytes: int = 0
-    peak_bytes: int = 0
-    outside: Mapping[str, float] = field(default_factory=dict)
+    micro_steps: _Count
+    samples: _Count
+    input_shape: Sequence[_Count] = ()
+    places: Mapping[str, _Seconds] = field(default_factory=dict)
+    waits: Mapping[str, _Seconds] = field(default_factory=dict)
+    lanes: Mapping[str, _Seconds] = field(default_factory=dict)
+    sent: Sequence[tuple[str, str, _Count, _Count, _Count]] = ()
+    copied: tuple[_Count, _Count] = (0, 0)
+    memory_bytes: _Count = 0
+    peak_bytes: _Count = 0
+    outside: Mapping[str, _Seconds] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,11 +138,11 @@ class DetailRecord:
 
     kind: ClassVar[str] = "detail"
 
-    step: int
-    started_at: float
-    spans: Sequence[tuple[str, str, float, float, bool]]
-    memory: Sequence[tuple[float, int, str]]
-    kinds: Mapping[str, int] = field(default_factory=dict)
+    step: _Count
+    started_at: _Time
+    spans: Sequence[tuple[str, str, _Seconds, _Seconds, bool]]
+    memory: Sequence[tuple[_Seconds, _Count, str]]
+    kinds: Mapping[str, _Count] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -148,11 +159,11 @@ class EventRecord:
 
     kind: ClassVar[str] = "event"
 
-    at: float
-    step: int
+    at: _Time
+    step: _Count
     what: str
     text: str = ""
-    seconds: float = 0.0
+    seconds: _Seconds = 0.0
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
@@ -161,11 +172,13 @@ KINDS: Mapping[str, type[Record]] = {
 }
 
 
+_FORMS: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(cls) for kind, cls in KINDS.items()}
+
+
 def to_line(record: Record) -> str:
     """Return the record as a line of JSON, with its end."""
-    values = {name: _plain(value) for name, value in vars(record).items()}
-    text = json.dumps({"kind": record.kind, "version": VERSION, **values}, default=str)
-    return text + "\n"
+    values = {"kind": record.kind, "version": VERSION, **_plain(vars(record))}
+    return json.dumps(values, default=str, allow_nan=False) + "\n"
 
 
 def read_records(path: Path) -> list[Record]:
@@ -174,46 +187,62 @@ def read_records(path: Path) -> list[Record]:
     A line that was cut short, as by a killed process, and lines of unknown kinds are left out.
 
     Raises:
-        ValueError: the file was written by a later version.
+        OSError: the file cannot be read.
+        ValueError: it is no regular file, has more than `MAX_BYTES`, was written by a later
+            version, or has a record with a wrong field.
     """
-    return list(_parse(path.read_text(encoding="utf-8").splitlines(), path))
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file: records are lines of JSON in one")
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"{path} has {size} bytes; records are read up to {MAX_BYTES}")
+    return list(_parse(path.read_text(encoding="utf-8", errors="replace").splitlines(), path))
 
 
 def _parse(lines: Iterable[str], path: Path) -> Iterable[Record]:
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if not isinstance(values, dict) or values.get("kind") not in KINDS:
+        kind = values.get("kind") if isinstance(values, dict) else None
+        form = _FORMS.get(kind) if isinstance(kind, str) else None
+        if form is None:
             continue
-        if not isinstance(values.get("version"), int) or values["version"] > VERSION:
+        version = values.get("version")
+        if not isinstance(version, int) or version > VERSION:
             raise ValueError(
-                f"{path}: records of version {values.get('version')!r}; this zero-core reads up to "
+                f"{path}: records of version {version!r:.100}; this zero-core reads up to "
                 f"version {VERSION}: update it"
             )
-        cls = KINDS[values["kind"]]
-        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        for name in ("loss", "grad_norm"):
-            if isinstance(known.get(name), str):
-                known[name] = float(known[name])
         try:
-            yield cls(**known)
-        except TypeError:  # a field is missing: not one of ours
-            continue
+            yield form.validate_python(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(
+                f"{path}, line {number}: {kind}.{place} is {first['input']!r:.100}: "
+                f"{first['msg']}. The file was damaged or changed: remove the line"
+            ) from None
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
     return value
 
 
 class RecordFile:
     """Writer of one rank's records. Its size is bounded.
 
-    Where the file has more than ``max_bytes``, every other step is removed, and from then on only
-    such steps are written: a long run keeps records of all of its course, further apart.
+    Where the file has more than ``max_bytes``, it is thinned: taken steps keep every 2nd, 4th, ...
+    and at most three eighths of the bytes, and from then on only such steps are written; so a long
+    run keeps records of all of its course, further apart. Of the others the newest stay, in three
+    eighths, and the last start in any case. A quarter is free then, so thinning is rare.
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
@@ -224,7 +253,7 @@ class RecordFile:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE.format(rank=rank)
-        self._max_bytes = max_bytes
+        self._max_bytes = self._limit = max_bytes
         self._stride = 1
         self._file = self.path.open("a", encoding="utf-8")
         if self._file.tell():
@@ -239,36 +268,59 @@ class RecordFile:
         self._file.write(line)
         self._file.flush()
         self._size += len(line)
-        if self._size > self._max_bytes:
+        if self._size > self._limit:
             self._thin()
 
     def _thin(self) -> None:
-        self._stride *= 2
-        records = read_records(self.path)
-        steps = [r for r in records if isinstance(r, StepRecord)]
-        skipped = [r.step for r in steps if not r.is_taken][-_MAX_SKIPPED:]
-        details = [r.step for r in records if isinstance(r, DetailRecord)][-_MAX_DETAILS:]
-        starts = [r for r in records if isinstance(r, RunRecord | EventRecord)][-_MAX_EVENTS:]
-        kept: list[Record] = []
-        for record in records:
-            if isinstance(record, StepRecord):
-                is_kept = record.step in skipped or record.step % self._stride == 0
-            elif isinstance(record, DetailRecord):
-                is_kept = record.step in details
-            else:
-                is_kept = record in starts
-            if is_kept:
-                kept.append(record)
+        lines = [(record, to_line(record)) for record in read_records(self.path)]
+        share = self._max_bytes * 3 // 8
+        kept = _others_within(share, lines)
+        taken = [i for i, (record, _) in enumerate(lines) if _is_taken(record)]
+        while True:
+            taken = [i for i in taken if lines[i][0].step % self._stride == 0]  # type: ignore[union-attr]
+            if len(taken) <= 2 or sum(len(lines[i][1]) for i in taken) <= share:
+                break
+            self._stride *= 2
+        text = "".join(lines[i][1] for i in sorted(kept.union(taken)))
         aside = self.path.with_suffix(".partial")
-        aside.write_text("".join(map(to_line, kept)), encoding="utf-8")
-        self._file.close()
-        os.replace(aside, self.path)
+        try:
+            aside.write_text(text, encoding="utf-8")
+            self._file.close()
+            os.replace(aside, self.path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
         self._file = self.path.open("a", encoding="utf-8")
         self._size = self._file.tell()
+        self._limit = max(self._max_bytes, self._size + self._max_bytes // 4)
 
     def close(self) -> None:
-        self._file.close()
+        """Close the file. A line that could not be written before is given up."""
+        with suppress(OSError):
+            self._file.close()
 
 
-_MAX_SKIPPED, _MAX_DETAILS, _MAX_EVENTS = 1000, 4, 1000
-"""Records of these kinds that stay where a file is thinned."""
+_MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}
+"""Records of a kind that stay where a file is thinned, besides steps that were taken."""
+
+
+def _is_taken(record: Record) -> bool:
+    return isinstance(record, StepRecord) and record.is_taken
+
+
+def _others_within(share: int, lines: Sequence[tuple[Record, str]]) -> set[int]:
+    """Return the places of the newest records that are no taken steps, up to ``share`` bytes."""
+    kept: set[int] = set()
+    left = dict(_MOST)
+    has_start = False
+    for i in reversed(range(len(lines))):
+        record, line = lines[i]
+        if _is_taken(record):
+            continue
+        is_last_start = isinstance(record, RunRecord) and not has_start
+        has_start |= is_last_start
+        if is_last_start or (len(line) <= share and left[record.kind]):
+            kept.add(i)
+            left[record.kind] -= 1
+            share -= len(line)
+    return kept
