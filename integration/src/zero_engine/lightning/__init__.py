@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "zero_engine.lightning needs the package lightning, which cannot be imported: "
-        "pip install 'zero-engine[lightning]'"
+        "pip install lightning"
     ) from error
 
 from zero_engine.lightning.precision import ZeroPrecision

@@ -145,7 +145,7 @@ class _Moved(ModuleType):
                 raise
             raise ImportError(
                 f"{self.__name__}.{name} has left zero-core: it is {module}.{new_name} of "
-                "zero-engine, which is not installed here: pip install zero-engine"
+                "zero-engine, which is not installed here: pip install ./integration in a checkout"
             ) from None
 
 
