@@ -317,7 +317,8 @@ def test_samples_keep_nothing_of_the_program_alive(monkeypatch: pytest.MonkeyPat
     lines = sampler.take()
     sampler.close()
     assert [ref() for ref in kept] == [None] * 20
-    assert any("sum(range(1000))" in line or "has_samples" in line for line in lines)
+    # Whichever line gave the interpreter to the thread that samples.
+    assert any(line.startswith(Path(__file__).name) for line in lines), lines
     assert not [t for t in threading.enumerate() if t.name == "zero_core samples"]
 
 
