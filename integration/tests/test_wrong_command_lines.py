@@ -178,7 +178,8 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("wrong")
+    made = tmp_path_factory.mktemp("wrong") / "files"
+    made.mkdir()
     for name, text in FILES.items():
         (made / name).write_text(text)
     for name, config in CONFIGS.items():
