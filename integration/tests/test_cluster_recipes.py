@@ -61,24 +61,43 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
 
 # `faults/ranks/test_restarts.py` sends the signal to the train program itself.
 @pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (1, True), (2, False), (0, False)])
+@pytest.mark.parametrize("is_array", [True, False])
 def test_slurm_script_is_requeued_after_its_warning(
-    code: int, is_requeued: bool, tmp_path: Path
+    code: int, is_requeued: bool, is_array: bool, tmp_path: Path
 ) -> None:
     program = f"#!/bin/bash\ntrap 'exit {code}' USR1\necho \"$@\" > $SLURM_NODEID.arguments\n"
     environment = slurm_job(tmp_path, program + "while true; do sleep 0.05; done\n")
-    environment["SLURM_ARRAY_TASK_ID"] = "7"
+    job_id = environment["SLURM_JOB_ID"]
+    if is_array:  # its last task, which Slurm gives the array's own id
+        environment |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": "7"}
     with subprocess.Popen(
-        [tmp_path / "job.sh", "train.py", "--seed={task}"], cwd=tmp_path, env=environment
+        [tmp_path / "job.sh", "train.py", "--seed={task}"],
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
     ) as job:
-        while not all((tmp_path / f"{node}.arguments").exists() for node in range(2)):
-            assert job.poll() is None
-            time.sleep(0.01)
-        while not (tmp_path / "srun.pid").exists():
-            time.sleep(0.01)
-        job.send_signal(signal.SIGUSR1)
-        assert job.wait(60) == code
-    assert (tmp_path / "requeued").exists() is is_requeued
-    assert (tmp_path / "1.arguments").read_text().split()[-2:] == ["train.py", "--seed=7"]
+        try:
+            _wait_for(job, [tmp_path / n for n in ("0.arguments", "1.arguments", "srun.pid")])
+            job.send_signal(signal.SIGUSR1)
+            assert job.wait(60) == code
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+    asked = tmp_path / "requeued"
+    assert (asked.read_text().split() if asked.exists() else []) == (
+        [f"{job_id}_7" if is_array else job_id] if is_requeued else []
+    )
+    own = "--seed=7" if is_array else "--seed=0"
+    assert (tmp_path / "1.arguments").read_text().split()[-2:] == ["train.py", own]
+
+
+def _wait_for(job: subprocess.Popen[bytes], paths: list[Path]) -> None:
+    """Return when ``paths`` are written, if ``job`` lives so long, and within a minute."""
+    end = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert job.poll() is None
+        assert time.monotonic() < end, paths
+        time.sleep(0.01)
 
 
 def test_slurm_script_without_a_warning_is_not_requeued(tmp_path: Path) -> None:
@@ -137,9 +156,13 @@ def test_kubeflow_runs_the_train_program_by_its_variables(monkeypatch: pytest.Mo
 
 
 def test_kubernetes_probes_read_the_heartbeat_and_mistakes_are_final(tmp_path: Path) -> None:
-    (job,) = _document("kubeflow_runtime.yaml")["spec"]["template"]["spec"]["replicatedJobs"]
+    jobs = _document("kubeflow_runtime.yaml")["spec"]["template"]["spec"]
+    (job,) = jobs["replicatedJobs"]
     spec = job["template"]["spec"]
     (rule,) = spec["podFailurePolicy"]["rules"]
+    (ending,) = jobs["failurePolicy"]["rules"]  # without it JobSet starts a Job that failed again
+    assert (rule["action"], ending["action"]) == ("FailJob", "FailJobSet")
+    assert ending["onJobFailureReasons"] == ["PodFailurePolicy"]
     (container,) = spec["template"]["spec"]["containers"]
     assert rule["onExitCodes"]["containerName"] == container["name"] == "node"  # Kubeflow's own
     assert rule["onExitCodes"]["values"] == [2]

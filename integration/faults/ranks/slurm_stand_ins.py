@@ -28,8 +28,10 @@ for pid in "${pids[@]}"; do
 done
 exit $code
 """
+# The last task of an array has the array's own id: a signal to that is one to all tasks.
 SCANCEL = """#!/bin/bash
-[[ "$*" == "--signal=USR1 $SLURM_JOB_ID" ]] && kill -USR1 "$(cat "${0%/*}/srun.pid")"
+own=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+[[ "$*" == "--signal=USR1 ${own:-$SLURM_JOB_ID}" ]] && kill -USR1 "$(cat "${0%/*}/srun.pid")"
 """
 SCONTROL = """#!/bin/bash
 [ "$1 $2 $3" = "show hostnames node[1-2]" ] && printf '127.0.0.1\\n127.0.0.1\\n'
