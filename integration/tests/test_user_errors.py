@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import refusal_of, run_program
+from torch.multiprocessing import ProcessExitedException
 
+import zero_core
 from benchmarks.harness.forked_python import forked_python
 from faults.configurations.malformed_configurations import malformed_configurations
 from zero_core import check_config
-from zero_core.errors import ConfigError
+from zero_core.errors import CheckpointError, ConfigError
+from zero_core.testing import run_alone
+from zero_engine.launch.ranks import fail
 from zero_engine.train.data import prepare_corpus, read_text
 from zero_engine.train.settings import RunSettings, Start, engine_config, fill_auto, fresh_run
 
@@ -121,3 +127,26 @@ def test_malformed_configurations_are_refused_with_one_line_that_names_the_key()
         assert case.key in said, case.name
         assert len(said.splitlines()) == 1, said
     assert len(tried) > 100
+
+
+def _end_by_a_checkpoint(folder: str, is_save: bool) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    engine = zero_core.build(torch.nn.Linear(3, 3), config)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if not is_save:
+            engine.load_checkpoint(folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a full disk
+        engine.save_checkpoint(folder)
+    except CheckpointError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        fail(error)
+
+
+@pytest.mark.parametrize(("is_save", "code"), [(True, 1), (False, 2)])
+def test_full_disk_may_pass_and_a_missing_checkpoint_does_not(
+    is_save: bool, code: int, tmp_path: Path
+) -> None:
+    with pytest.raises(ProcessExitedException) as ended:
+        run_alone(_end_by_a_checkpoint, str(tmp_path), is_save)
+    assert ended.value.exit_code == code

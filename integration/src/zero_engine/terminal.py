@@ -23,7 +23,13 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from zero_core.errors import CheckpointCorruptError, CheckpointError, ConfigError, ZeroError
+from zero_core.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFailedError,
+    ConfigError,
+    ZeroError,
+)
 
 DONE = 0
 FAILED = 1
@@ -34,7 +40,8 @@ MISTAKE = 2
 
 def exit_code(error: ZeroError) -> int:
     """Return the code with which a program ends because of ``error``."""
-    return MISTAKE if isinstance(error, ConfigError | CheckpointError) else FAILED
+    is_mistake = isinstance(error, ConfigError | CheckpointError)
+    return MISTAKE if is_mistake and not isinstance(error, CheckpointFailedError) else FAILED
 
 
 def say(content: Mapping[str, object], text: str, *, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from zero_core.engine import Engine
 from zero_core.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointFailedError,
     CollectiveError,
     ConfigError,
     EvaluationOnlyError,
@@ -36,6 +37,7 @@ from zero_core.sharded_model import ShardedModel, engine_of
 __all__ = [
     "CheckpointCorruptError",
     "CheckpointError",
+    "CheckpointFailedError",
     "CollectiveError",
     "Config",
     "ConfigError",

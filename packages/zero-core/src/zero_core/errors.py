@@ -31,6 +31,13 @@ class CheckpointCorruptError(CheckpointError):
     """A checkpoint is there, but its bytes are not what was written."""
 
 
+class CheckpointFailedError(CheckpointError):
+    """Writing or reading a checkpoint failed for a cause that may pass.
+
+    Such as a full disk, a store that does not answer, or an exception on another rank.
+    """
+
+
 class EvaluationOnlyError(ZeroError, RuntimeError, AttributeError):
     """A member of a training engine was used on one that was built for evaluation."""
 

@@ -31,7 +31,7 @@ from zero_core.checkpoint.manifest import (
 from zero_core.checkpoint.safetensors_files import StoredTensor, read_header
 from zero_core.checkpoint.storage import LATEST
 from zero_core.checkpoint.storage.location import Location, location_of, open_regular, size_of
-from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
 from zero_core.layout.discovery import plain_name
 from zero_core.layout.stored import from_bytes
 from zero_core.sharded.sharded_state import MASTER
@@ -75,7 +75,7 @@ def read_latest(directory: Location) -> str | None:
     try:
         with open_regular(path, follows_links=False) as file:
             data = file.read(_MAX_LATEST_BYTES)
-    except CheckpointCorruptError:
+    except (CheckpointCorruptError, CheckpointFailedError):
         raise
     except CheckpointError:
         return None

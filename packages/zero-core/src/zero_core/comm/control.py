@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from zero_core.comm.device_library import ControlLibrary
-from zero_core.errors import CheckpointCorruptError, CheckpointError, CollectiveError
+from zero_core.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFailedError,
+    CollectiveError,
+    ConfigError,
+)
 from zero_core.watch.beats import count_ranks
 from zero_core.watch.error_file import write_error_file
 from zero_core.watch.place import Place
@@ -27,6 +33,8 @@ from zero_core.watch.watch import Watch
 PIECE_BYTES = 64 << 20
 """Device memory that `ControlGroup.gather` takes at most, however much is gathered."""
 _MAX_NAMED = 4
+_KINDS = (CheckpointCorruptError, CheckpointError, CheckpointFailedError)
+"""Errors of `Exchange.together`: that of several ranks is the first of theirs."""
 _T = TypeVar("_T")
 
 
@@ -56,7 +64,8 @@ class Exchange(Protocol):
 
         Raises:
             CheckpointCorruptError: that is what it was on some rank.
-            CheckpointError: anything else.
+            CheckpointError: so it was, or a ConfigError, which another attempt would repeat.
+            CheckpointFailedError: anything else.
         """
         failure: list[str] = []
         found: list[_T] = []
@@ -66,14 +75,23 @@ class Exchange(Protocol):
             except CollectiveError:
                 raise  # the others get one of their own
             except Exception as error:  # whatever it is, the other ranks must hear of it
-                failure = [type(error).__name__, str(error)]
+                failure = [_kind_of(error).__name__, f"{type(error).__name__}: {error}"]
             rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
-        failed = [f"rank {r}: {': '.join(row)}" for r, row in enumerate(rows) if row]
+        failed = [f"rank {r}: {row[1]}" for r, row in enumerate(rows) if row]
         if failed:
-            is_corrupt = any(row and row[0] == CheckpointCorruptError.__name__ for row in rows)
-            kind = CheckpointCorruptError if is_corrupt else CheckpointError
+            names = {row[0] for row in rows if row}
+            kind = next(kind for kind in _KINDS if kind.__name__ in names)
             raise kind(f"{what} failed on {'; '.join(failed)}")
         return found[0]
+
+
+def _kind_of(error: Exception) -> type[CheckpointError]:
+    if isinstance(error, CheckpointCorruptError):
+        return CheckpointCorruptError
+    is_mistake = isinstance(error, CheckpointError | ConfigError)
+    if is_mistake and not isinstance(error, CheckpointFailedError):
+        return CheckpointError
+    return CheckpointFailedError
 
 
 class ControlGroup(Exchange, Protocol):

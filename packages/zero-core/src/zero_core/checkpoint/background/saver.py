@@ -25,7 +25,7 @@ from zero_core._libc import use_one_core
 from zero_core.checkpoint.save import KnownFile, Save, SaveOptions
 from zero_core.checkpoint.storage.location import Location
 from zero_core.comm.control import Exchange
-from zero_core.errors import CheckpointError, CollectiveError
+from zero_core.errors import CheckpointError, CheckpointFailedError, CollectiveError
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import SnapshotTier
 from zero_core.sharded.sharded_state import ShardedState
@@ -134,7 +134,7 @@ class Saver:
             try:
                 self.finish()
             except CollectiveError as error:  # of the store, perhaps on this rank alone
-                raise CheckpointError(str(error)) from error
+                raise CheckpointFailedError(str(error)) from error
 
         self._state.control.together("checkpoint: prepare", settle)
 

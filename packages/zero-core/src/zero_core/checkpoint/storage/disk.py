@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import IO
 
-from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
 
 
 def open_regular(path: Path, *, follows_links: bool = True) -> IO[bytes]:
@@ -66,6 +66,10 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def no_room(path: object, error: OSError, advice: str = "give another folder") -> CheckpointError:
+def no_room(
+    path: object, error: OSError, advice: str = "give another folder"
+) -> CheckpointFailedError:
     """Return the error of a file that could not be written."""
-    return CheckpointError(f"{path} could not be written ({error}): make room there, or {advice}")
+    return CheckpointFailedError(
+        f"{path} could not be written ({error}): make room there, or {advice}"
+    )
