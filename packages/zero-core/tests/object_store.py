@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 from pathlib import Path
@@ -22,9 +23,12 @@ class Objects(DirFileSystem):  # type: ignore[misc]
 
     protocol = "objects"
     num_written = 0
+    is_down = False
+    """Whether listings fail, as of a store that does not answer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path=os.environ[ROOT], fs=LocalFileSystem(auto_mkdir=True), **options)
+        self._sizes: dict[str, int] = {}
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -33,7 +37,19 @@ class Objects(DirFileSystem):  # type: ignore[misc]
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         if "w" in mode:
             self._count()
-        return super().open(path, mode, **options)
+        file = super().open(path, mode, **options)
+        size = self._sizes.get(self._join(path))  # as s3fs: of a listing, if there was one
+        return file if "w" in mode or size is None else io.BytesIO(file.read(size))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        if self.is_down:
+            raise ConnectionError("no answer")
+        found = super().ls(path, detail=True, **options)
+        self._sizes |= {self._join(entry["name"]): entry["size"] for entry in found}
+        return found if detail else [entry["name"] for entry in found]
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self._sizes.clear()
 
     def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
         self._count()

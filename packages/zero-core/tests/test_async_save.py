@@ -271,7 +271,8 @@ class _Disk:
 
 
 def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_nothing(tmp_path):
-    disk, message = _Disk(), r"write failed on rank 0: CheckpointError: .*could not be .*make room"
+    disk = _Disk()
+    message = r"write failed on rank 0: CheckpointFailedError: .*could not be .*make room"
 
     def program(ranks: SimulatedRanks) -> dict[str, torch.Tensor]:
         gated = _gated(ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import read_latest, read_manifest, read_weights
+from zero_core.checkpoint.manifest import seal
 from zero_core.checkpoint.storage.location import Location, location_of
 from zero_core.testing import run_alone, spawn
 
@@ -111,7 +113,8 @@ def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Pa
     engine = _build()
     place = engine.save_checkpoint(objects, "best")
     _train(engine)
-    # Killed saves: one is under way perhaps, one is past.
+    # A save that has just made its folder. Killed saves: one is under way perhaps, one is past.
+    (tmp_path / "store" / "run" / "best" / f"data-{'2' * 32}").mkdir()
     for age_s, name in ((0, "data-" + "0" * 32), (2 * 24 * 3600, "data-" + "1" * 32)):
         file = tmp_path / "store" / "run" / "best" / name / "x"
         file.parent.mkdir()
@@ -119,9 +122,54 @@ def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Pa
         os.utime(file, (time.time() - age_s,) * 2)
     engine.save_checkpoint(objects, "best")
     folders = sorted(p.name for p in place.iterdir() if p.is_dir())
-    assert folders == ["data-" + "0" * 32, read_manifest(place).subfolder]
+    own = read_manifest(place).subfolder
+    assert folders == sorted(["data-" + "0" * 32, "data-" + "2" * 32, own or ""])
     *_, (done, total) = zero_core.verify_checkpoint(str(objects), "best")
     assert done == total
+    engine.close()
+
+
+def test_store_that_fails_after_the_commit_does_not_fail_the_save(
+    objects: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = _build()
+    engine.save_checkpoint(objects)
+    _train(engine)
+    monkeypatch.setattr(Objects, "is_down", True)
+    assert engine.save_checkpoint(objects, keep_last=1).name == read_latest(objects) == "step-1"
+    assert "no answer" in caplog.text
+    monkeypatch.undo()
+    engine.close()
+
+
+def test_file_that_another_program_wrote_after_a_listing_is_read_whole(
+    objects: Location, tmp_path: Path
+) -> None:
+    latest = tmp_path / "store" / "run" / "latest"
+    latest.parent.mkdir(parents=True)
+    latest.write_bytes(b"step-9")
+    assert [path.name for path in objects.iterdir()] == ["latest"]
+    latest.write_bytes(b"step-10")
+    assert read_latest(objects) == "step-10"
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_subfolder_of_another_form_and_a_link_to_one_are_refused(
+    is_link: bool, objects: Location, tmp_path: Path
+) -> None:
+    engine = _build()
+    engine.save_checkpoint(objects)
+    place = tmp_path / "store" / "run" / "step-0"
+    (data,) = place.glob("data-*")
+    if is_link:
+        data.rename(tmp_path / "away")
+        data.symlink_to(tmp_path / "away")
+    else:
+        content = json.loads((place / "manifest.json").read_text()) | {"subfolder": "else"}
+        data.rename(place / "else")
+        (place / "manifest.json").write_bytes(seal(content))
+    with pytest.raises(CheckpointCorruptError, match="is a link" if is_link else "of the form"):
+        engine.load_checkpoint(place.parent)
     engine.close()
 
 
@@ -206,6 +254,9 @@ def test_ranks_save_together_and_another_number_of_them_loads(
     ("place", "reason"),
     [
         ("nothing-like-it://bucket", "cannot be opened"),
+        ("zip::memory://none", "cannot be opened: FileNotFoundError"),
+        ("sftp://host/run", "sftp writes into the files that are there"),
+        ("dir://run::ftp://host", "ftp writes into the files"),
         (Path("s3://bucket/run"), "was a URL before it became a Path"),
     ],
 )
@@ -222,8 +273,8 @@ def test_paths_stay_paths(tmp_path: Path) -> None:
     assert str(remote / "step-1") == "memory://bucket/run/step-1"
     assert (remote / "step-1").parent == remote
     assert len({*itertools.repeat(remote, 2)}) == 1
-    chained = location_of(f"dir://run::file://{tmp_path}")
+    chained = location_of("dir://run::memory://chained")
     (chained / "step-1").mkdir(parents=True)
-    assert (tmp_path / "run" / "step-1").is_dir()
+    assert location_of("memory://chained/run/step-1").is_dir()
     assert location_of(str(chained / "step-1")) == chained / "step-1"
     assert [path.name for path in chained.iterdir()] == ["step-1"]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_core import CheckpointError
 from zero_core.checkpoint.files import MANIFEST, read_latest
+from zero_core.checkpoint.storage.location import local_path
 
 _CPU = torch.device("cpu")
 _FILES = "*mp_rank_*_states.pt"
@@ -69,11 +70,12 @@ def refuse_foreign(directory: str | Path, tag: object = None) -> None:
     """Raise if ``directory`` holds a checkpoint that DeepSpeed wrote, under ``tag`` or the newest.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: it does, or is a URL.
     """
+    folder = local_path(directory, "a checkpoint of DeepSpeed's names")
     if tag is None:
-        tag = read_latest(Path(directory))
-    place = Path(directory) if tag is None else Path(directory, str(tag))
+        tag = read_latest(folder)
+    place = folder if tag is None else folder / str(tag)
     if place.joinpath(MANIFEST).is_file():
         return  # these are our own
     found = min((path.name for path in place.glob(_FILES)), default=None)

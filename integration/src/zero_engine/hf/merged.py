@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 import zero_core
 from zero_core import ConfigError, ShardedModel
 from zero_core.checkpoint.model_files import ModelFiles
+from zero_core.checkpoint.storage.location import local_path
 
 _ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
@@ -77,9 +78,9 @@ def export_merged(
     Raises:
         ConfigError: there is no engine, the adapters cannot be merged, or the base is of a
             quantizer that cannot be undone.
-        CheckpointError: a merge failed, or there is no room. On every rank.
+        CheckpointError: a merge failed, there is no room, or ``directory`` is a URL. On every rank.
     """
-    directory = Path(directory)
+    directory = local_path(directory, "an export")
     base = _base_of(model)
     engine = _engine_of(base)
     parts = list(_parts(base))

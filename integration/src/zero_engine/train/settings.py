@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_core.checkpoint.files import holds_checkpoint
-from zero_core.checkpoint.storage.location import Location, location_of
+from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
 
@@ -144,9 +144,13 @@ class RunFolder:
         options say where they are.
 
         Raises:
-            ConfigError: ``checkpoints`` is a URL that cannot be opened.
+            ConfigError: ``checkpoints`` is a URL that cannot be opened, or ``output`` is a URL.
         """
-        folder, checkpoints = cls(Path(options.get("output") or RunSettings.output)), None
+        output, checkpoints = options.get("output") or RunSettings.output, None
+        try:
+            folder = cls(local_path(output, "a run"))
+        except CheckpointError as error:
+            raise ConfigError(f"--output: {error}; give one for --checkpoints") from None
         if folder.resolved_config.is_file():
             with suppress(ConfigError):  # not ours: refused later, for what it is
                 checkpoints = read_resolved(folder)["run"].get("checkpoints")

@@ -24,8 +24,8 @@ from zero_core.checkpoint.background.saver import OnPending, PendingSave, Saver
 from zero_core.checkpoint.files import holds_checkpoint, newest_step
 from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
 from zero_core.checkpoint.save import SaveOptions
-from zero_core.checkpoint.storage.location import Location, location_of
-from zero_core.errors import ConfigError, UnusedParameterError
+from zero_core.checkpoint.storage.location import Location, local_path, location_of
+from zero_core.errors import CheckpointError, ConfigError, UnusedParameterError
 from zero_core.plugins import REPORTS, load_part
 from zero_core.record.recorder import Recorder, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS
@@ -342,8 +342,12 @@ class Engine(ShardedModel):
             detail_every: steps between two whose course is recorded span by span.
 
         Raises:
-            ConfigError: the folder cannot be written to.
+            ConfigError: the folder cannot be written to, or is a URL.
         """
+        try:
+            place = local_path(folder, "a record of steps")
+        except CheckpointError as error:
+            raise ConfigError(f"record: {error}") from None
         if self._recorder is not None:
             self._recorder.remove()
         subject = Subject(
@@ -359,7 +363,7 @@ class Engine(ShardedModel):
         )
         try:
             self._recorder = Recorder(
-                subject, Path(folder), max_bytes=max_bytes, detail_every=detail_every
+                subject, place, max_bytes=max_bytes, detail_every=detail_every
             )
         except OSError as error:
             raise ConfigError(f"record: {folder} cannot be written: {error.strerror}") from error

@@ -138,27 +138,27 @@ class Checkpoints(Facts):
         if from_deepspeed is not None:
             tag = _import(self, load_dir, tag, from_deepspeed)
             load_dir = from_deepspeed
-        if tag is None and read_latest(Path(load_dir)) is None:
+        place = local_path(load_dir, "a checkpoint of DeepSpeed's names")
+        if tag is None and read_latest(place) is None:
             _log.warning("%s holds no checkpoint: there is no file 'latest' in it", load_dir)
             return None, None
         refuse_foreign(load_dir, tag)
         name = None if tag is None else str(tag)
         left_out = {
-            "frozen": not load_module_strict
-            and not read_manifest(find(Path(load_dir), name)).has_frozen,
+            "frozen": not load_module_strict and not read_manifest(find(place, name)).has_frozen,
             "optimizer": load_module_only or not load_optimizer_states,
             "lr_scheduler": load_module_only or not load_lr_scheduler_states,
             "progress": load_module_only,
         }
         without = [part for part, is_out in left_out.items() if is_out]
         with _in_deepspeeds_words():
-            place, client_state = self.core.load_checkpoint(load_dir, name, without=without)
+            loaded, client_state = self.core.load_checkpoint(load_dir, name, without=without)
         own = client_state.pop(OWN_STATE, {})
         if not load_module_only:
             samples = self.global_steps * self.train_batch_size()
             self.global_samples = own.get("global_samples", samples)
         self.core.publish()
-        return str(place), client_state
+        return str(loaded), client_state
 
     def save_16bit_model(
         self,
@@ -173,7 +173,7 @@ class Checkpoints(Facts):
         nothing is written unless ``stage3_gather_16bit_weights_on_model_save`` is true, as in
         DeepSpeed.
         """
-        path = Path(save_dir, save_filename)
+        path = local_path(save_dir, "a model of DeepSpeed's names") / save_filename
         is_sharded = self.zero_optimization_partition_weights()
         if is_sharded and not self.settings.gather_16bit_weights_on_model_save:
             _log.warning(

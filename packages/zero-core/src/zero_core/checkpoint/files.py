@@ -139,6 +139,8 @@ class CheckedFiles:
         self.folder = folder
         self.manifest = manifest
         self._files = folder / manifest.subfolder if manifest.subfolder else folder
+        if isinstance(self._files, Path) and manifest.subfolder and self._files.is_symlink():
+            raise CheckpointCorruptError(f"{self._files} is a link: put a copy in its place")
         self._headers: dict[str, Mapping[str, StoredTensor]] = {}
         self._checked: dict[str, set[int]] = {}
 

@@ -268,8 +268,8 @@ def _check_states(manifest: Manifest) -> None:
 
 
 def _check_files(manifest: Manifest) -> None:
-    if manifest.subfolder is not None and not is_plain(manifest.subfolder):
-        raise ValueError(f"subfolder {manifest.subfolder!r:.60} is no plain name of a folder")
+    if manifest.subfolder is not None and not storage.SUBFOLDER.fullmatch(manifest.subfolder):
+        raise ValueError(f"subfolder {manifest.subfolder!r:.60} is not of the form data-TOKEN")
     for name, facts in manifest.files.items():
         if not is_plain(name) or name == MANIFEST:
             raise ValueError(f"files: {name!r} is no plain name of a file")

@@ -24,6 +24,7 @@ folder then holds the files of its ranks and the manifest of all; their union is
 from __future__ import annotations
 
 import json
+import logging
 import random
 import uuid
 import zlib
@@ -63,6 +64,7 @@ from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.snapshot import Snapshot, StateBlocks
 
+_log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20
 """Bytes written at once: they stay in the processor's cache for their checksum."""
 _ADVICE = "save to another folder; checkpoints that were there before are whole"
@@ -224,13 +226,16 @@ class Save:
                 staging.commit(is_latest=options.is_latest)
                 prefix, number = split_tag(tag)
                 is_step = number == self._words["progress"]["global_steps"]
-                prune(
-                    directory,
-                    keep_last=options.keep_last if is_step else None,
-                    keep_every=options.keep_every,
-                    newest=tag,
-                    prefixes=(prefix,),
-                )
+                try:
+                    prune(
+                        directory,
+                        keep_last=options.keep_last if is_step else None,
+                        keep_every=options.keep_every,
+                        newest=tag,
+                        prefixes=(prefix,),
+                    )
+                except (OSError, CheckpointError) as error:  # this one is committed
+                    _log.warning("checkpoints beside %s stay: %s", self.place, error)
 
         try:
             exchange.together("checkpoint: prepare", make_folder)

@@ -4,7 +4,11 @@ A checkpoint is committed by one write: the rename of its folder, or of the obje
 there are no renames. Nothing that was written before counts.
 """
 
+import re
+
 MANIFEST = "manifest.json"
 """Name of the file that describes a checkpoint, and vouches for its other files."""
 LATEST = "latest"
 """Name of the file that names the newest checkpoint of a folder."""
+SUBFOLDER = re.compile(r"data-[0-9a-f]{32}")
+"""Names of folders beside a manifest that have the files, where there are no renames."""

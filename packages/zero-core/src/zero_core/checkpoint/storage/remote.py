@@ -18,13 +18,16 @@ from contextlib import contextmanager
 from datetime import UTC
 from typing import IO, Any
 
-from zero_core.checkpoint.storage import LATEST, MANIFEST
+from zero_core.checkpoint.storage import LATEST, MANIFEST, SUBFOLDER
 from zero_core.checkpoint.storage.disk import no_room
-from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.errors import CheckpointError, CheckpointFailedError
 
 _log = logging.getLogger(__name__)
-_DATA = re.compile(r"data-[0-9a-f]{32}")
-_NAMED = re.compile(rb'"subfolder": "(?P<name>data-[0-9a-f]{32})"')
+_NAMED = re.compile(f'"subfolder": "(?P<name>{SUBFOLDER.pattern})"'.encode())
+_IN_PLACE = frozenset(
+    ("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs", "dbfs", "file", "local")
+)
+"""Protocols that write into the object that is there: a write that is cut short destroys it."""
 _NO_SAVE_S = 24 * 3600
 """Seconds after which files without a manifest do not belong to a save under way."""
 _ADVICE = "save to another place; checkpoints that were there before are whole"
@@ -124,13 +127,13 @@ class RemotePath:
 
     def open(self, *, follows_links: bool) -> IO[bytes]:
         try:
-            with _as_os_error(self):
+            with self._fresh():  # or the size is that of a listing of before
                 found: IO[bytes] = self._files.open(self._path, "rb")
                 return found
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise CheckpointError(f"there is no file {self}") from None
         except OSError as error:
-            raise CheckpointCorruptError(f"{self} cannot be read: {error}") from error
+            raise CheckpointFailedError(f"{self} cannot be read: {error}") from error
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
@@ -161,11 +164,11 @@ class RemotePath:
         return Upload(self, tag, token)
 
     def is_past(self) -> bool:
-        """Whether all files in this folder are too old to belong to a save under way."""
+        """Whether this folder has files, all of them too old to belong to a save under way."""
         with _as_os_error(self):
             paths = self._files.find(self._path)
         files = [self._at(path, path) for path in paths]
-        newest = max((file.modified_ns() for file in files), default=0)
+        newest = max((file.modified_ns() for file in files), default=time.time_ns())
         return time.time() - newest / 1e9 > _NO_SAVE_S
 
     def remove_tree(self) -> None:
@@ -206,9 +209,12 @@ class Upload:
                 (self._place.parent / LATEST).write_bytes(self._place.name.encode())
         except OSError as error:
             raise no_room(self._place, error, _ADVICE) from error
-        for old in [p for p in self._place.iterdir() if _DATA.fullmatch(p.name)]:
-            if old.name != self.folder.name and (old.name == replaced or old.is_past()):
-                _remove(old)
+        try:  # it is committed: nothing of this may fail the save
+            for old in [p for p in self._place.iterdir() if SUBFOLDER.fullmatch(p.name)]:
+                if old.name != self.folder.name and (old.name == replaced or old.is_past()):
+                    _remove(old)
+        except OSError as error:
+            _log.warning("%s may have files that no checkpoint needs: %s", self._place, error)
 
     def _find_replaced(self) -> str:
         """Return the name of the folder of the checkpoint of this tag that is there, or nothing."""
@@ -246,9 +252,17 @@ def open_url(url: str) -> RemotePath:
     """Return the path of ``url``.
 
     Raises:
-        CheckpointError: fsspec, or what it needs for this protocol, is not installed; or it does
-            not know the protocol.
+        CheckpointError: fsspec, or what it needs for this protocol, is not installed; it does not
+            know the protocol; or that does not replace an object as a whole.
+        CheckpointFailedError: opening it failed.
     """
+    protocols = {part.partition("://")[0].lower() for part in url.split("::")}
+    if protocols & _IN_PLACE:
+        raise CheckpointError(
+            f"{url}: {', '.join(sorted(protocols & _IN_PLACE))} writes into the files that are "
+            "there, so a write that is cut short would destroy a checkpoint: give an object store "
+            "(s3, gs, abfs, ...) or a folder that is mounted here"
+        )
     try:
         from fsspec.core import url_to_fs  # torch brings it, and needs it for as little
     except ImportError:
@@ -259,6 +273,10 @@ def open_url(url: str) -> RemotePath:
         files, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"{url} cannot be opened: {error}") from None
+    except Exception as error:  # whatever the library of the protocol raises
+        raise CheckpointFailedError(
+            f"{url} cannot be opened: {type(error).__name__}: {error}"
+        ) from error
     first, mark, others = url.partition("::")  # dir://run::file:///store, but simplecache::s3://run
     return (
         RemotePath(files, path, first, mark + others)
