@@ -183,6 +183,9 @@ def test_load_without_latest_returns_nothing_and_changes_nothing(tmp_path: Path)
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         engine.load_checkpoint(tmp_path, tag="absent")
+    for refused in (engine.load_checkpoint, engine.save_16bit_model):
+        with pytest.raises(CheckpointError, match="is a URL"):
+            refused("memory://run")
     engine.destroy()
 
 

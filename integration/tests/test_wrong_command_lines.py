@@ -61,6 +61,7 @@ TRAIN = [
     ("--data @/nothing.txt", "found nothing there"),
     ("--data @", "found a folder"),
     ("--output @/list.json", "there is a file of the name"),
+    ("--output memory://run", "memory://run is a URL, and a run needs a folder of this machine"),
     ("--output @/list.json/run", "there is a file of the name"),
     ("--output @", "holds no run"),
     ("--resume", "no checkpoint to continue from"),

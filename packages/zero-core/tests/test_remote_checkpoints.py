@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
 import zero_core
-from zero_core import CheckpointCorruptError, CheckpointError
+from zero_core import CheckpointCorruptError, CheckpointError, ConfigError
 from zero_core.checkpoint.files import read_latest, read_manifest, read_weights
 from zero_core.checkpoint.manifest import seal
 from zero_core.checkpoint.storage.location import Location, location_of
@@ -247,6 +247,13 @@ def test_ranks_save_together_and_another_number_of_them_loads(
     engine.load_checkpoint(local)
     assert all(value.equal(there[name]) for name, value in engine.full_state_dict().items())
     assert not [p for p in (tmp_path / "store" / "run").iterdir() if p.name.startswith(".")]
+    engine.close()
+
+
+def test_steps_are_not_recorded_at_a_url(url: str) -> None:
+    engine = _build()
+    with pytest.raises(ConfigError, match="is a URL, and a record of steps needs a folder"):
+        engine.record(url)
     engine.close()
 
 
