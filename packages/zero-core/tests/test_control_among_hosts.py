@@ -74,3 +74,14 @@ def _diverge(rank: int, world_size: int) -> None:
 
 def test_exchanges_of_different_sizes_raise_on_every_rank() -> None:
     spawn(_diverge, 3)
+
+
+def _make_more(rank: int, world_size: int) -> None:
+    ranks = find_ranks(None, None)
+    controls = [ranks.connect() for _ in range(1 + rank)]
+    assert controls[-1].gather_bytes(str(rank).encode()) == [b"0", b"1", b"2"]
+
+
+def test_rank_that_has_made_more_control_groups_meets_the_others() -> None:
+    """As where a build failed on it alone."""
+    spawn(_make_more, 3)

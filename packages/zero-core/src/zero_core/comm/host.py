@@ -31,7 +31,7 @@ from torch import Tensor
 
 from zero_core.comm.fused_sum import add_in_rank_order, sum_in_rank_order
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
-from zero_core.comm.p2p import Kind, Messages, Parcel, PeerToPeer, tag_of, wait_all
+from zero_core.comm.p2p import CONTROL_CHANNEL, Kind, Messages, Parcel, PeerToPeer, tag_of, wait_all
 from zero_core.comm.queues import CommQueues, HostQueues
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.protocols import EXACT_GRADIENTS, Work
@@ -319,12 +319,19 @@ class HostLibrary:
     See [Note: messages of different sizes never meet].
     """
 
-    def __init__(self, messages: Messages, *, rank: int, world_size: int) -> None:
-        """Every rank makes those of a process group in one order."""
+    def __init__(
+        self,
+        messages: Messages,
+        *,
+        rank: int,
+        world_size: int,
+        channel: int = CONTROL_CHANNEL,
+    ) -> None:
+        """``channel`` is another one for a thread beside the others'."""
         self.rank = rank
         self.world_size = world_size
         self._messages = messages
-        self._channel = messages.next_channel()
+        self._channel = channel
         self._peers = [(rank + k) % world_size for k in range(1, world_size)]
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:

@@ -37,6 +37,9 @@ from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 
 _NUM_CHANNELS = 4096
+CONTROL_CHANNEL = 0
+"""Channel of the control groups of a process group. A rank may have made more of them than others,
+where a build failed on it. Like its collectives, their exchanges are in one order on all ranks."""
 
 _numbers: dict[str, Iterator[int]] = {}
 """Channel numbers of each process group, so that two engines over one group share none."""
@@ -121,7 +124,8 @@ class ProcessMessages:
             known = dist.group.WORLD if self._group is None else self._group
             assert known is not None
             name = known.group_name
-        return next(_numbers.setdefault(name, count())) % _NUM_CHANNELS
+        number = next(_numbers.setdefault(name, count()))
+        return CONTROL_CHANNEL + 1 + number % (_NUM_CHANNELS - 1)
 
 
 @dataclass(slots=True, eq=False)

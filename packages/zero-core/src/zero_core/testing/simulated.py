@@ -22,9 +22,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zero_core.comm.control import ControlGroup, Exchange
+from zero_core.comm.control import ControlGroup, Exchange, LibraryControlGroup
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.device_library import DeviceLibrary, Lane
+from zero_core.comm.host import HostLibrary
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.p2p import Messages
 from zero_core.comm.queues import HostQueues
@@ -235,7 +236,9 @@ class SimulatedRanks(Ranks):
         return super().connect()
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
-        return self.connect()
+        channel = self.carrier.next_channel()
+        library = HostLibrary(self.carrier, rank=self.rank, world_size=self.size, channel=channel)
+        return LibraryControlGroup(library, self.device)
 
     def messages(self) -> Messages:
         return self.carrier
