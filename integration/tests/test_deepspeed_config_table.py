@@ -149,6 +149,8 @@ EXAMPLES: dict[str, Any] = {
     "memory_checkpoint.every": 5,
     "memory_checkpoint.copies": 0,
     "memory_checkpoint.path": "/dev/shm/job",
+    "step_records.max_bytes": 2**20,
+    "step_records.detail_every": 10,
 }
 ON_HOST = {
     "bf16": {"enabled": True},
@@ -188,6 +190,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optimizer.": {"optimizer": OPTIMIZER},
     "scheduler.params": {"optimizer": OPTIMIZER, "scheduler": SCHEDULER},
     "scheduler.type": {"optimizer": OPTIMIZER},
+    "step_records.": {"step_records": {"folder": "runs/mine"}},
 }
 # Honoured, but what they say must hold anyway.
 CHECKED_ONLY = {"data_types.param_dtype": "fp16"}

@@ -25,6 +25,7 @@ HUGE = 10**30
 
 # Keys that are only looked at beside others.
 BESIDE: Mapping[str, Any] = {
+    "step_records": {"folder": "runs/mine"},
     "zero_optimization": {"stage": 3, "zero_quantized_gradients": True},
     "zero_optimization.offload_optimizer": {"device": "cpu"},
     "zero_optimization.offload_param": {"device": "cpu"},
