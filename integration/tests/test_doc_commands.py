@@ -146,6 +146,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 def _check(words: Sequence[str]) -> None:
     program, *arguments = words
+    program = program.removeprefix(".nox/train/bin/")
     if program in OTHERS:
         return
     assert program in PROGRAMS, f"{program} is not known here"

@@ -252,7 +252,7 @@ def _step(found: Measured) -> Iterator[Block]:
 
 def _bytes(found: Measured, plan: Plan | None) -> Iterator[Block]:
     steps = [step for step in found.run.ranks[0].steps if step.sent]
-    rows = []
+    rows: list[dict[str, Any]] = []
     if steps:
         for collective, content, _calls, within, between in steps[-1].sent:
             name = f"{collective}: {content}"

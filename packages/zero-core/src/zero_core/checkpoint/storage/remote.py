@@ -24,9 +24,7 @@ from zero_core.errors import CheckpointError, CheckpointFailedError
 
 _log = logging.getLogger(__name__)
 _NAMED = re.compile(f'"subfolder": "(?P<name>{SUBFOLDER.pattern})"'.encode())
-_IN_PLACE = frozenset(
-    ("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs", "dbfs", "file", "local")
-)
+_IN_PLACE = frozenset(("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs", "dbfs"))
 """Protocols that write into the object that is there: a write that is cut short destroys it."""
 _NO_SAVE_S = 24 * 3600
 """Seconds after which files without a manifest do not belong to a save under way."""
