@@ -171,3 +171,24 @@ def test_a_folder_without_records_and_a_third_run(tmp_path: Path) -> None:
     run = _write(tmp_path / "run")
     with pytest.raises(ConfigError, match="found 3"):
         write_report([run] * 3, tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"config": {}}, "run.config"),
+        ({"rank": "<b>"}, "run.rank"),
+        ({"world_size": 0}, "run.world_size"),
+    ],
+)
+def test_a_start_with_a_wrong_field_is_one_error(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    _write(tmp_path, num_ranks=1)
+    (file,) = tmp_path.glob("steps-rank*.jsonl")
+    first, *others = file.read_text(encoding="utf-8").splitlines()
+    file.write_text("\n".join([json.dumps(json.loads(first) | change), *others]), encoding="utf-8")
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert named in result.stderr

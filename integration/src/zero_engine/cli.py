@@ -356,7 +356,7 @@ def doctor(
     output: Annotated[str, typer.Option(help="Where --measure writes them.")] = "rates.json",
     ranks: Annotated[
         list[int] | None,
-        _option("Ranks that --measure starts at once. Repeatable. Default: 1, and all."),
+        _option("Ranks that --measure starts at once. Repeatable. Default: see docs/plan.md."),
     ] = None,
     disk: Annotated[
         _Text, _option("Folder on the disk of NVMe offload, for --measure to time.")

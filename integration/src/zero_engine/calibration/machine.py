@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from datetime import date
 from importlib.resources import files
@@ -22,6 +23,8 @@ from zero_engine.calibration.rank import merged
 from zero_engine.machine import available_cores, processor_name
 
 LIMIT_S = 300.0
+MOST_RANKS = 8
+"""Ranks of a CPU that are started at once, unless the caller names a number."""
 EFFICIENCY = {"matmul": 0.6, "memory": 0.8, "link": 0.75, "host": 0.6}
 """Shares of published peaks that are assumed to be reached."""
 BYTES_PER_UPDATE = 28
@@ -36,8 +39,7 @@ def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibrati
     """Measure this machine with each number of ranks at once. Takes under a minute.
 
     Args:
-        ranks: numbers of ranks; None: one, and as many as there are accelerators or, on a CPU, two
-            and one per core.
+        ranks: numbers of ranks; None: `default_ranks`.
         disk: folder on the disk of NVMe offload; None: no file is timed.
 
     Raises:
@@ -45,12 +47,17 @@ def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibrati
     """
     cores = available_cores()
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    counts = sorted(set(ranks or ({1, devices} if devices else {1, min(2, cores), cores})))
+    counts = sorted(set(ranks or default_ranks(cores, devices)))
     name = processor_name() if not devices else str(torch.cuda.get_device_name(0))
     rows = [_measure(count, cores, disk) for count in counts]
     source = f"measured on {date.today().isoformat()}, torch {torch.__version__}"
     found = {"format": FORMAT, "device": name, "source": source, "rates": rows}
     return Calibration.from_json(found, "what was measured")
+
+
+def default_ranks(cores: int, devices: int) -> set[int]:
+    """Return one, and the accelerators or, without any, two and the cores, `MOST_RANKS` at most."""
+    return {1, devices} if devices else {1, min(2, cores), min(MOST_RANKS, cores)}
 
 
 def measure_to(output: str, ranks: Sequence[int] | None, disk: str | None) -> Calibration:
@@ -95,20 +102,35 @@ def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:
                 )
             started.append(process)
         try:
-            codes = [process.wait(LIMIT_S) for process in started]
-        except subprocess.TimeoutExpired:
+            failed = first_failed(started, LIMIT_S)
+        except TimeoutError:
             raise ZeroError(f"measuring with {count} ranks took over {LIMIT_S:.0f} s") from None
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-        for rank, code in enumerate(codes):
-            if code:
-                said = Path(scratch, f"log{rank}").read_text(encoding="utf-8", errors="replace")
-                last = said.strip().splitlines()[-1:] or ["no message"]
-                raise ZeroError(f"measuring with {count} ranks: rank {rank} failed: {last[0]}")
+        if failed is not None:
+            said = Path(scratch, f"log{failed}").read_text(encoding="utf-8", errors="replace")
+            last = said.strip().splitlines()[-1:] or ["no message"]
+            raise ZeroError(f"measuring with {count} ranks: rank {failed} failed: {last[0]}")
         texts = [Path(scratch, f"rank{rank}.json").read_text("utf-8") for rank in range(count)]
     return merged([json.loads(text) for text in texts])
+
+
+def first_failed(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
+    """Wait until all processes have ended well, or one has failed, and return its place.
+
+    Raises:
+        TimeoutError: after ``limit_s`` seconds neither is so.
+    """
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in started]
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None or None not in codes:
+            return failed
+        time.sleep(0.02)
+    raise TimeoutError
 
 
 def read_calibration(path: str) -> Calibration:

@@ -28,6 +28,8 @@ UPDATED = (2**16, 2**20, 2**23)
 """Elements of an update."""
 EXCHANGED = (2**10, 2**16, 2**20, 2**23)
 """Bytes of a rank's shard."""
+MOST_EXCHANGED = 2**29
+"""Bytes of a gather's results on all ranks that share the memory."""
 DISK_BYTES = (2**20, 2**24, 2**26)
 PRODUCTS = ("matmul", "product", "bmm", ATTENTION, ATTENTION_BACKWARD)
 MOST_FACTOR = 2.5
@@ -97,7 +99,7 @@ def time_exchanges(watch: Stopwatch) -> None:
     gathered: Points = []
     reduced: Points = []
     busy: dict[str, Points] = {"gather": [], "reduce": []}
-    for nbytes in EXCHANGED:
+    for nbytes in exchanged(ranks.size, is_host=watch.device.type == "cpu"):
         numel = nbytes // 4
         zeros = transport.zeros
         shard = zeros(numel, torch.float32, watch.device)
@@ -134,6 +136,16 @@ def time_exchanges(watch: Stopwatch) -> None:
     seconds = watch.seconds(lambda: control.sum(small), is_together=True)
     watch.curves[f"agree.{way}"] = [(1.0, seconds), (1e9, seconds)]
     transport.close()
+
+
+def exchanged(num_ranks: int, *, is_host: bool) -> list[int]:
+    """Return the bytes of shards whose exchange is timed. Results have as many per rank each."""
+    sharing = num_ranks if is_host else 1
+    return [
+        nbytes
+        for nbytes in EXCHANGED
+        if nbytes * num_ranks * sharing <= MOST_EXCHANGED or nbytes == EXCHANGED[0]
+    ]
 
 
 def time_copies(watch: Stopwatch) -> None:

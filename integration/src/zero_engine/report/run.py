@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.record.records import (
     FILE,
@@ -89,7 +90,7 @@ def _read_rank(file: Path) -> Rank | None:
     try:
         records = read_records(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(str(error)) from None
 
     def of(kind: type[Any]) -> list[Any]:
         return [record for record in records if isinstance(record, kind)]
@@ -97,6 +98,11 @@ def _read_rank(file: Path) -> Rank | None:
     starts: list[RunRecord] = of(RunRecord)
     if not starts:
         return None
+    last = starts[-1]
+    try:
+        load_config({**last.config, "step_records": None}, world_size=last.world_size)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: run.config is no configuration: {error}") from None
     steps = {step.step: step for step in _last_course(records)}
     details: dict[int, DetailRecord] = {detail.step: detail for detail in of(DetailRecord)}
     return Rank(
