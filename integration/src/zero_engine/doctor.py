@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
+from zero_core.plugins import install_command
 from zero_engine.machine import available_cores, locked_memory_limit_bytes, memory_limit_bytes
 
 State = Literal["ok", "note", "missing"]
@@ -83,7 +84,7 @@ def _packages() -> Iterator[Finding]:
 
 def _installed(distribution: str, module: str) -> Finding:
     """Whether a distribution is there and its module can be imported."""
-    cure = f"pip install {distribution}"
+    cure = install_command(distribution)
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -93,7 +94,11 @@ def _installed(distribution: str, module: str) -> Finding:
     except Exception as error:  # a broken installation may raise anything, and is a finding
         value = f"{version}, but: {type(error).__name__}: {error}"
         return Finding(
-            "installed", distribution, value, "missing", f"{cure} --force-reinstall --no-deps"
+            "installed",
+            distribution,
+            value,
+            "missing",
+            install_command(distribution, "--force-reinstall", "--no-deps"),
         )
     return Finding("installed", distribution, version)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_core.plugins import install_command
 from zero_core.sharded_model import ShardedModel
 
 _PARTITIONED = "zero_engine.deepspeed.zero.partitioned"
@@ -145,7 +146,7 @@ class _Moved(ModuleType):
                 raise
             raise ImportError(
                 f"{self.__name__}.{name} has left zero-core: it is {module}.{new_name} of "
-                "zero-engine, which is not installed here: pip install ./integration in a checkout"
+                f"zero-engine, which is not installed here: {install_command('zero-engine')}"
             ) from None
 
 

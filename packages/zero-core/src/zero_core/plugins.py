@@ -55,6 +55,9 @@ KERNELS = "zero_core.adam_kernels"
 FOOTPRINTS = "zero_core.footprints"
 REPORTS = "zero_core.reports"
 
+# The index serves another project under that name.
+_NOT_ON_THE_INDEX = {"zero-engine": "./integration"}
+
 
 def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> Config:
     """Check a configuration as far as that is possible without a model and without ranks.
@@ -103,8 +106,15 @@ def _check_installed(group: str, name: str, asked_by: str, distribution: str) ->
 def _missing(asked_by: str, distribution: str) -> MissingPartError:
     return MissingPartError(
         f"{asked_by} needs the package {distribution}, which is not installed: "
-        f"pip install {distribution}"
+        f"{install_command(distribution)}"
     )
+
+
+def install_command(distribution: str, *flags: str) -> str:
+    """The command that installs a package of this repository."""
+    if distribution in _NOT_ON_THE_INDEX:
+        return f"{' '.join(('pip install', *flags, _NOT_ON_THE_INDEX[distribution]))} in a checkout"
+    return " ".join(("pip install", *flags, distribution))
 
 
 def _check_folder(key: str, folder: str) -> None:
@@ -135,7 +145,8 @@ def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any
     except ImportError as error:
         raise MissingPartError(
             f"{asked_by} needs the package {distribution}, which is installed but does not "
-            f"import: {error}; try: pip install --force-reinstall {distribution}"
+            f"import: {error}; try: "
+            f"{install_command(distribution, '--force-reinstall')}"
         ) from error
 
 
