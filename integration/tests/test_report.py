@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.record.records import (
     DetailRecord,
@@ -27,13 +28,10 @@ from zero_engine.report.compose import first_sentence
 from zero_engine.report.run import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
-CONFIG: dict[str, Any] = {
-    "train_batch_size": 4,
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 1,
-    "fp16": {"enabled": False},
-    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none", "pin_memory": False}},
-}
+# As the recorder writes it: all keys, with their defaults.
+CONFIG: dict[str, Any] = load_config(
+    {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, world_size=2
+).model_dump(mode="json")
 ENVIRONMENT = {"device": "cpu", "cores": 2, "threads": 1, "host": HOSTILE, "host_memory": 10**10}
 RUN = RunRecord(0, 2, 2, 1e9, 0, 10**6, 10**6, ["", "blocks.0", "blocks.1"], {"device": 10**6},
                 CONFIG, ENVIRONMENT)  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_core.config import load_config
+from zero_core.config import load_effective
 from zero_core.errors import ConfigError
 from zero_core.record.records import (
     FILE,
@@ -100,7 +100,7 @@ def _read_rank(file: Path) -> Rank | None:
         return None
     last = starts[-1]
     try:
-        load_config({**last.config, "step_records": None}, world_size=last.world_size)
+        load_effective(last.config)
     except ConfigError as error:
         raise ConfigError(f"{file}: run.config is no configuration: {error}") from None
     steps = {step.step: step for step in _last_course(records)}

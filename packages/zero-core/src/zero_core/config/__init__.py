@@ -21,7 +21,7 @@ from zero_core.config.blocks import (
     ZeroConfig,
     master_dtype,
 )
-from zero_core.config.schema import load_config
+from zero_core.config.schema import load_config, load_effective
 
 __all__ = [
     "DTYPES",
@@ -43,5 +43,6 @@ __all__ = [
     "TiledComputeConfig",
     "ZeroConfig",
     "load_config",
+    "load_effective",
     "master_dtype",
 ]

@@ -80,6 +80,21 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     return config
 
 
+def load_effective(written: Mapping[str, Any]) -> Config:
+    """Read the configuration in effect again, from what ``Config.model_dump(mode="json")`` wrote.
+
+    It has all keys, with their defaults. `load_config` refuses some of those defaults where they
+    are given, such as a ratio without offload.
+
+    Raises:
+        ConfigError: a key or a type that the configuration does not have.
+    """
+    try:
+        return Config.model_validate(written)
+    except pydantic.ValidationError as error:
+        raise ConfigError(explain(error, Config, dict(written))) from None
+
+
 def _with_bf16_moments(raw: dict[str, Any]) -> dict[str, Any]:
     """Return ``raw`` with ``state_dtype`` "bfloat16" of an offloaded optimizer, unless given."""
     zero = raw.get("zero_optimization")
