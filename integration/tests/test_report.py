@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
+import zero_core
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.record.records import (
@@ -156,6 +159,27 @@ def test_the_first_sentence_names_the_cause_and_its_gain(
     assert re.search(words, sentence), sentence
     if gain is not None:
         assert f"({-gain:+.0%})" in sentence, sentence
+
+
+@pytest.mark.parametrize(
+    "zero", [{}, {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}]
+)
+def test_records_of_an_engine_have_its_configuration(tmp_path: Path, zero: Any) -> None:
+    """The one in effect, which a plan takes; and shares with what the tier pads."""
+    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)])
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    config |= {"optimizer": {"type": "AdamW"}, "step_records": {"folder": str(tmp_path)}}
+    engine = zero_core.build(model, config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 5)).square().mean())
+        engine.step()
+    engine.close()
+    found = read_run(tmp_path)
+    effective = engine.config.model_copy(update={"step_records": None})
+    assert load_config(found.settings, world_size=1) == effective
+    share = found.run.shares["host"] / sum(found.run.shares.values())
+    assert share == pytest.approx(0.5 if zero else 0.0, abs=0.2)
+    assert first_sentence(found)
 
 
 def test_a_folder_without_records_and_a_third_run(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def _plan(run: Run) -> tuple[Plan | None, str]:
         return (
             plan(
                 dict(run.run.model),
-                dict(run.run.config) | {"step_records": None},
+                run.settings,
                 run.run.world_size,
                 ranks_per_node=run.run.ranks_per_node,
                 device_type="cpu" if is_host else "accelerator",

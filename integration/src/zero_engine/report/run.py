@@ -65,6 +65,12 @@ class Run:
         """The last start of the first rank."""
         return self.ranks[0].run
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration in effect without defaults, as a plan takes it."""
+        config = load_effective({**self.run.config, "step_records": None})
+        return config.model_dump(mode="json", exclude_defaults=True)
+
 
 def read_run(folder: Path) -> Run:
     """Read a run from its folder, or from the folder of its records.

@@ -306,7 +306,7 @@ class Recorder:
         subject = self._subject
         state, config = subject.state, subject.config
         layout = state.layout
-        numel = sum(piece.stop - piece.start for piece in state.pieces)
+        numel = layout.local_numel(is_sharded=subject.memory.has_sharded_state)
         on_host = self._tier.host_numel if self._tier is not None else 0
         return RunRecord(
             rank=state.control.rank,

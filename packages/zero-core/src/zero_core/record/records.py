@@ -45,7 +45,7 @@ class RunRecord:
         num_parameters: elements of all parameters.
         num_trainable: those that are trained.
         units: names of the units, in forward order.
-        shares: elements that this rank updates, by place: "device", "host".
+        shares: elements that this rank updates, by place: "device", "host". Padding counts.
         config: the resolved configuration.
         environment: versions, device, cores, threads and memory.
         model: its Hugging Face configuration, or empty.
