@@ -56,7 +56,7 @@ os.environ.setdefault("PIP_NO_COMPILE", "0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
-PARTS = ("lint", *PACKAGES, "together")
+PARTS = ("lint", *PACKAGES, "together", "slow")
 EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
 WHEELS = Path(".nox", "built")  # not the environment of the session `wheels`
 TORCH = Path(".nox", "torch")
@@ -91,7 +91,7 @@ LONGEST = {
     "zero-offload": ("data_parallel", "nvme_tier"),
     "integration": (
         *("happens_before", "stop_and_resume", "nvme_offload", "lightning", "import_hook"),
-        *("deepspeed_launcher", "comm_convergence", "host_share", "host_rules", "secondary_shards"),
+        *("deepspeed_launcher", "host_share", "host_rules", "secondary_shards"),
         *("few_bits", "param_offload", "accelerate_launch", "sharded_hugging_face"),
         *("process_group_end",),
     ),
@@ -162,7 +162,10 @@ def train(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("part", [nox.param(part, id=part) for part in PARTS])
 def tests(session: nox.Session, part: str) -> None:
-    """Lint, test one package alone, or check the types of all packages and test them together."""
+    """Lint, test one package alone, or check the types of all packages and test them together.
+
+    The part "slow" is tests of programs around the packages, which ``.ci/run`` leaves out.
+    """
     if session.posargs and part not in session.posargs:
         unknown = set(session.posargs) - {*PARTS}
         if unknown:
@@ -172,6 +175,10 @@ def tests(session: nox.Session, part: str) -> None:
         lint(session)
     elif part == "together":
         test_together(session)
+    elif part == "slow":
+        install_everything(session, *TEST_TOOLS, extras="[test]")
+        with session.chdir("integration"):
+            run_tests(session, *longest_first("slow", "tests/slow"))
     else:
         test_alone(session, part)
 
@@ -565,7 +572,8 @@ def run_package_tests(session: nox.Session, package: str, *options: str) -> None
 def run_integration_tests(session: nox.Session) -> None:
     """Run conformance and the end-to-end tests."""
     with session.chdir("integration"):
-        run_tests(session, *longest_first("integration", "tests", "conformance"))
+        files = longest_first("integration", "tests", "conformance")
+        run_tests(session, *(file for file in files if "slow" not in Path(file).parts))
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.harness.forked_python import forked_python
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "integration" / "examples").glob("*.py"))
 MODULES = {"torchrun": "torch.distributed.run", "zero-engine": "zero_engine"}
 # test_cluster_recipes runs the one of FSDP2; `nox -s examples`, which installs Ray too, runs all.

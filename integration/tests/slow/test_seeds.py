@@ -24,7 +24,7 @@ from script_server import run_script
 from benchmarks.harness.forked_python import forked_python
 from zero_engine.deepspeed.config import read
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 ZERO_OFFLOAD_COMMAND = """
 deepspeed --num_nodes 1 --num_gpus 1 pretrain_gpt2.py \\

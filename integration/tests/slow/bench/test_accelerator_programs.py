@@ -31,7 +31,7 @@ from benchmarks.harness.ranks import Place, Runner
 from benchmarks.harness.sides import SIDES
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 MEASURED = ("correct", "twin_flow_1b", "roofline", "largest", "single", "quantizers")
 SHAPE = GptShape(layers=2, width=32, heads=2, vocab=50, context=12)
 

@@ -30,7 +30,7 @@ from zero_comm import BlockFormat, quantized_nbytes
 from zero_comm.quantizer.torch_backend import TorchBackend
 
 CPU = torch.device("cpu")
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "run.py"
+PROGRAM = Path(__file__).parents[3] / "benchmarks" / "run.py"
 SMALL = Settings(("int4",), (512, 1024), 512, rounds=1, calls=1)
 
 
