@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,8 +12,8 @@ import torch.distributed as dist
 
 BUDGET_S = 0.03
 """Seconds that a point of a curve is repeated for, at least `LEAST` times."""
-LEAST, TOGETHER = 3, 12
-"""Least number of times, and that of exchanges."""
+LEAST, TOGETHER, STEPS = 3, 12, 9
+"""Least number of times, that of exchanges, and that of whole steps."""
 
 Points = list[tuple[float, float]]
 
@@ -43,16 +44,26 @@ class Stopwatch:
         Other programs only add to the time. All ranks begin together. With ``is_together`` a call
         is an exchange of all ranks, so that all of them make equally many.
         """
+        times = self._times(call, TOGETHER if is_together else LEAST, is_together)
+        return sorted(times)[len(times) // 4]
+
+    def typical_seconds(self, call: Callable[[], object], *, is_together: bool = False) -> float:
+        """Return the median seconds of a call, as a training step has it: other programs included.
+
+        For passes and steps of whole models, to which the kernels' own seconds are fitted.
+        """
+        return statistics.median(self._times(call, STEPS, is_together))
+
+    def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:
         call()
         self._meet()
         times: list[float] = []
         started_at = time.perf_counter()
-        least = TOGETHER if is_together else LEAST
         while len(times) < least or (
             not is_together and time.perf_counter() - started_at < BUDGET_S
         ):
             times.append(self._once(call))
-        return sorted(times)[len(times) // 4]
+        return times
 
     def curve(
         self, name: str, points: Iterable[tuple[float, Callable[[], object]]], **how: bool

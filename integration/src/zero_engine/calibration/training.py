@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from zero_core.plan.activations import trace_step
 from zero_core.plan.operators import ATTENTION, ATTENTION_BACKWARD
 from zero_core.plan.plan import plan
 from zero_core.plan.rates import Calibration, Curve, Rates
-from zero_engine.calibration.timing import Points, Stopwatch, rising
+from zero_engine.calibration.timing import STEPS, Points, Stopwatch, rising
 
 UPDATED = (2**16, 2**20, 2**23)
 """Elements of an update."""
@@ -72,7 +73,7 @@ def _update_s(ranks: Ranks, numel: int, dtype: str, offload: str, watch: Stopwat
     }
     engine = zero_core.build(_Flat(numel), config, process_group=ranks)
     times: list[float] = []
-    for _ in range(5):
+    for _ in range(1 + STEPS):
         engine.backward(engine())
         if watch.device.type != "cpu":
             torch.accelerator.synchronize(watch.device)
@@ -83,7 +84,7 @@ def _update_s(ranks: Ranks, numel: int, dtype: str, offload: str, watch: Stopwat
             torch.accelerator.synchronize(watch.device)
         times.append(time.perf_counter() - started_at)
     engine.close()
-    return min(times[1:])
+    return statistics.median(times[1:])
 
 
 def time_exchanges(watch: Stopwatch) -> None:
@@ -301,7 +302,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
         model.zero_grad()
         torch.autograd.backward(model(ids))
 
-    return _Compared(watch.seconds(run), kernels[True], kernels[False], calls.num_calls)
+    return _Compared(watch.typical_seconds(run), kernels[True], kernels[False], calls.num_calls)
 
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
@@ -331,7 +332,7 @@ def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:
             engine.step()
 
         assert planned.step_time is not None, "there are inputs and a calibration"
-        seconds = watch.seconds(run, is_together=True)
+        seconds = watch.typical_seconds(run, is_together=True)
         rest.append(seconds - planned.step_time.total_s)
         engine.close()
     per_pass = max((rest[1] - rest[0]) / (2 * (DEPTHS[1] - DEPTHS[0])), 0.0)

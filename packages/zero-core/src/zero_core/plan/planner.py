@@ -334,7 +334,10 @@ class Planner:
         if trace is None:
             return use
         config = variant.of(self._config)
-        return MemoryUse({**use.device, "activations": trace.nbytes(config)}, use.host)
+        traced = {"activations": trace.nbytes(config)}
+        if not self._machine.is_accelerated and (code := trace.code_bytes()):
+            traced["kernels"] = code
+        return MemoryUse({**use.device, **traced}, use.host)
 
     def _choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
         forecast = self._forecast_of(variant, stage, ratio)
