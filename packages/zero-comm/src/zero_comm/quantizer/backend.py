@@ -7,8 +7,8 @@ All produce the bytes and values of [Note: the quantized buffer] in `block_forma
     triton    kernels for accelerators that Triton supports
 
 A device is served by the fastest backend available: native on the host, triton on CUDA's, ROCm's
-and XPU's devices, else torch. The environment variable ``ZERO_COMM_BACKEND`` forces one and is read at every call. Forcing
-one that is not available is an error.
+and XPU's devices, else torch. The environment variable ``ZERO_COMM_BACKEND`` forces one and is read
+at every call. Forcing one that is not available is an error.
 """
 
 from __future__ import annotations
