@@ -14,7 +14,8 @@
     faults     tests that break checkpoints, processes and configurations: the counts in
                docs/faults.md; arguments go to pytest
     soak       runs that are killed at random moments, ``-- --minutes 20 --seed 1``
-    report     the page of ``zero-engine report`` in a browser (Debian's chromium, or CHROMIUM)
+    report     a new user's path by the README's commands, and the page of ``zero-engine report`` in
+               a browser (Debian's chromium, or CHROMIUM); arguments go to pytest
     wheels     wheels and sdists of all packages, installed from the wheelhouse alone where there is
                no compiler; trains there
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
@@ -236,8 +237,8 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def report(session: nox.Session) -> None:
-    """Look at a report's page in headless Chromium."""
-    install_everything(session, *TEST_TOOLS)
+    """Go a new user's path, and look at a report's page in headless Chromium."""
+    install_everything(session, *TEST_TOOLS, extras="[hf]")
     session.run("python", "-m", "pytest", "-q", "integration/browser", *session.posargs)
 
 

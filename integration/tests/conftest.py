@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from doc_blocks import documented_arguments
 from filelock import FileLock
 from ports import free_port
 from torch.multiprocessing import ProcessExitedException
@@ -91,11 +92,6 @@ def run_program(
     return done
 
 
-def own_lines(printed: str) -> list[str]:
-    """The lines that programs printed, without those of Gloo in torch 2.10."""
-    return [line for line in printed.splitlines() if not line.startswith("[Gloo] ")]
-
-
 def run_here(*arguments: str, expected_code: int = 0) -> str:
     """What ``zero-engine ARGUMENTS`` prints, by this process: for what starts no ranks."""
     done = CliRunner().invoke(app, arguments)
@@ -141,6 +137,24 @@ def _run_into(folder: str, arguments: tuple[str, ...], variables: dict[str, str]
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
     os.environ.update(variables)
     app(arguments)
+
+
+def run_documented(command: str, *more: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of a page or of an example in ``folder``, by a forked interpreter.
+
+    Its arguments that are files of this repository are found from there, ``more`` follow them.
+    """
+    done = subprocess.run(
+        [forked_python(), *documented_arguments(command), *more],
+        cwd=folder,
+        env={**environment(), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def train_forked(*arguments: str, ranks: int = 2) -> None:

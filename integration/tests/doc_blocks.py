@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ PAGES = (
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 )
+MODULES = {"torchrun": "torch.distributed.run", "zero-engine": "zero_engine"}
+"""Programs of the pages, as the modules that they run."""
 FURTHER = ("bitsandbytes", "torchao")
 """Libraries without which a block of Python cannot run, and which only `nox -s compat` installs."""
 _FENCED = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.M | re.S)
@@ -54,6 +57,13 @@ def find_blocks(*languages: str) -> Iterator[Block]:
             if not languages or language in languages:
                 name = f"{page.parent.name}-{page.stem}-{number}"
                 yield Block(name, page, language, textwrap.dedent(block))
+
+
+def documented_arguments(command: str) -> list[str]:
+    """Return an interpreter's arguments for a line of a page, to be run in any folder."""
+    program, *words = shlex.split(command)
+    module = [] if program == "python" else ["-m", MODULES[program]]
+    return [*module, *(str(ROOT / word) if (ROOT / word).is_file() else word for word in words)]
 
 
 def _indented(text: str) -> Iterator[str]:

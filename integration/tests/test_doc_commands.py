@@ -35,7 +35,7 @@ SESSIONS = {
     and any(ast.unparse(one).startswith("nox.session") for one in node.decorator_list)
 }
 LAUNCHERS = ("accelerate", "bash", "deepspeed")
-OTHERS = ("pytest",)
+OTHERS = ("pytest", "source")
 """Programs whose options are not checked."""
 INLINE = re.compile(r"`((?:zero-engine|nox|torchrun) [^`]+)`")
 
@@ -146,7 +146,6 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 def _check(words: Sequence[str]) -> None:
     program, *arguments = words
-    program = program.removeprefix(".nox/train/bin/")
     if program in OTHERS:
         return
     assert program in PROGRAMS, f"{program} is not known here"

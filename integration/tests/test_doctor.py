@@ -41,6 +41,13 @@ def test_missing_package_is_reported_with_its_cure(monkeypatch: pytest.MonkeyPat
     assert finding.advice == "pip install zero-comm"
 
 
+def test_missing_library_that_few_need_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.OPTIONAL, "a-library-of-few", "rare scripts")
+    finding = by_name()["a-library-of-few"]
+    assert finding.state == "note"
+    assert finding.advice == "pip install a-library-of-few, for rare scripts"
+
+
 def test_package_that_does_not_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(doctor.PACKAGES, "cpu-adam", "a_module_that_is_not_there")
     finding = by_name()["cpu-adam"]

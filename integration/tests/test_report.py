@@ -119,6 +119,27 @@ def test_a_page_is_one_file_and_trusts_no_text(tmp_path: Path) -> None:
     }
 
 
+def test_a_start_that_loads_a_checkpoint_goes_on_from_its_step(tmp_path: Path) -> None:
+    """Recorded by a configuration, it begins before it loads: earlier steps belong to the run."""
+    file = RecordFile(tmp_path, 0, 1 << 20)
+    for first, last in ((0, 15), (10, 20)):
+        file.write(replace(RUN, world_size=1))
+        if first:
+            file.write(EventRecord(1e9, first, "loaded", "checkpoint-10"))
+        for step in range(first + 1, last + 1):
+            file.write(replace(STEP, step=step, samples=first))
+    file.write(replace(RUN, world_size=1, first_step=20))  # has nothing left to do
+    file.close()
+    (rank,) = read_run(tmp_path).ranks
+    assert [start.first_step for start in rank.starts] == [0, 10, 20]
+    assert rank.run.first_step == 10
+    assert [step.step for step in rank.steps] == [*range(1, 21)]
+    assert {step.samples for step in rank.steps if step.step > 10} == {10}
+    assert "<td>resumed</td>" in write_report([tmp_path], tmp_path / "r.html").read_text(
+        encoding="utf-8"
+    )
+
+
 def _straggler(rank: int, step: int) -> dict[str, Any]:
     own, wait = (0.12, 0.0) if rank == 1 else (0.06, 0.06)
     places = STEP.places | {"backward": own}

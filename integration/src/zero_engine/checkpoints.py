@@ -27,7 +27,7 @@ def verify(directory: str, tag: str | None, *, as_json: bool) -> int:
                 show(completed=done, total=total)
     except CheckpointError as error:
         return refuse(error, as_json=as_json)
-    text = f"{found['folder']}: {found['files']} files of {done} bytes are what was written"
+    text = f"{found['folder']}: all {found['files']} files are intact ({done} bytes)"
     say({"is_whole": True, "folder": found["folder"], "bytes": done}, text, as_json=as_json)
     return 0
 
@@ -41,7 +41,8 @@ def inspect(directory: str, tag: str | None, *, as_json: bool) -> int:
     lines = []
     for key, value in found.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-        lines.append(f"{key.replace('_', ' '):17} {shown}")
+        title = "frozen are saved" if key == "has_frozen" else key.replace("_", " ")
+        lines.append(f"{title:17} {shown}")
     say(found, "\n".join(lines), as_json=as_json)
     return 0
 

@@ -28,7 +28,20 @@ PACKAGES = {
     "zero-comm": "zero_comm",
     "cpu-adam": "cpu_adam",
 }
-LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "tensorboard", "matplotlib")
+LIBRARIES = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "safetensors": "safetensors",
+    "tensorboard": "tensorboard",
+    "matplotlib": "matplotlib",
+    "vl-convert-python": "vl_convert",
+}
+OPTIONAL = {
+    "accelerate": "scripts of Hugging Face's Trainer",
+    "lightning": "Lightning's strategies",
+}
+"""Libraries that few need, with what for."""
 ENTRY_POINTS = {
     "zero_core.collectives": "zero-comm",
     "zero_core.state_tiers": "zero-offload",
@@ -76,10 +89,14 @@ def as_table(findings: list[Finding]) -> Table:
 
 def _packages() -> Iterator[Finding]:
     yield Finding("installed", "python", platform.python_version())
-    for distribution, module in PACKAGES.items():
+    for distribution, module in {**PACKAGES, **LIBRARIES}.items():
         yield _installed(distribution, module)
-    for distribution in LIBRARIES:
-        yield _installed(distribution, distribution)
+    for distribution, user in OPTIONAL.items():
+        try:
+            yield Finding("installed", distribution, importlib.metadata.version(distribution))
+        except importlib.metadata.PackageNotFoundError:
+            cure = f"{install_command(distribution)}, for {user}"
+            yield Finding("installed", distribution, "not installed", "note", cure)
 
 
 def _installed(distribution: str, module: str) -> Finding:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import run_documented
 from doc_blocks import ROOT, find_blocks
-
-from benchmarks.harness.forked_python import forked_python
 
 FOLDER = ROOT / "integration" / "examples" / "tutorials"
 SCRIPTS = {
@@ -41,21 +37,10 @@ def test_command_of_a_tutorial_trains_and_prints_what_the_page_shows(
     page: str, tmp_path: Path
 ) -> None:
     (command,) = (b.text for b in BLOCKS[page] if b.language == "bash" and SCRIPTS[page] in b.text)
-    program, *words = shlex.split(command)
-    assert program == "torchrun"
-    arguments = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
+    assert command.startswith("torchrun ")
     picture = tmp_path / "picture.png"
     drawn = [f"--plot={picture}"] if page == "zero-offload" else []  # matplotlib takes a second
-    done = subprocess.run(
-        [forked_python(), "-m", "torch.distributed.run", *arguments, *drawn, "--steps=4"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_documented(command, *drawn, "--steps=4", folder=tmp_path)
     (shown,) = (b.text for b in BLOCKS[page] if b.language == "text")
     printed, expected = _sizes(done.stdout), _sizes(shown)
     assert printed.keys() == expected.keys() != set()

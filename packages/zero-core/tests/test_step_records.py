@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import signal
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -320,6 +321,44 @@ def test_samples_keep_nothing_of_the_program_alive(monkeypatch: pytest.MonkeyPat
     # Whichever line gave the interpreter to the thread that samples.
     assert any(line.startswith(Path(__file__).name) for line in lines), lines
     assert not [t for t in threading.enumerate() if t.name == "zero_core samples"]
+
+
+def test_samples_name_lines_of_an_installed_program() -> None:
+    """``python -m`` may run an installed package: its lines are the program's, others' are not."""
+    found: dict[str, str] = {}
+
+    def look() -> None:
+        for package in ("trainer", "other"):
+            line = program._locate(sys._getframe(1), package)
+            found[package] = program._describe(line)
+
+    code = compile("look()", "/venv/lib/site-packages/trainer/loop.py", "exec")
+    exec(code, {"__name__": "trainer.loop", "look": look})
+    assert found["trainer"].startswith("loop.py:1 (<module>)")
+    assert found["other"].startswith(Path(__file__).name)
+    assert found["other"].endswith("[in trainer.loop.<module>]")
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "text"),
+    [(None, "ended", ""), (ValueError("no data"), "failed", "ValueError: no data")],
+)
+def test_end_of_a_program_that_closes_no_engine_is_recorded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception | None,
+    what: str,
+    text: str,
+) -> None:
+    """As at the interpreter's end, after an uncaught error or without one."""
+    engine = zero_core.build(_Net(), _config(0))
+    engine.record(tmp_path)
+    _step(engine, torch.ones(2, 5))
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    del engine
+    gc.collect()
+    (event,) = _of(tmp_path, 0, EventRecord)
+    assert (event.step, event.what, event.text) == (1, what, text)
 
 
 def test_a_report_needs_records(tmp_path: Path) -> None:

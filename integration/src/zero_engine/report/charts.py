@@ -44,7 +44,16 @@ def _chart(height: int, values: Sequence[Mapping[str, Any]], **parts: Any) -> Sp
 
 
 def _x(field: str, title: str, **more: Any) -> Spec:
-    return {"field": field, "type": "quantitative", "title": title, **more}
+    axis = {"tickCount": 10}  # as many labels as have room at any width
+    return {"field": field, "type": "quantitative", "title": title, "axis": axis, **more}
+
+
+def _legend() -> Spec:
+    return {
+        "orient": "bottom",
+        "columns": {"expr": "width < 400 ? 1 : 2"},
+        "labelLimit": 260,
+    }
 
 
 def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
@@ -70,13 +79,13 @@ def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
         [],
         mark={"type": "area", "interpolate": "step-after", "tooltip": True},
         encoding={
-            "x": _x("ms", "milliseconds of a step"),
+            "x": _x("ms", "milliseconds of a step", scale={"zero": True}),
             "y": {"field": "mib", "type": "quantitative", "stack": "zero", "title": "MiB"},
             "color": {
                 "field": "kind",
                 "type": "nominal",
                 "title": None,
-                "legend": {"orient": "bottom", "columns": 2, "labelLimit": 260},
+                "legend": _legend(),
             },
             "tooltip": [
                 {"field": "place", "title": "place"},
@@ -128,7 +137,7 @@ def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: s
                 "field": color,
                 "type": "nominal",
                 "title": None,
-                "legend": {"orient": "bottom", "columns": 2, "labelLimit": 260},
+                "legend": _legend(),
             },
         },
     )
@@ -258,7 +267,7 @@ def over_steps(series: Mapping[str, Sequence[tuple[int, float]]], title: str) ->
         "field": "name",
         "type": "nominal",
         "title": None,
-        "legend": {"orient": "bottom", "columns": 2} if has_names else None,
+        "legend": _legend() if has_names else None,
     }
     return _chart(
         140,

@@ -24,7 +24,8 @@ def run_report(
             sentences = {run: first_sentence(read_run(Path(run)), limit) for run in runs}
     except ZeroError as error:
         return refuse(error, as_json=as_json)
-    lines = [*sentences.values(), f"written to {page}"]
+    told = [f"{run}: {text}" if len(runs) > 1 else text for run, text in sentences.items()]
+    lines = [*told, f"written to {page}: open it in a browser"]
     say({"page": str(page), "sentences": sentences}, "\n".join(lines), as_json=as_json)
     return DONE
 

@@ -40,7 +40,8 @@ def compose(runs: Sequence[Run], memory_limit: int | None) -> Page:
     verdicts = [found_verdict for found_verdict, _ in judged]
     sections: list[Section] = []
     if len(runs) > 1:
-        sections.append(Section("The two runs, axis by axis", compare(found[0], found[1])))
+        both = [*compare(found[0], found[1]), Text(f"All below is about {_name(runs[0])}.")]
+        sections.append(Section("The two runs, axis by axis", both))
     sections += _sections(found[0], judged[0][1])
     names = " and ".join(_name(run) for run in runs)
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
@@ -49,7 +50,7 @@ def compose(runs: Sequence[Run], memory_limit: int | None) -> Page:
         verdicts,
         sections,
         f"Made {made} by zero-engine report from the records of "
-        f"{found[0].num_all} steps on {len(runs[0].ranks)} ranks.",
+        f"{_count(found[0].num_all, 'step')} on {_count(len(runs[0].ranks), 'rank')}.",
     )
 
 
@@ -146,6 +147,10 @@ def _ranks(run: Run) -> str:
     return f"{text} on {nodes} nodes" if nodes > 1 else text
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
@@ -204,8 +209,10 @@ def _memory(found: Measured, plan: Plan | None, why_no_plan: str) -> Iterator[Bl
     if plan is not None:
         planned = {**plan.memory.device, **plan.memory.host}
     for kind in dict.fromkeys([*kept, *planned]):
-        row = [kind, *(format_bytes(m[kind]) if kind in m else "" for m in (planned, kept))]
-        rows.append(row)
+        if kept.get(kind) or planned.get(kind):
+            in_plan = format_bytes(planned.get(kind, 0)) if plan is not None else "no plan"
+            in_run = format_bytes(kept[kind]) if kind in kept else "not measured by kind"
+            rows.append([kind, in_plan, in_run])
     if rows:
         yield Table(["bytes of rank 0 by kind", "planned", "measured"], rows)
     if plan is None:
@@ -338,10 +345,11 @@ def _events(found: Measured) -> Iterator[Block]:
     for event in rank.events:
         waited = show_s(event.seconds) if event.seconds else ""
         rows.append((event.at, [event.what, str(event.step), waited, event.text]))
-    num_ended = sum(event.what == "ended" for event in rank.events)
+    num_ended = sum(event.what in ("ended", "failed") for event in rank.events)
     if num_ended < len(rank.starts) and rank.steps:
         last = rank.steps[-1]
-        rows.append((last.at, ["no end was recorded", str(last.step), "", ""]))
+        why = "still running, or killed"
+        rows.append((last.at, ["no end was recorded", str(last.step), "", why]))
     yield Table(
         ["when (UTC)", "what", "after step", "waited", ""],
         [
@@ -357,8 +365,9 @@ def _configuration(found: Measured) -> Iterator[Block]:
         run.config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
     yield Text(
-        f"{run.config['train_batch_size']} samples a step: {micro} a rank and micro-step, {steps} "
-        f"micro-steps, {run.world_size} ranks. Values that differ from the defaults:"
+        f"{run.config['train_batch_size']} samples a step = {micro} a rank and micro-step * "
+        f"{_count(steps, 'micro-step')} * {_count(run.world_size, 'rank')}. "
+        "Values that differ from the defaults:"
     )
     yield Code("\n".join(f"{path} = {value}" for path, value in differences(run)) or "none")
     idle = without_effect(found.run)

@@ -16,7 +16,7 @@
       title: { color: text, fontSize: 13, anchor: "start", fontWeight: 600 },
       axis: {
         labelColor: soft, titleColor: soft, gridColor: line, domainColor: line, tickColor: line,
-        titleFontWeight: "normal",
+        titleFontWeight: "normal", labelFlush: false, labelSeparation: 4,
       },
       legend: { labelColor: text, titleColor: soft, symbolType: "square" },
       view: { stroke: "transparent" },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,10 @@ class Rank:
 
     @property
     def run(self) -> RunRecord:
-        """The last start."""
-        return self.starts[-1]
+        """The last start that took a step, if one did."""
+        last = self.steps[-1].step if self.steps else 0
+        took = (start for start in reversed(self.starts) if start.first_step < last)
+        return next(took, self.starts[-1])
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Run:
 
     @property
     def run(self) -> RunRecord:
-        """The last start of the first rank."""
+        """The start of the first rank that the report is about."""
         return self.ranks[0].run
 
     @property
@@ -101,22 +103,41 @@ def _read_rank(file: Path) -> Rank | None:
     def of(kind: type[Any]) -> list[Any]:
         return [record for record in records if isinstance(record, kind)]
 
+    records = _resumed(records)
     starts: list[RunRecord] = of(RunRecord)
     if not starts:
         return None
-    last = starts[-1]
-    try:
-        load_effective(last.config)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: run.config is no configuration: {error}") from None
     steps = {step.step: step for step in _last_course(records)}
     details: dict[int, DetailRecord] = {detail.step: detail for detail in of(DetailRecord)}
-    return Rank(
+    rank = Rank(
         starts,
         [steps[number] for number in sorted(steps)],
         [details[number] for number in sorted(details)],
         of(EventRecord),
     )
+    try:
+        load_effective(rank.run.config)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: run.config is no configuration: {error}") from None
+    return rank
+
+
+def _resumed(records: Sequence[Record]) -> list[Record]:
+    """Return the records, each start with the step that it went on from.
+
+    An engine that records as its configuration says begins before it loads a checkpoint.
+    """
+    found = list(records)
+    start: RunRecord | None = None
+    place = 0
+    for number, record in enumerate(records):
+        if isinstance(record, RunRecord):
+            start, place = record, number
+        elif isinstance(record, StepRecord):
+            start = None
+        elif isinstance(record, EventRecord) and record.what == "loaded" and start is not None:
+            found[place] = replace(start, first_step=record.step)
+    return found
 
 
 def _last_course(records: Sequence[Record]) -> list[StepRecord]:

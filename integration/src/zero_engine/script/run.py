@@ -152,10 +152,10 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
 def _print_local_rank(parsed: Namespace, *, is_given: bool) -> None:
     """Print the decision once: a script whose option stays at -1 may train on all data alone."""
     told = (
-        f"declares {OPTION} and is given it (--no-local-rank before it: it is not)"
+        f"declares {OPTION} and is given it; to leave it out: zero-engine run --no-local-rank"
         if is_given
-        else f"is not given {OPTION}, which neither it nor what it imports from its folder "
-        "declares (--local-rank before it: it is)"
+        else f"is not given {OPTION}, as neither it nor a module of its folder declares the "
+        "option; to give it: zero-engine run --local-rank"
     )
     _say(parsed, f"{_name(parsed)} {told}")
 

@@ -178,7 +178,9 @@ def train_in(
                 sha256_of_text=corpus.sha256_of_text,
             )
             reporter = stack.enter_context(Reporter(folder, settings, first_step=first_step))
-            if first_step:
+            if first_step == settings.steps:
+                reporter.say(f"all {first_step} steps were taken before: --steps moves the end")
+            elif first_step:
                 reporter.say(f"goes on after step {first_step}")
         stop = run_steps(engine, corpus, settings, reporter, folder, request, first_step)
         if stop is None:
@@ -186,6 +188,7 @@ def train_in(
                 reporter.doing("exporting the model")
             export_for_transformers(engine, model, folder)
             write_sample(engine, model, corpus, folder)
+        engine.close()
         if reporter:
             plot_run(folder)
             reporter.say(farewell(folder, stop))
@@ -361,11 +364,12 @@ def make_deterministic(seed: int, device: torch.device) -> None:
 
 
 def farewell(folder: RunFolder, stop: signal.Signals | None) -> str:
+    root = shlex.quote(str(folder.root))
     if stop is None:
-        return f"done; results are in {folder.root}"
+        return f"done; results are in {root}; what limits the run: zero-engine report {root}"
     return (
         f"stopped by {stop.name}, checkpoint saved; continue with: "
-        f"zero-engine train --resume --output {shlex.quote(str(folder.root))}"
+        f"zero-engine train --resume --output {root}"
     )
 
 

@@ -28,6 +28,7 @@ class ProgramSampler:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._thread = threading.get_ident()
+        self._package = _package_of_program()
         self._found: Counter[_Line] = Counter()
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -61,20 +62,34 @@ class ProgramSampler:
         frame = sys._current_frames().get(self._thread)
         if frame is not None:
             with self._lock:
-                self._found[_locate(frame)] += 1
+                self._found[_locate(frame, self._package)] += 1
 
 
-def _locate(frame: FrameType) -> _Line:
-    """Return the innermost line of the program that is in no installed package, and its call."""
+def _package_of_program() -> str | None:
+    """Return the package whose module ``python -m`` runs: the program may itself be installed."""
+    spec = sys.modules["__main__"].__spec__
+    return None if spec is None else spec.name.partition(".")[0]
+
+
+def _locate(frame: FrameType, package: str | None) -> _Line:
+    """Return the innermost line of the program, and what it calls.
+
+    The program is ``package`` and all that is in no installed package.
+    """
     found: FrameType | None = frame
     called = ""
     for _ in range(_MAX_DEPTH):
         if found is None:
             break
         code = found.f_code
-        if "site-packages" not in code.co_filename and not code.co_filename.startswith(_LIBRARIES):
+        module = found.f_globals.get("__name__", "")
+        if "site-packages" in code.co_filename:
+            is_program = module.partition(".")[0] == package
+        else:
+            is_program = not code.co_filename.startswith(_LIBRARIES)
+        if is_program:
             return code.co_filename, found.f_lineno, code.co_qualname, called
-        called = f"{found.f_globals.get('__name__', '')}.{code.co_qualname}"
+        called = f"{module}.{code.co_qualname}"
         found = found.f_back
     return "", 0, "", called
 

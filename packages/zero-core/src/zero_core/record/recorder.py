@@ -113,7 +113,8 @@ class Recorder:
         self._memory = _MemoryMeter(device)
         self._sampler = ProgramSampler(subject.place)
         # Of an engine that is dropped, too: nothing that these hold leads back to it.
-        self._release = weakref.finalize(self, _release, self._sampler, self._file, self._memory)
+        held = (self._sampler, self._file, self._memory)
+        self._release = weakref.finalize(self, _abandon, os.getpid(), *held)
         self._clock = StepClock(device)
         self._losses: list[Tensor] = []
         self._num_backwards = self._num_idle = 0
@@ -296,7 +297,8 @@ class Recorder:
     def _stop(self) -> None:
         self._subject.place.clock = None
         self._losses, self._pending = [], None
-        self._release()
+        if self._release.detach() is not None:
+            _close(self._sampler, self._file, self._memory)
 
     def _kinds(self) -> dict[str, int]:
         subject = self._subject
@@ -325,7 +327,21 @@ class Recorder:
         )
 
 
-def _release(sampler: ProgramSampler, file: RecordFile, memory: _MemoryMeter) -> None:
+def _abandon(pid: int, sampler: ProgramSampler, file: RecordFile, memory: _MemoryMeter) -> None:
+    """Note the end of a program that has not closed its engine, and close.
+
+    A step that a program on an accelerator took last is not in the file then.
+    """
+    error = getattr(sys, "last_value", None)  # foreign: the interpreter's, of an uncaught error
+    what = "ended" if error is None else "failed"
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    if os.getpid() == pid:  # not that of a process that was forked
+        with suppress(OSError, ValueError):
+            file.write(EventRecord(time.time(), file.last_step, what, text))
+    _close(sampler, file, memory)
+
+
+def _close(sampler: ProgramSampler, file: RecordFile, memory: _MemoryMeter) -> None:
     sampler.close()
     file.close()
     memory.close()

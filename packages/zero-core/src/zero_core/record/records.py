@@ -152,8 +152,8 @@ class EventRecord:
     Attributes:
         at: seconds since the epoch.
         step: steps that were taken before.
-        what: "saved", "loaded", "failed" or "ended".
-        text: the folder, or the error.
+        what: "saved", "loaded", "ended", or "failed" for an end by an uncaught error.
+        text: the call or the folder, or the error.
         seconds: that the program waited for it.
     """
 
@@ -243,6 +243,9 @@ class RecordFile:
     and at most three eighths of the bytes, and from then on only such steps are written; so a long
     run keeps records of all of its course, further apart. Of the others the newest stay, in three
     eighths, and the last start in any case. A quarter is free then, so thinning is rare.
+
+    Attributes:
+        last_step: number of the last step that was given to `write`.
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
@@ -255,6 +258,7 @@ class RecordFile:
         self.path = folder / FILE.format(rank=rank)
         self._max_bytes = self._limit = max_bytes
         self._stride = 1
+        self.last_step = 0
         self._file = self.path.open("a", encoding="utf-8")
         if self._file.tell():
             self._file.write("\n")  # the line before may have been cut short
@@ -262,6 +266,8 @@ class RecordFile:
 
     def write(self, record: Record) -> None:
         """Write a record, and have it in the file when the call returns."""
+        if isinstance(record, StepRecord):
+            self.last_step = record.step
         if isinstance(record, StepRecord) and record.is_taken and record.step % self._stride:
             return
         line = to_line(record)
