@@ -179,11 +179,15 @@ def process_group_ends_with_the_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def forked_ranks() -> Iterator[None]:
-    """Have the ranks that the benchmarks' harness starts forked, see `forked_python`."""
+def forked_ranks() -> Iterator[str]:
+    """Have the ranks that the benchmarks' harness starts forked, see `forked_python`.
+
+    Returns the interpreter.
+    """
+    interpreter = sys.executable
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", forked_python())
-        yield
+        yield interpreter
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from benchmarks.experiments.comm_cuda import (
     section,
     verdict,
 )
-from benchmarks.harness.forked_python import forked_python
 from zero_comm import BlockFormat, quantized_nbytes
 from zero_comm.quantizer.torch_backend import TorchBackend
 
@@ -35,7 +35,8 @@ SMALL = Settings(("int4",), (512, 1024), 512, rounds=1, calls=1)
 
 
 def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [forked_python(), "-W", "error", str(PROGRAM), "comm_cuda", *arguments]
+    # Not forked: Triton reads as it is imported that it interprets, and torch may import it.
+    command = [sys.executable, "-W", "error", str(PROGRAM), "comm_cuda", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
