@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import own_lines
 
 from benchmarks.harness.forked_python import forked_python
 from faults.ranks.slurm_stand_ins import slurm_job
@@ -56,7 +57,8 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "srun starts 2 tasks" in done.stderr
-    assert re.fullmatch(r"loss [\d.]+ -> [\d.]+\n", done.stdout)  # of rank 0 alone
+    (line,) = own_lines(done.stdout)  # of rank 0 alone
+    assert re.fullmatch(r"loss [\d.]+ -> [\d.]+", line)
 
 
 # `faults/ranks/test_restarts.py` sends the signal to the train program itself.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment
+from conftest import environment, own_lines
 from ports import free_port
 
 from benchmarks.harness.forked_python import forked_python
@@ -137,14 +137,15 @@ def test_first_host_of_slurms_list(nodes: str, host: str) -> None:
 
 
 def _start_both(script: Path, variables: dict[str, str], rank: str, local: str) -> list[str]:
-    """``zero-engine run script`` as the two processes of a starter; their lines."""
+    """``zero-engine run script`` as the two processes of a starter; the line of each."""
     port = free_port()
 
     def start(number: int) -> str:
         own = {rank: str(number), local: str(number), "MASTER_PORT": str(port)}
         command = [forked_python(), "-m", "zero_engine", "run", str(script)]
         more = {**environment(), **variables, **own, "GLOO_SOCKET_IFNAME": "lo"}
-        return subprocess.run(command, env=more, capture_output=True, text=True, timeout=600).stdout
+        done = subprocess.run(command, env=more, capture_output=True, text=True, timeout=600)
+        return "\n".join(own_lines(done.stdout))
 
     with ThreadPoolExecutor(2) as pool:
         return sorted(pool.map(start, range(2)))
@@ -156,7 +157,7 @@ def test_processes_of_one_starter_are_the_ranks_of_one_training(tmp_path: Path) 
     script.write_text(SCRIPT, encoding="utf-8")
     variables = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     lines = _start_both(script, variables, "SLURM_PROCID", "SLURM_LOCALID")
-    assert lines == ["0 2 0 1.0\n", "1 2 1 1.0\n"]
+    assert lines == ["0 2 0 1.0", "1 2 1 1.0"]
 
 
 def test_task_with_torchruns_options_starts_the_ranks_of_its_node(tmp_path: Path) -> None:

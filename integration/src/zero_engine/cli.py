@@ -433,4 +433,4 @@ def main() -> None:
     # decides for itself.
     if sys.argv[1:2] != ["run"]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    app()
+    app(prog_name="zero-engine")  # by this name shells ask for completions, however it is started

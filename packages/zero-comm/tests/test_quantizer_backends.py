@@ -165,6 +165,13 @@ def test_the_host_is_served_by_the_compiled_module_where_it_is(
     assert zero_comm.backend("cpu") == zero_comm.backend(torch.device("cpu"))
 
 
+def test_devices_that_triton_does_not_support_are_served_by_plain_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ZERO_COMM_BACKEND", raising=False)
+    assert zero_comm.backend("mps") == "torch"
+
+
 def test_a_backend_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_COMM_BACKEND", " Torch ")
     assert zero_comm.backend() == "torch"

@@ -6,9 +6,9 @@ All produce the bytes and values of [Note: the quantized buffer] in `block_forma
     native    a compiled kernel for host memory, a part of the wheel
     triton    kernels for accelerators that Triton supports
 
-A device is served by the fastest backend available: native on the host, triton elsewhere, else
-torch. The environment variable ``ZERO_COMM_BACKEND`` forces one and is read at every call. Forcing
-one that is not available is an error.
+A device is served by the fastest backend available: native on the host, triton on CUDA's, ROCm's
+and XPU's devices, else torch. The environment variable ``ZERO_COMM_BACKEND`` forces one and is read
+at every call. Forcing one that is not available is an error.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def find_backend(device: torch.device) -> Backend:
     """Return the backend for tensors on ``device``. Raises the errors of `backend`."""
     forced = os.environ.get(_VARIABLE, "").strip().lower()
     if not forced:
-        found = _load("native" if device.type == "cpu" else "triton")
+        found = _load(_FASTEST.get(device.type, "torch"))
         return found if found is not None else BACKEND
     if forced not in _BACKENDS:
         raise ValueError(f"{_VARIABLE} must be one of {', '.join(_BACKENDS)}, got {forced!r}")
@@ -88,6 +88,9 @@ def find_backend(device: torch.device) -> Backend:
         raise ValueError(f"{_VARIABLE} is {forced!r}, but {problem}; unset it, or set 'torch'")
     return found
 
+
+# By type of device. torch's name of ROCm's devices is "cuda".
+_FASTEST: Final = {"cpu": "native", "cuda": "triton", "xpu": "triton"}
 
 # The module that a backend requires, and the problem where that is missing.
 _BACKENDS: Final = {

@@ -99,6 +99,8 @@ def _module() -> types.ModuleType:
         "Event": torch.Event,
         "Stream": torch.Stream,
         "_is_in_bad_fork": lambda: False,
+        # torch 2.10 synchronizes only with devices that it has initialized by this.
+        "_lazy_init": lambda: None,
         "current_device": accelerator.current_device_index,
         "current_stream": accelerator.current_stream,
         "device_count": lambda: _loaded[0],
