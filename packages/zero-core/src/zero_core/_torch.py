@@ -50,6 +50,7 @@ get_grad = Tensor.grad.__get__  # type: ignore[union-attr]
 set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
 """Set torch's own ``grad`` of a tensor."""
 _CALL = nn.Module.__call__.__name__
+_FIRST_OWN_NUMBER = 1 << 32
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
@@ -75,18 +76,35 @@ def count_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
+def group_names_begin_at() -> int:
+    """Return the number that is the name of the next group that all ranks make."""
+    return int(dist.distributed_c10d._world.group_count)
+
+
+def begin_group_names_at(number: int) -> None:
+    """Name groups that all ranks make from now on by ``number``, or a higher one, and on."""
+    world = dist.distributed_c10d._world
+    world.group_count = max(world.group_count, number)
+
+
 @contextmanager
 def counting_groups(number: int) -> Iterator[None]:
-    """Name groups in this context as on a rank that is in ``number`` of them, at least as many.
+    """Name groups that their members make alone in this context by ``number``, at least their own.
 
-    torch names a group that its members make alone by a hash of their ranks and this number.
+    torch names them by a hash of their ranks and of the number of groups that the rank is in. Since
+    pytorch#189073 (torch 2.15) it is the number of the next group that all ranks make, instead.
+    That must stay equal on all ranks, so it is put back, and no later group has a name of these.
     """
-    names = cast("dict[Any, Any]", dist.distributed_c10d._world.pg_names)
+    world = dist.distributed_c10d._world
+    names = cast("dict[Any, Any]", world.pg_names)
     placeholders = [object() for _ in range(number - len(names))]
+    begin = world.group_count
     names.update((placeholder, "") for placeholder in placeholders)
+    world.group_count = _FIRST_OWN_NUMBER + number
     try:
         yield
     finally:
+        world.group_count = begin
         for placeholder in placeholders:
             del names[placeholder]
 

@@ -4,19 +4,22 @@
 torch makes a group in one of three ways, each with a condition that the caller must meet:
 
 - ``new_group(ranks)``, called by *every* rank of the job in one order, members or not. Its name is
-  a counter of such calls. With a device bound to the default group (``init_process_group(device_id=
-  ...)``) NCCL splits the default communicator, and ranks outside take part in that.
+  a counter of such calls; since torch 2.15 (pytorch#189073), of those of the next way too, which
+  other ranks do not count. With a device bound to the default group
+  (``init_process_group(device_id=...)``) NCCL splits the default communicator, and ranks outside
+  take part in that.
 - ``new_group(ranks, use_local_synchronization=True)``, called by the members alone. Its name is a
-  hash of the ranks and of the *number of groups* that the calling rank is in. Members that are in
-  different numbers of groups look for each other under different names, until the timeout; and a
-  group of a name that an ended one had may find what that one left in the store. With a bound
-  device the split waits for the ranks outside, which never come.
+  hash of the ranks and of the *number of groups* that the calling rank is in; since torch 2.15, of
+  that counter. Members whose numbers differ look for each other under different names, until the
+  timeout; and a group of a name that an ended one had may find what that one left in the store.
+  With a bound device the split waits for the ranks outside, which never come.
 - ``split_group(parent, ...)``, called by the ranks of ``parent``, for a bound device alone. It is
   named as in the second way.
 
-So where an engine has all ranks of the job, it takes the first way. Where it has some of them, it
-takes the third if a device is bound and the second otherwise, with a number that its ranks agree on
-and have used for no group of these ranks before (`zero_core._torch.counting_groups`).
+So where an engine has all ranks of the job, it takes the first way, from their highest counter.
+Where it has some of them, it takes the third if a device is bound and the second otherwise, with a
+number that its ranks agree on and have used for no group of these ranks before
+(`zero_core._torch.counting_groups`).
 
 [Note: shared groups]
 A group is found again by its backend, ranks and lane: by the subgroups of one engine (ZeRO++'s two
@@ -50,9 +53,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._torch import (
     abort_groups,
+    begin_group_names_at,
     clone_store,
     count_groups,
     counting_groups,
+    group_names_begin_at,
     store_address,
     timeout_of,
 )
@@ -167,7 +172,8 @@ class ProcessLibrary:
         found = used[-1] if used else None
         is_everybody = len(members) == dist.get_world_size()
         serial = -1 if found is None else found.serial
-        card = _Card(list(ranks), lane.value, serial, _next_serial(), _next_number(key.ranks))
+        number = group_names_begin_at() if is_everybody else _next_number(key.ranks)
+        card = _Card(list(ranks), lane.value, serial, _next_serial(), number)
         cards = self._exchange(card)
         parts = _partition(cards)
         serial = max(card.next_serial for card in cards)
@@ -180,6 +186,7 @@ class ProcessLibrary:
         }
         group: dist.ProcessGroup | None = None
         if is_everybody:
+            begin_group_names_at(max(card.number for card in cards))
             for part in to_make:
                 chosen = [members[r] for r in part]
                 made = dist.new_group(chosen, backend=backend, **_order(chosen), **options)
@@ -456,7 +463,7 @@ class _Card(NamedTuple):
         lane: purpose of the group.
         serial: of the group that it has already; -1: none.
         next_serial: higher than that of any group here.
-        number: by which a group of some ranks may be named here.
+        number: by which the group may be named here.
     """
 
     ranks: list[int]
