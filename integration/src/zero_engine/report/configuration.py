@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zero_core.config import load_config, load_effective
+from zero_core.config import load_config
 from zero_core.config.rules import find_unneeded
 from zero_core.errors import ConfigError
 from zero_core.record.records import RunRecord
@@ -44,8 +44,7 @@ def without_effect(run: Run) -> list[list[str]]:
     """Return path, value and reason of each key that was given and has no effect."""
     if run.given is None:
         return []
-    config = load_effective(run.run.config)
     return [
         [path, json.dumps(value, default=str), reason]
-        for path, value, reason in find_unneeded(run.given, config)
+        for path, value, reason in find_unneeded(run.given, run.ranks[0].config)
     ]

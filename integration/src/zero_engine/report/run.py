@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero_core.config import load_effective
+from zero_core.config import Config, load_effective
 from zero_core.errors import ConfigError
 from zero_core.record.records import (
     FILE,
@@ -28,22 +28,19 @@ class Rank:
 
     Attributes:
         starts: of the program.
+        run: the last start that took a step, if one did, else the last.
+        config: the configuration in effect in it.
         steps: by number.
         details: by step.
         events: in order.
     """
 
     starts: Sequence[RunRecord]
+    run: RunRecord
+    config: Config
     steps: Sequence[StepRecord]
     details: Sequence[DetailRecord]
     events: Sequence[EventRecord]
-
-    @property
-    def run(self) -> RunRecord:
-        """The last start that took a step, if one did."""
-        last = self.steps[-1].step if self.steps else 0
-        took = (start for start in reversed(self.starts) if start.first_step < last)
-        return next(took, self.starts[-1])
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,9 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration in effect without defaults, as a plan takes it."""
-        config = load_effective({**self.run.config, "step_records": None})
-        return config.model_dump(mode="json", exclude_defaults=True)
+        return self.ranks[0].config.model_dump(
+            mode="json", exclude_defaults=True, exclude={"step_records"}
+        )
 
 
 def read_run(folder: Path) -> Run:
@@ -107,19 +105,18 @@ def _read_rank(file: Path) -> Rank | None:
     starts: list[RunRecord] = of(RunRecord)
     if not starts:
         return None
-    steps = {step.step: step for step in _last_course(records)}
-    details: dict[int, DetailRecord] = {detail.step: detail for detail in of(DetailRecord)}
-    rank = Rank(
-        starts,
-        [steps[number] for number in sorted(steps)],
-        [details[number] for number in sorted(details)],
-        of(EventRecord),
-    )
+    by_number = {step.step: step for step in _last_course(records)}
+    steps = [by_number[number] for number in sorted(by_number)]
+    last = steps[-1].step if steps else 0
+    took = (start for start in reversed(starts) if start.first_step < last)
+    run = next(took, starts[-1])
     try:
-        load_effective(rank.run.config)
+        config = load_effective(run.config)
     except ConfigError as error:
         raise ConfigError(f"{file}: run.config is no configuration: {error}") from None
-    return rank
+    details: dict[int, DetailRecord] = {detail.step: detail for detail in of(DetailRecord)}
+    in_order = [details[number] for number in sorted(details)]
+    return Rank(starts, run, config, steps, in_order, of(EventRecord))
 
 
 def _resumed(records: Sequence[Record]) -> list[Record]:

@@ -112,9 +112,9 @@ def _missing(asked_by: str, distribution: str) -> MissingPartError:
 
 def install_command(distribution: str, *flags: str) -> str:
     """The command that installs a package of this repository."""
-    if distribution in _NOT_ON_THE_INDEX:
-        return f"{' '.join(('pip install', *flags, _NOT_ON_THE_INDEX[distribution]))} in a checkout"
-    return " ".join(("pip install", *flags, distribution))
+    folder = _NOT_ON_THE_INDEX.get(distribution)
+    command = " ".join(("pip install", *flags, folder or distribution))
+    return command if folder is None else f"{command} in a checkout"
 
 
 def _check_folder(key: str, folder: str) -> None:
