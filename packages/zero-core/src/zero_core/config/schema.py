@@ -112,7 +112,10 @@ def read_config_text(path: Path, name: str = "the configuration") -> str:
     Raises:
         ConfigError: it is missing, not readable, not such a file, or longer.
     """
-    problem = f"cannot read {name} {shown(str(path))}"
+    place = str(path)
+    if len(place) > _MAX_SHOWN:  # its end has the file's name
+        place = f"...{place[-_MAX_SHOWN:]}"
+    problem = f"cannot read {name} {place!r}"
     try:
         # Before it is opened: opening a pipe without a writer would never end.
         is_regular = stat.S_ISREG(path.stat().st_mode)

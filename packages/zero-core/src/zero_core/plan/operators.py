@@ -56,6 +56,8 @@ class Operator:
         if kind.startswith(_ATTENTION):
             is_backward = "backward" in kind
             query, key, value = (t.shape for t in read[is_backward : 3 + is_backward])
+            # Of grouped heads as of so many heads each: torch 2.10 counts no groups.
+            key, value = (query[:-2] + shape[-2:] for shape in (key, value))
             if is_backward:
                 operations = _count_backward(read[0].shape, query, key, value)
             else:
