@@ -5,19 +5,29 @@ from __future__ import annotations
 import html.parser
 import json
 import math
+import platform
 import re
+import subprocess
+import sys
+from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import environment
+from ports import free_port
 from torch import nn
 from typer.testing import CliRunner
 
 import zero_core
+from benchmarks.harness.forked_python import forked_python
+from benchmarks.harness.ranks import RankError, run_together
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
+from zero_core.record.environment import available_cores
 from zero_core.record.records import (
     DetailRecord,
     EventRecord,
@@ -26,8 +36,11 @@ from zero_core.record.records import (
     StepRecord,
 )
 from zero_engine.cli import app
-from zero_engine.report import write_report
+from zero_engine.report import probe, write_report
+from zero_engine.report.comparison import compare
 from zero_engine.report.compose import first_sentence
+from zero_engine.report.measured import kept_bytes, measure
+from zero_engine.report.page import Table, Text
 from zero_engine.report.run import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
@@ -58,11 +71,19 @@ STEP = StepRecord(
 )
 
 
-def _write(folder: Path, changes: Any = None, *, config: Any = CONFIG, num_ranks: int = 2) -> Path:
+def _write(
+    folder: Path,
+    changes: Any = None,
+    *,
+    num_ranks: int = 2,
+    parameters: int = 4 * 10**6,
+    **of_run: Any,
+) -> Path:
     """Write records of 20 steps; ``changes(rank, step)`` are what differs from `STEP`."""
+    ranks = {"world_size": num_ranks, "ranks_per_node": num_ranks}
     for rank in range(num_ranks):
         file = RecordFile(folder, rank, 1 << 20)
-        file.write(replace(RUN, rank=rank, world_size=num_ranks, config=config))
+        file.write(replace(RUN, rank=rank, **ranks, **of_run))
         for step in range(1, 21):
             record = replace(STEP, step=step, **(changes(rank, step) if changes else {}))
             parts = sum(record.places.values()) + sum(record.waits.values())
@@ -73,7 +94,7 @@ def _write(folder: Path, changes: Any = None, *, config: Any = CONFIG, num_ranks
                 1e9,
                 [("compute", f"forward of {HOSTILE}", 0.0, 0.03, False)],
                 [(0.0, 10**9, "outside"), (0.02, 2 * 10**9, HOSTILE)],
-                {"parameters": 4 * 10**6, HOSTILE: 10},
+                {"parameters": parameters, HOSTILE: 10},
             )
         )
         file.write(EventRecord(1e9, 20, "failed", HOSTILE))
@@ -174,12 +195,165 @@ def _logging(rank: int, step: int) -> dict[str, Any]:
 def test_the_first_sentence_names_the_cause_and_its_gain(
     tmp_path: Path, changes: Any, words: str, gain: float | None
 ) -> None:
-    environment = ENVIRONMENT | {"cores": 2}
-    assert environment["threads"] == 1
     sentence = first_sentence(read_run(_write(tmp_path, changes)))
     assert re.search(words, sentence), sentence
     if gain is not None:
         assert f"({-gain:+.0%})" in sentence, sentence
+
+
+def _threads(rank: int, step: int) -> dict[str, Any]:
+    """Nine tenths of a step are the processor's own work, the rest waits for data."""
+    return {"places": {"forward": 0.03, "backward": 0.05, "step": 0.01, "loader": 0.01}}
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "num_ranks", "device", "scaling"),
+    [
+        (1, 2, 1, "cpu", 0.85 * 2),
+        (1, 16, 4, "cpu", 0.85 * 4),
+        (2, 8, 2, "cpu", 0.85 * 2),
+        (4, 8, 2, "cpu", None),
+        (1, 8, 8, "cpu", None),
+        (1, 8, 1, "cuda", None),
+    ],
+)
+def test_threads_are_named_where_cores_are_free(
+    tmp_path: Path, threads: int, cores: int, num_ranks: int, device: str, scaling: float | None
+) -> None:
+    """The gain is that of all own work on as many threads as a rank has cores."""
+    environment = ENVIRONMENT | {"cores": cores, "threads": threads, "device": device}
+    _write(tmp_path, _threads, num_ranks=num_ranks, environment=environment)
+    sentence = first_sentence(read_run(tmp_path))
+    assert (f"compute with {cores // num_ranks} threads" in sentence) is (scaling is not None)
+    if scaling is not None:
+        assert f"({0.9 / scaling + 0.1 - 1:+.0%})" in sentence, sentence
+
+
+def test_a_busy_machine_hides_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs take every core while the report is made: nothing can be measured here."""
+    if probe.waited_s() == 0.0:
+        pytest.skip("this system does not count for how long threads wait for a core")
+    monkeypatch.setattr(probe, "_BUDGET_S", 0.05)
+    cores = max(available_cores(), 2)
+    environment = ENVIRONMENT | {"cores": cores, "host": platform.node()}
+
+    def shaped(rank: int, step: int) -> dict[str, Any]:
+        return {**_threads(rank, step), "input_shape": [2, 100]}
+
+    _write(tmp_path, shaped, num_ranks=1, environment=environment, matrix=[300, 300])
+    others = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2 * cores)]
+    try:
+        sentence = first_sentence(read_run(tmp_path))
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert f"compute with {cores} threads" in sentence
+    assert f"({0.9 / (0.85 * cores) + 0.1 - 1:+.0%})" in sentence, sentence
+
+
+FAILS = """
+import sys, time, torch, zero_core
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(2)])
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+engine = zero_core.build(model, config | {"step_records": {"folder": sys.argv[1]}})
+for _ in range(2):
+    engine.backward(engine(torch.ones(1, 4)).square().mean())
+    engine.step()
+if engine.rank == 1:
+    raise ValueError("a broken batch\\nof three lines\\nin all")
+time.sleep(600)
+"""
+
+
+def test_a_failed_run_says_which_rank_and_why(tmp_path: Path) -> None:
+    """Rank 1 raises, and the launcher kills the others."""
+    script, folder = tmp_path / "train.py", tmp_path / "records"
+    script.write_text(FAILS, encoding="utf-8")
+    shared = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    with pytest.raises(RankError):
+        run_together(
+            [[forked_python(), str(script), str(folder)]] * 2,
+            [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)],
+            tmp_path,
+        )
+    run = read_run(folder)
+    assert run.failures == [
+        "rank 1 failed after step 2: ValueError: a broken batch",
+        "rank 0 left no end after step 2: it was killed",
+    ]
+    assert first_sentence(run).startswith("Rank 1 failed after step 2: ValueError: a broken batch.")
+    (folder / "steps-rank1.jsonl").unlink()
+    run = read_run(folder)
+    assert (run.failures, run.absent) == ([], [1])
+
+
+def test_an_end_is_that_of_the_context_or_of_the_engine(tmp_path: Path) -> None:
+    def build(name: str) -> tuple[zero_core.Engine, AbstractContextManager[object]]:
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+        engine = zero_core.build(nn.Linear(2, 2), config)
+        return engine, engine.record(tmp_path / name)
+
+    engine, recording = build("context")
+    with pytest.raises(KeyError), recording:
+        raise KeyError("seed")
+    engine.close()
+    engine, _ = build("closed")
+    try:
+        raise RuntimeError("")
+    except RuntimeError:
+        engine.close()
+    engine, recording = build("exit")
+    with pytest.raises(SystemExit), recording:
+        sys.exit(0)
+    ends = {name: read_run(tmp_path / name).ranks[0].end for name in ("context", "closed", "exit")}
+    found = {name: end and (end.what, end.text) for name, end in ends.items()}
+    assert found == {
+        "context": ("failed", "KeyError: 'seed'"),
+        "closed": ("failed", "RuntimeError"),
+        "exit": ("ended", ""),
+    }
+
+
+def test_skipped_steps_are_not_the_usual_step(tmp_path: Path) -> None:
+    """Every fourth is skipped, and takes twice as long."""
+
+    def skipped(rank: int, step: int) -> dict[str, Any]:
+        longer = {name: 2 * s for name, s in STEP.places.items()}
+        return {"is_taken": False, "places": longer} if step % 4 == 0 else {}
+
+    found = measure(read_run(_write(tmp_path, skipped)))
+    assert found.seconds == pytest.approx(STEP.seconds)
+    assert found.skipped_s == pytest.approx(2 * STEP.seconds)
+    assert found.num_skipped == found.num_all // 4
+
+
+def test_two_runs_are_compared_on_every_axis(tmp_path: Path) -> None:
+    """B halves the steps and the bytes, keeps twice the parameters, and has another rate."""
+    one = _write(tmp_path / "one")
+
+    def halved(rank: int, step: int) -> dict[str, Any]:
+        places = {name: s / 2 for name, s in STEP.places.items()}
+        sent = [["all_gather", "parameters", 6, 500, 0]]
+        return {"places": places, "sent": sent, "loss": 1.0}
+
+    config = CONFIG | {"gradient_clipping": 1.0}
+    two = _write(tmp_path / "two", halved, config=config, parameters=8 * 10**6)
+    blocks = list(compare(measure(read_run(one)), measure(read_run(two))))
+    summary = next(block.text for block in blocks if isinstance(block, Text))
+    assert "100% more samples a second" in summary
+    assert "50% fewer bytes sent in a step" in summary
+    assert "a loss of 1 against 2 at step 20" in summary
+    rows = {r[0]: list(r[1:]) for b in blocks if isinstance(b, Table) for r in b.rows}
+    assert rows["a step"] == ["100 ms", "50 ms", "-50%"]
+    assert rows["own work: backward"] == ["60 ms", "30 ms", "-50%"]
+    assert rows["at most"] == ["2 GB", "2 GB", "="]
+    assert rows["parameters"] == ["4 MB", "8 MB", "+100%"]
+    assert rows["all_gather: parameters, within a node"] == ["1 kB", "500 B", "-50%"]
+    assert rows["loss at step 20"] == ["2", "1", "-50%"]
+    assert rows["gradient_clipping"] == ["default", "1.0"]
 
 
 @pytest.mark.parametrize(
@@ -187,11 +361,14 @@ def test_the_first_sentence_names_the_cause_and_its_gain(
 )
 def test_records_of_an_engine_have_its_configuration(tmp_path: Path, zero: Any) -> None:
     """The one in effect, which a plan takes; and shares with what the tier pads."""
-    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)])
+
+    def model() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)])
+
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
     config |= {"optimizer": {"type": "AdamW"}, "step_records": {"folder": str(tmp_path)}}
-    engine = zero_core.build(model, config)
-    for _ in range(2):
+    engine = zero_core.build(model(), config)
+    for _ in range(3):
         engine.backward(engine(torch.ones(2, 5)).square().mean())
         engine.step()
     engine.close()
@@ -201,6 +378,12 @@ def test_records_of_an_engine_have_its_configuration(tmp_path: Path, zero: Any) 
     share = found.run.shares["host"] / sum(found.run.shares.values())
     assert share == pytest.approx(0.5 if zero else 0.0, abs=0.2)
     assert first_sentence(found)
+    planned = zero_core.plan(model(), found.settings, 1, device_type="cpu").memory
+    expected = Counter(planned.device) + Counter(planned.host)
+    kept = kept_bytes(found.ranks[0])
+    assert kept["optimizer states"] >= 8 * found.run.num_parameters
+    for kind in ("parameters", "master weights", "optimizer states", "gradient copies"):
+        assert kept[kind] == expected[kind], kind
 
 
 def test_a_folder_without_records_and_a_third_run(tmp_path: Path) -> None:

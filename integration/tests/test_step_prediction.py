@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
+import zero_core
 from benchmarks.experiments.schedule import MODES, Job, Mode, Times, random_times
 from zero_core.plan.prediction import StepProgram, StepShape, Transfer, UnitTime
+from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.plan.schedule import Schedule
 
 NOTHING = Transfer()
@@ -60,3 +64,27 @@ def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
         for ratio in (1.0, 0.4):
             real = Job(times, mode, ratio, chunks_per_block=4).run()
             assert predicted_s(times, mode, ratio) == pytest.approx(real, rel=0.05), (times, ratio)
+
+
+def test_offload_that_saves_less_than_a_plan_can_know_is_not_chosen() -> None:
+    """The device's update takes a little, the host's nothing; gathers take most of a step."""
+    free, link = Curve(((1.0, 0.0),)), Curve.of_rate(1e6)
+    names = ("memory.float32", "matmul.float32", "operator", "pass", "step", "agree.within")
+    further = ("update.host.float32", "copy.to_host", "copy.to_device")
+    curves = {
+        **dict.fromkeys((*names, *further), free),
+        **dict.fromkeys(("gather.within", "reduce.within"), link),
+        "update.device.float32": Curve.of_rate(1e9),
+    }
+    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3},
+    }
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
+    found = zero_core.plan(model, config, 2, example_inputs=[x], calibration=rates)
+    fastest = min(found.choices, key=lambda choice: choice.sample_s)
+    assert found.best is not None
+    assert fastest.ratio > found.best.ratio == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import zero_engine.train
 from zero_core.errors import ConfigError
 from zero_core.testing import spawn
+from zero_engine.report.charts import loss_series
+from zero_engine.report.run import read_run
 from zero_engine.train import program
 from zero_engine.train.data import Corpus, prepare_corpus
 from zero_engine.train.metrics import read_metrics
@@ -70,6 +73,19 @@ def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path: Path) -> Non
 def test_held_out_loss_falls(finished_run: tuple[RunFolder, str]) -> None:
     losses = held_out_losses(finished_run[0])
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_report_reads_what_the_run_has_left(finished_run: tuple[RunFolder, str]) -> None:
+    """Losses on held-out text as printed, and those of steps as logged; all ranks have ended."""
+    folder, output = finished_run
+    run = read_run(folder.root)
+    printed = re.findall(r"step (\d+)/\d+  held-out loss ([\d.]+)", output)
+    assert [(str(step), f"{loss:.4f}") for step, loss in run.held_out] == printed
+    assert len(printed) == 5
+    logged = {e["step"]: e["loss"] for e in read_metrics(folder.metrics) if "loss" in e}
+    assert dict(loss_series(run.ranks)) == pytest.approx(logged, rel=1e-6)
+    assert [rank.end and rank.end.what for rank in run.ranks] == ["ended", "ended"]
+    assert not run.failures
 
 
 def test_plain_output_has_a_line_of_figures(finished_run: tuple[RunFolder, str]) -> None:

@@ -226,7 +226,8 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error
         traceback.print_exc()
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]

@@ -137,7 +137,8 @@ def test_a_forked_child_gets_threads_of_its_own(big, expected, hyper, depth):
 
 
 def test_the_gil_is_released(hyper):
-    arrays = make_arrays(1_000_000)
+    # So long a call spans several turns of the ticker, even where its core is shared.
+    arrays = make_arrays(8_000_000)
     ticks, stop = [0], threading.Event()
 
     def tick():

@@ -11,8 +11,8 @@ in network namespaces that a limited veth pair joins (`benchmarks.experiments.co
 exchanges over that link are measured by the same program in the same namespaces.
 
 time      median of the steps, all ranks beginning together, over the predicted seconds. Each case
-          is measured in ``--rounds`` rounds, minutes apart, and the fastest one counts: what else
-          the machine does only adds to it
+          and each choice is measured in ``--rounds`` rounds, minutes apart, and the fastest one
+          counts: what else the machine does only adds to it
 memory    peak resident memory of a rank over the planned bytes, in a run of its own with glibc's
           ``MALLOC_MMAP_THRESHOLD_`` at 64 KiB, as in `benchmarks.experiments.memory`
 """
@@ -136,19 +136,25 @@ def compared(bench: Bench, case: Case, step_s: float) -> Row:
     }
 
 
-def search(bench: Bench, case: Case) -> Row:
-    """Measure every choice of a case's plan, and compare the chosen one with the fastest."""
+def search(bench: Bench, case: Case, rounds: int) -> Row:
+    """Measure every choice of a case's plan, and compare the chosen one with the fastest.
+
+    Each choice's seconds are the fewest of the rounds.
+    """
     planned, plan_s = bench.plan(case)
     best = planned.best
     assert best is not None, "no memory was given"
+    choices = [c for c in planned.choices if c.is_fitting and not c.is_quantized]
     rows: dict[str, Row] = {}
-    for choice in planned.choices:
-        if choice.is_quantized or not choice.is_fitting:
-            continue
-        seconds = bench.step_s(replace(case, job=_job_of(case.job, choice)))
+    for number, choice in itertools.product(range(rounds), choices):
         assert choice.step_time is not None, "there are inputs and a calibration"
-        rows[choice.whole] = {"predicted_s": choice.step_time.total_s, "step_s": seconds}
-        print(f"  {choice.whole}: {choice.step_time.total_s:.4f} s, measured {seconds:.4f} s")
+        row = rows.setdefault(
+            choice.whole, {"predicted_s": choice.step_time.total_s, "step_s": math.inf}
+        )
+        job = _job_of(case.job, choice)
+        row["step_s"] = min(row["step_s"], bench.step_s(replace(case, job=job)))
+        found = f"{row['predicted_s']:.4f} s, measured {row['step_s']:.4f} s"
+        print(f"  round {number + 1}: {choice.whole}: {found}", flush=True)
     fastest = min(rows, key=lambda name: float(rows[name]["step_s"]))
     over_best = rows[best.whole]["step_s"] / rows[fastest]["step_s"]
     return {
@@ -244,7 +250,7 @@ def _rows(
     bench: Bench, name: str, cases: Sequence[Case], rounds: int
 ) -> Iterator[tuple[Case, Row]]:
     if name == "search":
-        yield from ((case, search(bench, case)) for case in cases)
+        yield from ((case, search(bench, case, rounds)) for case in cases)
         return
     fastest = dict.fromkeys((case.name for case in cases), math.inf)
     for number, case in itertools.product(range(rounds), cases):

@@ -6,11 +6,12 @@ Texts of a run (names, errors) are values of data here, never part of an express
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_core.record.records import DetailRecord, StepRecord
-from zero_engine.report.measured import WAITS, Measured
+from zero_engine.report.measured import WAITS, Measured, RankStep
 from zero_engine.report.run import Rank
 
 Spec = dict[str, Any]
@@ -64,10 +65,10 @@ def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
         if detail is None:
             continue
         base = min(held for _, held, _ in detail.memory)
-        kinds = {kind: size for kind, size in detail.kinds.items() if size}
-        known = sum(kinds.values())
-        layers = dict(kinds)
-        if rank.run.environment.get("device") != "cpu":  # there it is mostly the interpreter
+        is_host = rank.run.environment.get("device") == "cpu"
+        layers = Counter(detail.kinds) + Counter(detail.host_kinds if is_host else {})
+        known = layers.total()
+        if not is_host:  # there the rest is mostly the interpreter
             layers["other states"] = max(base - known, 0)
         for at, held, place in detail.memory[:_MAX_SPANS]:
             moment = {"ms": at * 1e3, "place": place, "rank": f"rank {rank.run.rank}"}
@@ -219,17 +220,22 @@ def _kind(lane: str, name: str) -> str:
 
 def ranks_side_by_side(found: Measured) -> Spec | None:
     """Usual step of each rank, by place and wait."""
+    shown = zip(found.run.ranks[:64], found.ranks, strict=False)
+    return step_parts({f"rank {rank.run.rank}": usual for rank, usual in shown})
+
+
+def step_parts(steps: Mapping[str, RankStep]) -> Spec | None:
+    """Usual steps by name, in parts by place and wait."""
     rows = []
-    for number, rank in list(enumerate(found.ranks))[:64]:
-        label = f"rank {found.run.ranks[number].run.rank}"
+    for label, step in steps.items():
         rows += [
             {"rank": label, "part": part, "ms": s * 1e3, "color": _COLORS.get(part)}
-            for part, s in rank.places.items()
+            for part, s in step.places.items()
             if s > 1e-6
         ]
         rows += [
             {"rank": label, "part": f"wait: {WAITS.get(what, what)}", "ms": s * 1e3}
-            for what, s in rank.waits.items()
+            for what, s in step.waits.items()
             if s > 1e-6
         ]
     spec = bars(rows, "ms", "rank", "part", "milliseconds of a usual step")

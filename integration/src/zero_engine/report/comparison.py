@@ -1,103 +1,175 @@
-"""Two runs beside each other, axis by axis."""
+"""Two runs beside each other, axis by axis. A is the first, B the second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from zero_core.plan.result import format_bytes
 from zero_engine.report import charts
 from zero_engine.report.configuration import differences
-from zero_engine.report.diagnosis import show_s
-from zero_engine.report.measured import WAITS, Measured, RankStep
+from zero_engine.report.diagnosis import show_s, transient_bytes
+from zero_engine.report.measured import WAITS, Measured, kept_bytes, sent_bytes
 from zero_engine.report.page import Block, Chart, Table, Text
 
-
-def compare(first: Measured, second: Measured) -> list[Block]:
-    """Return the blocks that compare two runs."""
-    names = [str(first.run.folder), str(second.run.folder)]
-    rows = [
-        [title, *(show(value) for value in values), _change(*values)]
-        for title, show, values in _axes(first, second)
-    ]
-    blocks: list[Block] = [Table(["", *names, "change"], rows)]
-    losses = {
-        name: charts.loss_series(each.run.ranks)
-        for name, each in zip(names, (first, second), strict=True)
-    }
-    lengths = {
-        name: charts.series_of(each.run.ranks[0], "seconds")
-        for name, each in zip(names, (first, second), strict=True)
-    }
-    for title, lines in (("loss", losses), ("seconds of a step", lengths)):
-        spec = charts.over_steps(lines, title)
-        if spec is not None:
-            blocks.append(Chart(spec))
-    return [*blocks, *_configurations(first, second, names)]
+NAMES = ("A", "B")
+_SAME = 0.01
+"""Relative difference below which two figures are called the same."""
+_Figure = float | None
 
 
-_Axis = tuple[str, Callable[[float], str], tuple[float, float]]
-
-
-def _axes(first: Measured, second: Measured) -> Iterator[_Axis]:
+def compare(first: Measured, second: Measured) -> Iterator[Block]:
+    """Yield the blocks that compare two runs."""
     both = (first, second)
-
-    def axis(title: str, show: Callable[[float], str], get: Callable[[Measured], float]) -> _Axis:
-        return title, show, (get(first), get(second))
-
-    def size(value: float) -> str:
-        return format_bytes(round(value))
-
-    def number(value: float) -> str:
-        return f"{value:.4g}"
-
-    yield axis("a step", show_s, lambda m: m.seconds)
-    yield axis("samples a second", number, lambda m: m.samples_per_s)
-    yield axis("ranks", number, lambda m: m.run.run.world_size)
-    yield axis("steps", number, lambda m: m.num_all)
-    yield axis("skipped steps", number, lambda m: m.num_skipped)
-    yield axis("last loss", number, _last_loss)
-    yield axis("peak memory of a rank", size, lambda m: max(r.peak_bytes for r in m.ranks))
-    yield axis("bytes sent in a step", size, _sent)
-    for name, of_rank in (("", _places), ("waits for ", _waits), ("lane: ", _lanes)):
-        tables = [of_rank(each.first) for each in both]
-        for key in dict.fromkeys(key for table in tables for key in table):
-            values = (tables[0].get(key, 0.0), tables[1].get(key, 0.0))
-            yield f"{name}{WAITS.get(key, key)}", show_s, values
-
-
-def _places(rank: RankStep) -> Mapping[str, float]:
-    return rank.places
-
-
-def _waits(rank: RankStep) -> Mapping[str, float]:
-    return rank.waits
+    yield Text(_summary(first, second))
+    yield _table("time of a usual step", _times(both), show_s)
+    parts = {f"{name}, rank 0": each.first for name, each in zip(NAMES, both, strict=True)}
+    spec = charts.step_parts(parts)
+    if spec is not None:
+        yield Chart(spec)
+    yield _table("memory of a rank", _memory(both), lambda value: format_bytes(round(value)))
+    yield _table(
+        "bytes that rank 0 sends in a step",
+        _by_key(
+            [{f"{what}, {link}": n for what, link, n in sent_bytes(m.run.ranks[0])} for m in both]
+        ),
+        lambda value: format_bytes(round(value)),
+    )
+    yield _table("training", _training(both), _number)
+    for title, lines in (
+        ("loss", [charts.loss_series(m.run.ranks) for m in both]),
+        ("loss on held-out text", [m.run.held_out for m in both]),
+        ("gradient norm", [charts.series_of(m.run.ranks[0], "grad_norm") for m in both]),
+        ("seconds of a step", [charts.series_of(m.run.ranks[0], "seconds") for m in both]),
+    ):
+        spec = charts.over_steps(dict(zip(NAMES, lines, strict=True)), title)
+        if spec is not None:
+            yield Chart(spec)
+    yield from _differing("configuration", [dict(differences(m.run.run)) for m in both], "default")
+    yield from _differing("model", [_texts(m.run.run.model) for m in both], "")
+    yield from _differing("environment", [_texts(m.run.run.environment) for m in both], "")
 
 
-def _lanes(rank: RankStep) -> Mapping[str, float]:
-    return rank.lanes
+def _summary(first: Measured, second: Measured) -> str:
+    said = [
+        _more(second.samples_per_s, first.samples_per_s, "samples a second", "more", "fewer"),
+        _more(_peak(second), _peak(first), "memory of a rank", "more", "less"),
+        _more(_sent(second), _sent(first), "bytes sent in a step", "more", "fewer"),
+    ]
+    step, losses = _last_common_loss(first, second)
+    if step is not None:
+        said.append(f"a loss of {losses[1]:.4g} against {losses[0]:.4g} at step {step}")
+    return f"Beside A, B has {', '.join(said)}."
 
 
-def _last_loss(found: Measured) -> float:
-    series = charts.loss_series(found.run.ranks)
-    return series[-1][1] if series else float("nan")
+def _more(after: float, before: float, what: str, more: str, less: str) -> str:
+    change = after / before - 1.0 if before else math.inf if after else 0.0
+    if abs(change) < _SAME:
+        return f"as much {what}" if less == "less" else f"as many {what}"
+    if math.isinf(change):
+        return f"{what}, which A has none of"
+    return f"{abs(change):.0%} {more if change > 0 else less} {what}"
+
+
+_Row = tuple[str, Sequence[_Figure]]
+
+
+def _table(caption: str, rows: Iterable[_Row], show: Callable[[float], str]) -> Table:
+    return Table(
+        [caption, *NAMES, "B to A"],
+        [
+            [title, *("" if v is None else show(v) for v in values), _change(*values)]
+            for title, values in rows
+        ],
+    )
+
+
+def _times(both: Sequence[Measured]) -> Iterator[_Row]:
+    yield "a step", [m.seconds for m in both]
+    yield "a sample", [1.0 / m.samples_per_s if m.samples_per_s else None for m in both]
+    for name, of_rank in (
+        ("own work: ", [m.first.places for m in both]),
+        ("wait for ", [m.first.waits for m in both]),
+        ("lane: ", [m.first.lanes for m in both]),
+    ):
+        for key, values in _by_key(of_rank):
+            yield f"{name}{WAITS.get(key, key)}", values
+
+
+def _memory(both: Sequence[Measured]) -> Iterator[_Row]:
+    yield "at most", [_peak(m) for m in both]
+    yield "after a step", [max(r.held_bytes for r in m.ranks) for m in both]
+    yield "tallest moment, above a step's begin", [transient_bytes(m)[0] for m in both]
+    yield from _by_key([kept_bytes(m.run.ranks[0]) for m in both])
+
+
+def _training(both: Sequence[Measured]) -> Iterator[_Row]:
+    yield "steps", [m.num_all for m in both]
+    yield "skipped steps", [m.num_skipped for m in both]
+    yield "samples a step", [sum(rank.samples for rank in m.ranks) for m in both]
+    yield "ranks", [m.run.run.world_size for m in both]
+    yield "parameters of the model", [m.run.run.num_parameters for m in both]
+    step, losses = _last_common_loss(*both)
+    if step is not None:
+        yield f"loss at step {step}", losses
+    yield "last loss", [_last(charts.loss_series(m.run.ranks)) for m in both]
+    yield "last loss on held-out text", [_last(m.run.held_out) for m in both]
+
+
+def _by_key(tables: Sequence[Mapping[str, float]]) -> Iterator[_Row]:
+    for key in dict.fromkeys(key for table in tables for key in table):
+        values = [table.get(key) for table in tables]
+        if any(values):
+            yield key, values
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value, 0) else f"{value:.5g}"
+
+
+def _last(series: Sequence[tuple[int, float]]) -> _Figure:
+    return series[-1][1] if series else None
+
+
+def _last_common_loss(first: Measured, second: Measured) -> tuple[int | None, list[float]]:
+    """Return the last step of which both have a loss, and the losses."""
+    series = [
+        {step: loss for step, loss in charts.loss_series(m.run.ranks) if math.isfinite(loss)}
+        for m in (first, second)
+    ]
+    step = max(series[0].keys() & series[1].keys(), default=None)
+    return step, [] if step is None else [losses[step] for losses in series]
+
+
+def _peak(found: Measured) -> float:
+    return float(max(rank.peak_bytes for rank in found.ranks))
 
 
 def _sent(found: Measured) -> float:
-    steps = [step for step in found.run.ranks[0].steps if step.sent]
-    return float(sum(row[3] + row[4] for row in steps[-1].sent)) if steps else 0.0
+    return float(sum(nbytes for *_, nbytes in sent_bytes(found.run.ranks[0])))
 
 
-def _change(before: float, after: float) -> str:
+def _change(before: _Figure, after: _Figure) -> str:
+    if before is None or after is None:
+        return ""
     if before == after:
         return "="
     return f"{after / before - 1.0:+.0%}" if before else ""
 
 
-def _configurations(first: Measured, second: Measured, names: Sequence[str]) -> Iterator[Block]:
-    one, two = dict(differences(first.run.run)), dict(differences(second.run.run))
-    paths = [path for path in {**one, **two} if one.get(path) != two.get(path)]
-    if paths:
-        rows = [[path, one.get(path, "default"), two.get(path, "default")] for path in paths]
-        yield Table(["keys that differ", *names], rows)
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()
+    }
+
+
+def _differing(what: str, tables: Sequence[Mapping[str, str]], absent: str) -> Iterator[Block]:
+    one, two = tables
+    keys = [key for key in {**one, **two} if one.get(key) != two.get(key)]
+    if keys:
+        rows = [[key, one.get(key, absent), two.get(key, absent)] for key in keys]
+        yield Table([f"{what} that differs", *NAMES], rows)
     else:
-        yield Text("Both have the same configuration.")
+        yield Text(f"Both have the same {what}.")

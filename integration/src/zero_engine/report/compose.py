@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zero_core.errors import ZeroError
 from zero_core.plan.result import Plan, format_bytes
 from zero_engine.report import charts
-from zero_engine.report.comparison import compare
+from zero_engine.report.comparison import NAMES, compare
 from zero_engine.report.configuration import differences, without_effect
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
-from zero_engine.report.measured import WAITS, Measured, measure
+from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure, sent_bytes
 from zero_engine.report.page import (
     Block,
     Chart,
@@ -37,20 +39,26 @@ def compose(runs: Sequence[Run], memory_limit: int | None) -> Page:
     """Return the page about one run, or two."""
     found = [measure(run) for run in runs]
     judged = [judge(each, memory_limit) for each in found]
-    verdicts = [found_verdict for found_verdict, _ in judged]
-    sections: list[Section] = []
+    verdicts = [verdict for verdict, _ in judged]
+    sections = list(_sections(found[0], judged[0][1]))
+    names = [str(run.folder) for run in runs]
     if len(runs) > 1:
-        both = [*compare(found[0], found[1]), Text(f"All below is about {_name(runs[0])}.")]
-        sections.append(Section("The two runs, axis by axis", both))
-    sections += _sections(found[0], judged[0][1])
-    names = " and ".join(_name(run) for run in runs)
+        first, second = found
+        names = [f"{short}: {name}" for short, name in zip(NAMES, names, strict=True)]
+        verdicts = [replace(v, name=name) for v, name in zip(verdicts, names, strict=True)]
+        sections = [
+            Section("A and B, axis by axis", list(compare(first, second))),
+            *(replace(section, title=f"A: {section.title}") for section in sections),
+        ]
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    records = " and ".join(
+        f"{_count(each.num_all, 'step')} on {_count(len(each.ranks), 'rank')}" for each in found
+    )
     return Page(
-        f"{names}: report",
+        f"{' and '.join(names)}: report",
         verdicts,
         sections,
-        f"Made {made} by zero-engine report from the records of "
-        f"{_count(found[0].num_all, 'step')} on {_count(len(runs[0].ranks), 'rank')}.",
+        f"Made {made} by zero-engine report from the records of {records}.",
     )
 
 
@@ -64,10 +72,6 @@ def judge(found: Measured, memory_limit: int | None) -> tuple[Verdict, list[Caus
 def first_sentence(run: Run, memory_limit: int | None = None) -> str:
     """Return the sentence that the report of a run begins with."""
     return judge(measure(run), memory_limit)[0].sentence
-
-
-def _name(run: Run) -> str:
-    return str(run.folder)
 
 
 def memory_of(found: Measured) -> int | None:
@@ -127,6 +131,9 @@ def verdict(found: Measured, limit: int | None, causes: Sequence[Cause]) -> Verd
     else:
         sentence = f"Nothing stands out: {', '.join(parts)}."
         state = "good"
+    failures = found.run.failures
+    if failures:
+        sentence, state = f"{_upper(failures[0])}. {sentence}", "poor"
     skipped = f", {found.num_skipped} skipped" if found.num_skipped else ""
     facts = [
         Fact("a step", show_s(found.seconds)),
@@ -153,6 +160,10 @@ def _count(number: int, noun: str) -> str:
 
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 # -------------------------------------------------------------------- sections
@@ -203,11 +214,9 @@ def _memory(found: Measured, plan: Plan | None, why_no_plan: str) -> Iterator[Bl
     for spec in charts.memory_over_step(found.run.ranks):
         yield Chart(spec)
     rows = []
-    details = found.run.ranks[0].details
-    kept: Mapping[str, int] = details[-1].kinds if details else {}
-    planned: Mapping[str, int] = {}
+    kept, planned = kept_bytes(found.run.ranks[0]), Counter[str]()
     if plan is not None:
-        planned = {**plan.memory.device, **plan.memory.host}
+        planned = Counter(plan.memory.device) + Counter(plan.memory.host)
     for kind in dict.fromkeys([*kept, *planned]):
         if kept.get(kind) or planned.get(kind):
             in_plan = format_bytes(planned.get(kind, 0)) if plan is not None else "no plan"
@@ -258,18 +267,8 @@ def _step(found: Measured) -> Iterator[Block]:
 
 
 def _bytes(found: Measured, plan: Plan | None) -> Iterator[Block]:
-    steps = [step for step in found.run.ranks[0].steps if step.sent]
-    rows: list[dict[str, Any]] = []
-    if steps:
-        for collective, content, _calls, within, between in steps[-1].sent:
-            name = f"{collective}: {content}"
-            rows.append({"collective": name, "link": "within a node", "mib": within / 2**20})
-            rows.append({"collective": name, "link": "between nodes", "mib": between / 2**20})
-    copied = [step.copied for step in found.run.ranks[0].steps][-1:]
-    for name, size in zip(("copies to the host", "copies to the device"), *copied, strict=False):
-        if size and found.run.run.environment.get("device") != "cpu":
-            rows.append({"collective": name, "link": "host link", "mib": size / 2**20})
-    rows = [row for row in rows if row["mib"]]
+    sent = sent_bytes(found.run.ranks[0])
+    rows = [{"collective": name, "link": link, "mib": n / 2**20} for name, link, n in sent]
     spec = charts.bars(rows, "mib", "collective", "link", "MiB that rank 0 sends in a step")
     if spec is None:
         yield Text("Nothing is sent: there is one rank.")
@@ -277,7 +276,7 @@ def _bytes(found: Measured, plan: Plan | None) -> Iterator[Block]:
         yield Chart(spec)
         yield Table(
             ["collective", "link", "bytes in a step"],
-            [[r["collective"], r["link"], format_bytes(round(r["mib"] * 2**20))] for r in rows],
+            [[name, link, format_bytes(n)] for name, link, n in sent],
         )
     if plan is not None and plan.traffic_choices:
         yield Text("What a rank sends to other nodes in a step, with and without each flag:")
@@ -337,21 +336,29 @@ def _side_by_side(found: Measured) -> Iterator[Block]:
 
 
 def _events(found: Measured) -> Iterator[Block]:
-    rank = found.run.ranks[0]
+    for failure in found.run.failures:
+        yield Text(f"{_upper(failure)}.")
+    if found.run.absent:
+        named = ", ".join(map(str, found.run.absent[:_MAX_ROWS]))
+        yield Text(f"There are no records of {_count(len(found.run.absent), 'rank')}: {named}.")
+    if all(rank.end is None for rank in found.run.ranks):
+        yield Text("No rank has recorded an end: the run goes on, or it was killed.")
     rows: list[tuple[float, list[str]]] = []
-    for start in rank.starts:
-        what = "resumed" if start.first_step else "started"
-        rows.append((start.started_at, [what, str(start.first_step), "", ""]))
-    for event in rank.events:
-        waited = show_s(event.seconds) if event.seconds else ""
-        rows.append((event.at, [event.what, str(event.step), waited, event.text]))
-    num_ended = sum(event.what in ("ended", "failed") for event in rank.events)
-    if num_ended < len(rank.starts) and rank.steps:
-        last = rank.steps[-1]
-        why = "still running, or killed"
-        rows.append((last.at, ["no end was recorded", str(last.step), "", why]))
+    for rank in found.run.ranks:
+        number, is_first = str(rank.run.rank), rank is found.run.ranks[0]
+        for start in rank.starts if is_first else ():
+            what = "resumed" if start.first_step else "started"
+            rows.append((start.started_at, [what, "all", str(start.first_step), "", ""]))
+        for event in rank.events:
+            if is_first or event.what == "failed":
+                who = number if event.what in ("failed", "ended") else "all"
+                waited = show_s(event.seconds) if event.seconds else ""
+                rows.append((event.at, [event.what, who, str(event.step), waited, event.text]))
+        if rank.end is None and rank.steps:
+            last = rank.steps[-1]
+            rows.append((last.at, ["last step", number, str(last.step), "", "no end was recorded"]))
     yield Table(
-        ["when (UTC)", "what", "after step", "waited", ""],
+        ["when (UTC)", "what", "rank", "after step", "waited", ""],
         [
             [time.strftime("%m-%d %H:%M:%S", time.gmtime(at)), *cells]
             for at, cells in sorted(rows)[-_MAX_ROWS:]
@@ -385,7 +392,7 @@ def _moves(causes: Sequence[Cause]) -> Iterator[Block]:
     yield Moves(
         [
             Move(
-                cause.change[:1].upper() + cause.change[1:],
+                _upper(cause.change),
                 cause.gain_text,
                 cause.paste,
                 f"Predicted from this run: {cause.why}.",

@@ -16,7 +16,7 @@ from typing import Any
 
 from zero_core.plan.result import format_bytes
 from zero_engine.report.measured import WAITS, Measured, RankStep
-from zero_engine.report.probe import batch_scaling, threads_scaling
+from zero_engine.report.probe import batch_scaling, threads_scaling, update_s
 
 _LEAST = 0.08
 """Share of a step below which a cause is none."""
@@ -37,7 +37,8 @@ _LOADING = re.compile(
 _SMALL = 4
 """Samples of a micro-batch that is called tiny, at most."""
 _USUAL_SCALING = 0.85
-"""Of the ideal with several threads, where it cannot be measured."""
+"""Of the ideal with several threads, where it cannot be measured: on another machine, or on one
+that is busy."""
 _COPY_RATIO = 3.0
 """How much faster a device copies from page-locked memory than from pageable memory, about: the
 driver copies the latter to a buffer of its own first, with one thread of the host."""
@@ -134,7 +135,7 @@ def _not_finite(found: Measured) -> Iterator[Cause]:
         who = f"in the batches of rank {', '.join(sorted(culprits))}"
     name = names.most_common(1)[0][0]
     taken = len(steps) - len(skipped)
-    per_update = found.seconds * len(steps) / max(taken, 1)
+    per_update = found.seconds + found.skipped_s * len(skipped) / max(taken, 1)
     yield Cause(
         "nan",
         f"gradients that are not finite {who}: {len(skipped)} of {len(steps)} steps were skipped, "
@@ -252,8 +253,10 @@ def _threads(found: Measured) -> Iterator[Cause]:
     fair = cores // max(run.ranks_per_node, 1)
     if environment.get("device") != "cpu" or not threads or fair < 2 * threads:
         return
-    scaling = threads_scaling(found, fair) or _USUAL_SCALING * fair / threads
-    compute = found.first.compute_s
+    measured = threads_scaling(found, fair)
+    scaling = _USUAL_SCALING * fair / threads if measured is None else measured
+    source = "as usual" if measured is None else "as a layer of this size here"
+    compute = max(rank.compute_s for rank in found.ranks)
     after = found.seconds - compute * (1.0 - 1.0 / scaling)
     if found.seconds - after < _LEAST * found.seconds:
         return
@@ -265,7 +268,7 @@ def _threads(found: Measured) -> Iterator[Cause]:
         f"export OMP_NUM_THREADS={fair}",
         found.seconds,
         after,
-        f"forward, backward and step {scaling:.2g} times as fast",
+        f"forward, backward and step {scaling:.2g} times as fast, {source}",
     )
 
 
@@ -282,6 +285,12 @@ def _file(found: Measured) -> Iterator[Cause]:
     wait, on_file = found.wait("update"), found.lane("file wait")
     if _offload(found).get("device") != "nvme" or min(wait, on_file) < _LEAST * found.seconds:
         return
+    # What is left is the update, which begins while the ranks still work.
+    busy = found.lane("host")
+    update, own = busy - on_file, update_s(found)
+    if own is not None:  # without copies to the file's buffers and back
+        update = min(update, own * found.run.run.shares.get("host", 0))
+    left = max(0.0, update - max(0.0, busy - wait))
     yield Cause(
         "nvme",
         f"the disk: optimizer state on NVMe, for which the host's update waits "
@@ -289,8 +298,8 @@ def _file(found: Measured) -> Iterator[Cause]:
         "keep the optimizer state in host memory, as far as it fits",
         '"offload_optimizer": {"device": "cpu"}',
         found.seconds,
-        found.seconds - min(wait, on_file),
-        "the wait for the host less what the host waits for the disk",
+        found.seconds - wait + left,
+        f"of the wait for the host {show_s(left)} are left, in which it updates",
     )
 
 
@@ -304,7 +313,10 @@ def _host(found: Measured) -> Iterator[Cause]:
         return
     # An element that moves takes the host's time away, and adds the device's own.
     per_host = busy / numel
-    per_device = per_host if run.environment.get("device") == "cpu" else per_host / 20.0
+    if run.environment.get("device") == "cpu":
+        per_device = update_s(found) or per_host
+    else:
+        per_device = per_host / 20.0
     moved = min(wait / (per_host + per_device), numel)
     ratio = (numel - moved) / max(sum(run.shares.values()), 1)
     yield Cause(

@@ -8,8 +8,10 @@ then does not count.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from zero_core.record.records import StepRecord
 from zero_engine.report.run import Rank, Run
@@ -80,6 +82,7 @@ class Measured:
         ranks: in order.
         num_steps: that count.
         num_skipped: in the whole run.
+        skipped_s: median length of the skipped steps, which may be longer; 0 if there are none.
         num_all: steps of the whole run.
     """
 
@@ -87,6 +90,7 @@ class Measured:
     ranks: Sequence[RankStep]
     num_steps: int
     num_skipped: int
+    skipped_s: float
     num_all: int
 
     @property
@@ -115,15 +119,40 @@ class Measured:
         return sum(rank.waits.get(name, 0.0) for rank in self.ranks) / len(self.ranks)
 
 
+def kept_bytes(rank: Rank) -> Counter[str]:
+    """Return bytes in a rank's long-lived memory by kind, the last that were recorded."""
+    if not rank.details:
+        return Counter()
+    last = rank.details[-1]
+    return Counter(last.kinds) + Counter(last.host_kinds)
+
+
+def sent_bytes(rank: Rank) -> list[tuple[str, str, int]]:
+    """Return what a rank sent in its last step: collective, link and bytes, none that are 0."""
+    found: list[tuple[str, str, int]] = []
+    for collective, content, _, within, between in next(
+        (step.sent for step in reversed(rank.steps) if step.sent), ()
+    ):
+        name = f"{collective}: {content}"
+        found += [(name, "within a node", within), (name, "between nodes", between)]
+    if rank.steps and rank.run.environment.get("device") != "cpu":
+        down, up = rank.steps[-1].copied
+        found += [("copies to the host", "host link", down)]
+        found += [("copies to the device", "host link", up)]
+    return [row for row in found if row[2]]
+
+
 def measure(run: Run) -> Measured:
     """Return the usual step of a run."""
     ranks = [_usual(rank) for rank in run.ranks]
     steps = run.ranks[0].steps
+    skipped = [step.seconds for step in steps if not step.is_taken]
     return Measured(
         run,
         ranks,
         num_steps=len(_counted(run.ranks[0])),
-        num_skipped=sum(not step.is_taken for step in steps),
+        num_skipped=len(skipped),
+        skipped_s=median(skipped) if skipped else 0.0,
         num_all=len(steps),
     )
 
@@ -131,6 +160,7 @@ def measure(run: Run) -> Measured:
 def _counted(rank: Rank) -> list[StepRecord]:
     first = rank.run.first_step
     steps = [step for step in rank.steps if step.step > first]
+    steps = [step for step in steps if step.is_taken] or steps
     later = [step for step in steps if step.step > first + WARMUP]
     return later if len(later) > WARMUP else steps
 

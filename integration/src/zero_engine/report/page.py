@@ -93,11 +93,17 @@ class Fact:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first sentence of a report, and figures below it. ``state``: "good", "fair", "poor"."""
+    """The first sentence of a report, and figures below it.
+
+    Attributes:
+        state: "good", "fair" or "poor".
+        name: of the run, where there are two.
+    """
 
     sentence: str
     facts: Sequence[Fact]
     state: str
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,18 @@ class Rank:
     details: Sequence[DetailRecord]
     events: Sequence[EventRecord]
 
+    @property
+    def last_step(self) -> int:
+        """The last step, or what the run began after."""
+        return self.steps[-1].step if self.steps else self.run.first_step
+
+    @property
+    def end(self) -> EventRecord | None:
+        """End of `run`, or None where none was recorded."""
+        since = self.run.started_at
+        ends = [e for e in self.events if e.what in ("ended", "failed") and e.at >= since]
+        return ends[-1] if ends else None
+
 
 @dataclass(frozen=True)
 class Run:
@@ -70,6 +82,32 @@ class Run:
         return self.ranks[0].config.model_dump(
             mode="json", exclude_defaults=True, exclude={"step_records"}
         )
+
+    @property
+    def failures(self) -> list[str]:
+        """Sentences about ranks that failed, the first one first, and about those without an end.
+
+        A rank without an end counts if another one has one: otherwise the run may go on.
+        """
+        ends = [(rank, rank.end) for rank in self.ranks]
+        failed = [(e.at, rank, e) for rank, e in ends if e is not None and e.what == "failed"]
+        found = [
+            f"rank {rank.run.rank} failed after step {event.step}: {event.text.rstrip('.')}"
+            for _, rank, event in sorted(failed, key=lambda each: each[0])
+        ]
+        if any(end is not None for _, end in ends):
+            found += [
+                f"rank {rank.run.rank} left no end after step {rank.last_step}: it was killed"
+                for rank, end in ends
+                if end is None
+            ]
+        return found
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks of which there are no records."""
+        known = {rank.run.rank for rank in self.ranks}
+        return [rank for rank in range(self.run.world_size) if rank not in known]
 
 
 def read_run(folder: Path) -> Run:

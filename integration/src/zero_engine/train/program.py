@@ -159,13 +159,13 @@ def train_in(
             "text or vocabulary: give the same, or other --checkpoints"
         )
     first_step = 0 if client_state is None else int(client_state["step"])
-    engine.record(folder.records)
     if settings.steps < first_step:
         raise zero_core.ConfigError(
             f"--steps {settings.steps}: the run has taken {first_step} already"
         )
 
     with ExitStack() as stack:
+        stack.enter_context(engine.record(folder.records))
         reporter = None
         if engine.rank == 0:
             write_resolved(

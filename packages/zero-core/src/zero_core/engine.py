@@ -329,7 +329,7 @@ class Engine(ShardedModel):
 
     def record(
         self, folder: str | Path, *, max_bytes: int = 32 * 2**20, detail_every: int = 50
-    ) -> None:
+    ) -> AbstractContextManager[object]:
         """Write a line of JSON per step to a file of this rank in ``folder``, from now on.
 
         The key ``step_records`` of the configuration does the same. Each rank that is to be in a
@@ -340,6 +340,10 @@ class Engine(ShardedModel):
             folder: made if it is missing.
             max_bytes: bound on the file's size. Beyond it every other step is dropped.
             detail_every: steps between two whose course is recorded span by span.
+
+        Returns:
+            A context: its end, and the error that ends it, are recorded. It need not be entered:
+            the end of the engine or of the program is recorded, too.
 
         Raises:
             ConfigError: the folder cannot be written to, or is a URL.
@@ -368,6 +372,7 @@ class Engine(ShardedModel):
         except OSError as error:
             raise ConfigError(f"record: {folder} cannot be written: {error.strerror}") from error
         self.remove_at_end([self._recorder])
+        return self._recorder
 
     def report(self, path: str | Path) -> Path:
         """Write an HTML page about the steps that all ranks have recorded so far.

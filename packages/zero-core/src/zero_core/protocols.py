@@ -452,6 +452,9 @@ class TimedTier(StateTier, Protocol):
     def recent_updates(self) -> Sequence[tuple[float, float]]:
         """Start and end of the last updates by the host, of `time.perf_counter`, in order."""
 
+    def host_memory_bytes(self) -> Mapping[str, int]:
+        """Bytes of host memory that it keeps now, by kind, as of a plan's ``memory.host``."""
+
 
 @runtime_checkable
 class WholeStateTier(StateTier, Protocol):

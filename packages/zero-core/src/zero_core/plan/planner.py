@@ -8,9 +8,11 @@ quantizes what ranks of several nodes exchange, which alone changes numbers.
 
 Without times the best choice is the smallest change that fits: raising the stage comes before
 moving optimizer state to the host, and of two stages the one that needs less of it there; a stage
-is never lowered. If no stage fits, activations are recomputed, then the micro-batch is halved. With
-times it is the one with the least seconds per sample, the configuration itself if that is within
-`WORTH` of it.
+is never lowered. If no stage fits, activations are recomputed, then the micro-batch is halved.
+
+With times it is one whose seconds per sample are within `WORTH` of the least: the configuration
+itself, or else the one with the smallest ratio, and of these the one with the least device memory.
+Predictions are not so exact that a smaller difference would mean anything.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from zero_core.plan.traffic import step_traffic
 
 PERCENT = 100
 WORTH = 0.02
-"""Share of the time that a change must save."""
+"""Share of the time that a change must save. See [Note: choices]."""
 MOST_MICRO_BATCHES = 6
 RATIOS = (0.25, 0.5, 0.75)
 """Tried besides 0, 1 and the least that fits, where times are known."""
@@ -418,12 +420,16 @@ def _has_rows(value: Any, number: int) -> bool:
 def _fastest(
     configured: Choice, choices: Sequence[Choice], *, allow_rounding: bool
 ) -> Choice | None:
-    """Return the choice with the least seconds per sample that fits, or the configured one."""
+    """Return the best choice by time of those that fit. See [Note: choices]."""
     fitting = [c for c in choices if c.is_fitting and c.step_time is not None]
     allowed = [c for c in fitting if allow_rounding or not c.is_quantized]
-    best = min(allowed, key=lambda c: (c.sample_s, c.ratio, c.stage), default=None)
-    is_close = best is not None and configured.sample_s * (1 - WORTH) <= best.sample_s
-    return configured if configured.is_fitting and (best is None or is_close) else best
+    if configured.is_fitting:
+        allowed.append(configured)
+    least_s = min((c.sample_s for c in allowed), default=0.0)
+    close = [c for c in allowed if c.sample_s * (1 - WORTH) <= least_s]
+    if configured in close:
+        return configured
+    return min(close, key=lambda c: (c.ratio, c.device_bytes, c.sample_s), default=None)
 
 
 def _needs(choice: Choice) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import sys
 import time
 import weakref
@@ -30,7 +29,8 @@ from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import TimedTier
+from zero_core.protocols import DeviceMemory, TimedTier
+from zero_core.record.environment import describe_environment
 from zero_core.record.program import ProgramSampler
 from zero_core.record.records import (
     DetailRecord,
@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _FIRST_DETAILS = (1, 3)
 """Steps of a run whose course is recorded besides every ``detail_every``-th."""
+_MAX_ERROR = 500
+"""Characters of an error's first line."""
 _MAX_SPANS = 4000
 """Of a step whose course is recorded."""
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -80,11 +82,15 @@ class _Pending:
     begun_at: float
     memory: Sequence[tuple[float, int, str]]
     kinds: Mapping[str, int]
+    host_kinds: Mapping[str, int]
     updates: Sequence[tuple[float, float]]
 
 
 class Recorder:
-    """Writer of one rank's records.
+    """Writer of one rank's records. As a context it ends with it, and says by which error.
+
+    A program's end ends it too, and an error that nothing has caught is recorded. A rank that is
+    killed, or ends by ``os._exit``, leaves no end.
 
     Attributes:
         folder: of the files of all ranks.
@@ -125,6 +131,12 @@ class Recorder:
         self._num_steps = 0
         self._clock.restart(subject.place.doing)
         self._begin(time.perf_counter())
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.end(error)
 
     # -------------------------------------------------------------- of a step
 
@@ -169,6 +181,7 @@ class Recorder:
         clock, place.clock = place.clock, None
         work = {} if self._tier is None else self._tier.work_s()
         copied = (0, 0) if self._tier is None else self._tier.copied_bytes()
+        detailed = self._tier if self._is_detailed else None
         held = self._memory.held()
         micro_steps = max(micro_steps, self._num_backwards + self._num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
@@ -201,9 +214,8 @@ class Recorder:
             begun_at=self._begun_at,
             memory=self._memory_trail,
             kinds=self._kinds() if self._is_detailed else {},
-            updates=()
-            if self._tier is None or not self._is_detailed
-            else tuple(self._tier.recent_updates()),
+            host_kinds={} if detailed is None else detailed.host_memory_bytes(),
+            updates=() if detailed is None else tuple(detailed.recent_updates()),
         )
         self._work, self._copied = work, copied
         if self._is_host:
@@ -284,11 +296,21 @@ class Recorder:
         """Have all steps that have ended in the file."""
         self._write_pending()
 
+    def end(self, error: BaseException | None = None) -> None:
+        """End the recording. ``error`` is the one that the program ends by, if it does."""
+        if self._is_closed:
+            return
+        end = _end(self._subject.train.global_steps, error)
+        if end.what == "ended":
+            self._write_pending()
+        else:
+            self._pending = None  # a device that failed may never end its step
+        self._put(end)
+        self._stop()
+
     def remove(self) -> None:
-        """End the recording."""
-        if not self._is_closed:
-            self.note("ended")
-            self._stop()
+        """End the recording with its engine, which may be closed as an error goes by."""
+        self.end(sys.exc_info()[1])
 
     @property
     def _is_closed(self) -> bool:
@@ -302,7 +324,17 @@ class Recorder:
 
     def _kinds(self) -> dict[str, int]:
         subject = self._subject
-        return {**subject.memory.report(), **subject.communicator.private_nbytes}
+        found = {**subject.memory.report(), **subject.communicator.private_nbytes}
+        tier = subject.state.tier
+        if isinstance(tier, DeviceMemory):
+            known = {_storage(t) for ts in subject.memory.device_tensors().values() for t in ts}
+            for name, tensors in tier.device_tensors().items():
+                own = {_storage(t) for t in tensors} - known
+                known |= own
+                kind = _STATE_KINDS.get(name)
+                if kind is not None and own:
+                    found[kind] = found.get(kind, 0) + sum(nbytes for _, nbytes in own)
+        return found
 
     def _run_record(self) -> RunRecord:
         subject = self._subject
@@ -321,7 +353,7 @@ class Recorder:
             units=subject.units,
             shares={"device": numel - on_host, "host": on_host},
             config=config.model_dump(mode="json"),
-            environment=_environment(self._device),
+            environment=describe_environment(self._device),
             model=_model_config(state.module),
             matrix=_largest_matrix(layout),
         )
@@ -330,15 +362,42 @@ class Recorder:
 def _abandon(pid: int, sampler: ProgramSampler, file: RecordFile, memory: _MemoryMeter) -> None:
     """Note the end of a program that has not closed its engine, and close.
 
-    A step that a program on an accelerator took last is not in the file then.
+    A step that a program on an accelerator took last is not in the file then: a device that hangs
+    must not keep the program from ending.
     """
-    error = getattr(sys, "last_value", None)  # foreign: the interpreter's, of an uncaught error
-    what = "ended" if error is None else "failed"
-    text = "" if error is None else f"{type(error).__name__}: {error}"
     if os.getpid() == pid:  # not that of a process that was forked
         with suppress(OSError, ValueError):
-            file.write(EventRecord(time.time(), file.last_step, what, text))
+            file.write(_end(file.last_step, _uncaught()))
     _close(sampler, file, memory)
+
+
+def _uncaught() -> BaseException | None:
+    """Return the error that ends the program, if one does."""
+    if hasattr(sys, "ps1"):  # foreign: an interactive interpreter goes on after errors
+        return None
+    return getattr(sys, "last_value", None)  # foreign: the interpreter's
+
+
+def _end(step: int, error: BaseException | None) -> EventRecord:
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return EventRecord(time.time(), step, "ended")
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return EventRecord(time.time(), step, "failed", text[:_MAX_ERROR])
+
+
+_STATE_KINDS = {
+    "master_weights": "master weights",
+    "optimizer_states": "optimizer states",
+    "buffers": "widened gradients",
+}
+"""Kinds of a plan's memory, by those of `DeviceMemory`."""
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """Return address and bytes of the memory that a tensor is in."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _close(sampler: ProgramSampler, file: RecordFile, memory: _MemoryMeter) -> None:
@@ -485,8 +544,14 @@ def _detail(
         for lane, name, a, b, is_wait in found
         if b - a >= 1e-6
     ]
-    memory = pending.memory[:_MAX_SPANS]
-    return DetailRecord(step, pending.begun_at, found[:_MAX_SPANS], memory, pending.kinds)
+    return DetailRecord(
+        step,
+        pending.begun_at,
+        found[:_MAX_SPANS],
+        pending.memory[:_MAX_SPANS],
+        pending.kinds,
+        pending.host_kinds,
+    )
 
 
 def _open_statm() -> int | None:
@@ -514,31 +579,3 @@ def _model_config(module: nn.Module) -> dict[str, Any]:
         return dict(json.loads(json.dumps(found, default=str)))
     except (AttributeError, TypeError, ValueError):  # foreign: any other model's attributes
         return {}
-
-
-def _environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, device, cores, threads and memory of this rank."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {}
-    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-engine"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "packages": versions,
-        "host": platform.node(),
-        "system": platform.platform(),
-        "device": device.type,
-        "cores": cores,
-        "threads": torch.get_num_threads(),
-    }
-    with suppress(ValueError, OSError):
-        found["host_memory"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found["device_name"] = properties.name
-        found["device_memory"] = properties.total_memory
-    return found

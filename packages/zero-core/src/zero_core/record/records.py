@@ -133,7 +133,9 @@ class DetailRecord:
         started_at: when it began, in seconds since the epoch.
         spans: lane, name, start, stop, and whether the rank waited.
         memory: time, bytes and place at each change of the place.
-        kinds: bytes in the engine's long-lived memory by kind, after the step.
+        kinds: bytes in long-lived memory of the device by kind, after the step.
+        host_kinds: bytes of optimizer state and copies of gradients in host memory, if it is kept
+            there.
     """
 
     kind: ClassVar[str] = "detail"
@@ -143,6 +145,7 @@ class DetailRecord:
     spans: Sequence[tuple[str, str, _Seconds, _Seconds, bool]]
     memory: Sequence[tuple[_Seconds, _Count, str]]
     kinds: Mapping[str, _Count] = field(default_factory=dict)
+    host_kinds: Mapping[str, _Count] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class EventRecord:
         at: seconds since the epoch.
         step: steps that were taken before.
         what: "saved", "loaded", "ended", or "failed" for an end by an uncaught error.
-        text: the call or the folder, or the error.
+        text: the call or the folder, or the error's first line.
         seconds: that the program waited for it.
     """
 

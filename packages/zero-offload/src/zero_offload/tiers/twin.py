@@ -15,6 +15,7 @@ waiting state.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 
@@ -156,6 +157,17 @@ class TwinTier:
         """Return start and end of the host's last updates, of `time.perf_counter`."""
         tiers = [p.tier for p in self._parts if p.is_host and isinstance(p.tier, FlatTier)]
         return [span for tier in tiers for span in tier.recent_updates()]
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """Return bytes of host memory by kind, without parameter shards and their copies."""
+        found: Counter[str] = Counter()
+        for part in self._parts:
+            if (tier := part.report().tier) is not None:
+                kinds = dict(tier.memory)
+                if part.is_host and self.file is not None:
+                    kinds["NVMe buffers"] = kinds.pop("optimizer states")
+                found.update(kinds)
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
     def report(self) -> tuple[PartReport, ...]:
         return tuple(part.report() for part in self._parts)

@@ -1,0 +1,85 @@
+"""Machine of a rank: versions, device, cores, threads and memory.
+
+A container's limits (cgroup v2 and v1) count for more than the hardware, because a training hits
+them first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cores(root: Path = CGROUP) -> int:
+    """Return the cores of this process's affinity, capped by the cgroup's quota, at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = _cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def memory_limit_bytes(root: Path = CGROUP) -> int | None:
+    """Bytes of host memory: the smaller of physical memory and the cgroup's limit, if known."""
+    limits = [
+        int(text)
+        for name in ("memory.max", "memory/memory.limit_in_bytes")
+        if (text := read_text(root / name)).isdigit()
+    ]
+    with suppress(ValueError, OSError):  # without these names, the cgroup's limit is all there is
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return versions, device, cores, threads and memory of this rank."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "zero-engine"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "packages": versions,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "device": device.type,
+        "cores": available_cores(),
+        "threads": torch.get_num_threads(),
+    }
+    memory = memory_limit_bytes()
+    if memory is not None:
+        found["host_memory"] = memory
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["device_name"] = properties.name
+        found["device_memory"] = properties.total_memory
+    return found
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """Return the cgroup's CPU limit in cores, or None where there is none."""
+    fields = read_text(root / "cpu.max").split()  # version 2: "QUOTA PERIOD" or "max PERIOD"
+    if not fields:  # version 1: two files, -1 for no quota
+        fields = [read_text(root / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    quota, period = (*fields, "", "")[:2]
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text without the blanks around it, or nothing where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
