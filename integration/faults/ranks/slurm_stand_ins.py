@@ -12,17 +12,19 @@ SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done  # its own options
 pids=()
 echo "srun starts $SLURM_JOB_NUM_NODES tasks" >&2
-trap 'kill -USR1 "${pids[@]}"' USR1
+trap 'waits=yes; kill -USR1 "${pids[@]}"' USR1
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
     SLURM_NODEID=$node "$@" & pids+=($!)
 done
 echo $$ > "${0%/*}/srun.pid"
 code=0
 for pid in "${pids[@]}"; do
-    while true; do
+    waits=yes
+    while [[ -n $waits ]]; do  # a signal ends the wait, not the node, whose own code comes then
+        waits=
         wait "$pid"
-        own=$?
-        kill -0 "$pid" 2>/dev/null || break
+        last=$?
+        ((last == 127)) || own=$last
     done
     ((own > code)) && code=$own
 done
