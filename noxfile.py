@@ -74,14 +74,16 @@ NATIVE_FOLDERS = (
 CHECKED = ("noxfile.py", ".ci", "packages", "integration")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 PIP_FLAGS = ("--quiet", "--progress-bar=off")
-RUNNER = "pytest-xdist>=3.7"
+RUNNERS = ("pytest-xdist>=3.7", "pytest-rerunfailures>=16.3")
 PYTEST_FAULTS = ("python", "-m", "pytest", "-q", "faults", "--write")
-TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100", RUNNER)
+TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100", *RUNNERS)
 # Files of tests go to several processes: most tests start ranks, which wait for each other more
 # than they compute. A file stays together, for what its tests share.
 IN_PARALLEL = (
     *("--numprocesses=auto", "--maxprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"),
     "--durations=25",
+    # Gloo may close a connection while ranks meet, before any test has begun (decision 229).
+    *("--reruns=1", "--only-rerun=Gloo connectFullMesh failed", "-rR"),
 )
 ONE_PROCESS = "--numprocesses=0"  # for few tests: each process imports torch, for seconds
 # Files that take longest are begun first. Begun last, one would run while the other processes have
@@ -378,7 +380,7 @@ def matrix(session: nox.Session, torch: str) -> None:
         session.install(*PIP_FLAGS, "--no-deps", "--force-reinstall", *find_wheel(session, package))
     tested = ("cpu-adam[test,torch]", *(f"{package}[test]" for package in PACKAGES[1:]))
     pinned = (f"torch=={torch}", *OLD_NUMPY.get(torch, ()))
-    session.install(*PIP_FLAGS, *pinned, *tested, "./integration[test]", RUNNER)
+    session.install(*PIP_FLAGS, *pinned, *tested, "./integration[test]", *RUNNERS)
     name = f"torch {torch}, Python {session.python}"
     record_tests(session, "matrix", name, (*PACKAGES, "integration"))
 
@@ -397,7 +399,7 @@ def minimum(session: nox.Session, part: str) -> None:
     # Siblings by file: an index may have packages of their names that are not these.
     session.run(*uv_install, *lowest, *extras, *own)
     # The runner is no dependency of the package: it may be any release.
-    session.run(*uv_install, RUNNER)
+    session.run(*uv_install, *RUNNERS)
     if part == "integration":
         session.run(*uv_install, "--no-deps", "./integration")
     record_tests(session, "minimum", part, (part,))
@@ -426,7 +428,7 @@ def test_alone(session: nox.Session, package: str) -> None:
     """Install one package with nothing but what it declares, and run its tests."""
     if package != "cpu-adam":
         link_torch(session)
-    install(session, f"packages/{package}[test]", RUNNER)
+    install(session, f"packages/{package}[test]", *RUNNERS)
     refuse_siblings(session, package)
     if package == "cpu-adam":  # torch is optional: first without, then with it
         refuse(session, ["torch"])
