@@ -72,7 +72,7 @@ def write_sample(
     engine.eval()
     with engine.gathered(), torch.random.fork_rng():
         torch.manual_seed(corpus.seed)
-        tokens = model.generate(  # type: ignore[misc]
+        tokens = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=True,

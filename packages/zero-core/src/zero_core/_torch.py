@@ -184,6 +184,16 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def renew_autograd_after_fork() -> None:
+    """Have torch make this process's autograd engine anew, if the process was forked.
+
+    torch does so in the first call that needs the engine, and takes no lock for it: two threads
+    whose first backward begins at once may each make one, and the process dies of SIGSEGV
+    (torch 2.10 to 2.13, ``PythonEngine::get_python_engine``). Call it before such threads start.
+    """
+    torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # needs it and changes nothing
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 

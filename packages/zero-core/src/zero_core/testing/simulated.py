@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from zero_core._torch import renew_autograd_after_fork
 from zero_core.comm.control import ControlGroup, Exchange, LibraryControlGroup
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.device_library import DeviceLibrary, Lane
@@ -325,6 +326,7 @@ def simulate(
         for rank in range(world_size)
     ]
     num_threads = torch.get_num_threads()
+    renew_autograd_after_fork()
     for thread in threads:
         thread.start()
     for thread in threads:
