@@ -93,11 +93,11 @@ LONGEST = {
     "zero-comm": ("triton_kernels", "fsdp2_plugin", "ddp_comm_hook", "quantizer_backends"),
     "zero-offload": ("data_parallel", "nvme_tier"),
     "integration": (
-        *("happens_before", "stop_and_resume", "nvme_offload", "lightning", "import_hook"),
-        *("deepspeed_launcher", "host_share", "host_rules", "secondary_shards"),
-        *("few_bits", "param_offload", "accelerate_launch", "sharded_hugging_face"),
+        *("happens_before", "stop_and_resume", "nvme_offload", "host_share", "host_rules"),
+        *("secondary_shards", "few_bits", "param_offload", "sharded_hugging_face"),
         *("process_group_end",),
     ),
+    "slow": ("lightning", "accelerate_launch", "deepspeed_launcher", "tutorials"),
 }
 # There are more processes than cores: a thread that spins until others come takes theirs away.
 NO_SPINNING = {"OMP_WAIT_POLICY": "passive"}
@@ -137,14 +137,14 @@ HUGGING_FACE = (
 )
 HUGGING_FACE_TESTS = (
     "test_accelerate.py",
-    "test_accelerate_launch.py",
     "test_gathered_parameters.py",
     "test_hf_arguments.py",
     "test_hf_trainer.py",
     "test_hugging_face.py",
-    "test_lightning.py",
     "test_sharded_hugging_face.py",
-    "test_trainer_script.py",
+    "slow/test_accelerate_launch.py",
+    "slow/test_lightning.py",
+    "slow/test_trainer_script.py",
 )
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
@@ -265,7 +265,7 @@ def compat(session: nox.Session) -> None:
     compile_deepspeed(session)
     # That each of its modules is served or refused can be told only where it is installed.
     # In a run of its own: it preloads what the checks expect not to be imported yet.
-    session.run("python", "-m", "pytest", "-q", "integration/tests/test_import_hook.py")
+    session.run("python", "-m", "pytest", "-q", "integration/tests/slow/test_import_hook.py")
     session.run("python", "-m", "pytest", "-q", "integration/compat/checks")
     run_compat(session, "compare.py", *session.posargs)
     if not session.posargs:

@@ -3,15 +3,15 @@
 [Note: cases]
 held-out   24 configurations that nothing was fitted to: stage, dtype, offload, ranks, model, link
 tuning     others, by which the prediction may be mended
-search     6 of the held-out ones: every choice of the plan is measured, and the chosen one compared
-           with the fastest
+search     6 of the held-out ones: every choice of the plan is measured, then the chosen one and the
+           fastest ones again, in turns, and the chosen one is compared with the fastest of these
 
 The rates are those of ``zero-engine doctor --measure``, taken first. Ranks of "2 nodes" are alone
 in network namespaces that a limited veth pair joins (`benchmarks.experiments.comm.link`; root). The
 exchanges over that link are measured by the same program in the same namespaces.
 
 time      median of the steps, all ranks beginning together, over the predicted seconds. Each case
-          and each choice is measured in ``--rounds`` rounds, minutes apart, and the fastest one
+          and each choice is measured in ``--rounds`` rounds, minutes apart, and the fastest round
           counts: what else the machine does only adds to it
 memory    peak resident memory of a rank over the planned bytes, in a run of its own with glibc's
           ``MALLOC_MMAP_THRESHOLD_`` at 64 KiB, as in `benchmarks.experiments.memory`
@@ -54,6 +54,8 @@ RATE_MBIT = 500
 TIME_BAR, WORST_TIME_BAR, NUM_WITHIN = 0.10, 0.20, 20
 MEMORY_BAR, WORST_MEMORY_BAR = 0.05, 0.08
 CHOICE_BAR, PLAN_BAR_S = 0.05, 30.0
+NUM_FINALISTS, FINAL_ROUNDS = 3, 5
+"""Of a search. See `search`."""
 
 
 @dataclass(frozen=True)
@@ -139,24 +141,32 @@ def compared(bench: Bench, case: Case, step_s: float) -> Row:
 def search(bench: Bench, case: Case, rounds: int) -> Row:
     """Measure every choice of a case's plan, and compare the chosen one with the fastest.
 
-    Each choice's seconds are the fewest of the rounds.
+    Of many choices that are equally fast, the one that measures fastest is the luckiest. So the
+    `NUM_FINALISTS` fastest and the chosen one are measured again, in turns, `FINAL_ROUNDS` times;
+    the medians of these times alone are compared.
     """
     planned, plan_s = bench.plan(case)
     best = planned.best
     assert best is not None, "no memory was given"
-    choices = [c for c in planned.choices if c.is_fitting and not c.is_quantized]
+    choices = {c.whole: c for c in planned.choices if c.is_fitting and not c.is_quantized}
     rows: dict[str, Row] = {}
-    for number, choice in itertools.product(range(rounds), choices):
+    for number, (name, choice) in itertools.product(range(rounds), choices.items()):
         assert choice.step_time is not None, "there are inputs and a calibration"
-        row = rows.setdefault(
-            choice.whole, {"predicted_s": choice.step_time.total_s, "step_s": math.inf}
-        )
-        job = _job_of(case.job, choice)
-        row["step_s"] = min(row["step_s"], bench.step_s(replace(case, job=job)))
+        row = rows.setdefault(name, {"predicted_s": choice.step_time.total_s, "step_s": math.inf})
+        row["step_s"] = min(row["step_s"], _choice_s(bench, case, choice))
         found = f"{row['predicted_s']:.4f} s, measured {row['step_s']:.4f} s"
-        print(f"  round {number + 1}: {choice.whole}: {found}", flush=True)
-    fastest = min(rows, key=lambda name: float(rows[name]["step_s"]))
-    over_best = rows[best.whole]["step_s"] / rows[fastest]["step_s"]
+        print(f"  round {number + 1}: {name}: {found}", flush=True)
+    order = sorted(rows, key=lambda name: float(rows[name]["step_s"]))
+    finalists = dict.fromkeys([best.whole, *order[:NUM_FINALISTS]])
+    times: dict[str, list[float]] = {name: [] for name in finalists}
+    for _, name in itertools.product(range(FINAL_ROUNDS), finalists):
+        times[name].append(_choice_s(bench, case, choices[name]))
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    for name, seconds in medians.items():
+        rows[name]["final_s"] = seconds
+        print(f"  final: {name}: {seconds:.4f} s", flush=True)
+    fastest = min(medians, key=lambda name: medians[name])
+    over_best = medians[best.whole] / medians[fastest]
     return {
         "chosen": best.whole,
         "fastest": fastest,
@@ -165,6 +175,10 @@ def search(bench: Bench, case: Case, rounds: int) -> Row:
         "plan_s": plan_s,
         "choices": rows,
     }
+
+
+def _choice_s(bench: Bench, case: Case, choice: Choice) -> float:
+    return bench.step_s(replace(case, job=_job_of(case.job, choice)))
 
 
 def _job_of(job: Job, choice: Choice) -> Job:

@@ -13,7 +13,7 @@ from conftest import run_program
 from torch import nn
 from torch.utils.data import DataLoader
 
-SCRIPT = Path(__file__).parent / "scripts" / "launched_loop.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "launched_loop.py"
 LAUNCH = """
 compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED

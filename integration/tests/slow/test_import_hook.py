@@ -21,7 +21,7 @@ from zero_engine.script.hook import ON_PATH, hooked, install
 from zero_engine.script.run import run_program as run_script
 from zero_engine.script.transformers_loading import mend_loading
 
-SCRIPT = Path(__file__).parent / "scripts" / "sees_deepspeed.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "sees_deepspeed.py"
 SITECUSTOMIZE = "import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = 'was run'\n"
 
 

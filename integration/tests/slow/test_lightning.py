@@ -488,6 +488,6 @@ def test_values_by_plain_names_load_into_a_module_with_compiled_parts() -> None:
 
 
 def test_lightnings_own_deepspeed_strategy_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "scripts" / "lightning_deepspeed.py"
+    script = Path(__file__).parents[1] / "scripts" / "lightning_deepspeed.py"
     run_script(script, "3", str(tmp_path), ranks=1)
     assert (tmp_path / "saved" / "checkpoint").is_dir()

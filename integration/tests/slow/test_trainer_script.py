@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from zero_core.testing import run_alone
 
-SCRIPT = Path(__file__).parent / "scripts" / "run_lm.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "run_lm.py"
 # 44 samples are 11 micro-batches of 4: the last accumulation of an epoch has two, not three. The
 # best model is that of the middle, the one with the greater loss, so that reloading it shows.
 COMMON = (

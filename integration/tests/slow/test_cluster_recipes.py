@@ -23,7 +23,7 @@ from zero_core.watch.heartbeat import VARIABLE
 from zero_engine.launch.started_ranks import rank_variables
 from zero_engine.script.run import _give_local_rank, _parser
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
 EXAMPLES = ROOT / "integration" / "examples"
 CLUSTERS = EXAMPLES / "clusters"
