@@ -358,7 +358,8 @@ def test_nothing_that_is_there_is_replaced(classes: dict[str, type], tmp_path: P
     with pytest.raises(CheckpointError, match="of another program"):
         import_checkpoint(saved, tmp_path / "third")
     assert convert(str(saved), str(saved), None, None, (), as_json=True) == 2
-    with pytest.raises(CheckpointError, match=r"not imported.*too long"):
+    # Python 3.14 takes a name that the file system refuses for one that is not there.
+    with pytest.raises(CheckpointError, match=r"not imported.*too long|there is no folder .*xxx"):
         import_checkpoint(saved, tmp_path / "new", "x" * 300)
     assert _bytes_of(saved) == before
     read_into(saved, tmp_path / "out")
@@ -534,10 +535,11 @@ def test_missing_rank_and_foreign_forms_are_told(classes: dict[str, type], tmp_p
         find_place(tmp_path / "nothing", None)
 
 
-# A tuple of 60 nested pairs as a dict's key: its hash takes 2^60 steps.
-_ENDLESS = b"".join(
-    [b"\x80\x02})", *(b"q%ch%c\x86" % (i, i) for i in range(60)), b"Ns."],
-)
+_PAIRS = [b"q%ch%c\x86" % (i, i) for i in range(120)]
+"""Of a pickle: each puts a pair of the value before, twice, in its place."""
+# Two equal tuples of 60 nested pairs as keys of a dict. A tuple's hash takes 2^60 steps, or as
+# many as there are tuples from Python 3.14 on; then comparing the two takes 2^60.
+_ENDLESS = b"".join([b"\x80\x02})", *_PAIRS[:60], b"Ns)", *_PAIRS[60:], b"Ns."])
 
 
 def test_reader_has_no_network(tmp_path: Path) -> None:

@@ -63,13 +63,14 @@ class Delayed:
         return self._native.zeros(numel, dtype, device)
 
     def all_gather(self, out: Tensor, shard: Tensor, **options: Any) -> Slow:
-        return self._started(self._native.all_gather, out, shard, **options)
+        return self._started(self._native.all_gather, out, shard, kind=Slow, **options)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, **options: Any) -> Slow:
-        return self._started(self._native.reduce_scatter, out, full, **options)
+        start = self._native.reduce_scatter
+        return self._started(start, out, full, kind=SlowReduction, **options)
 
     def all_to_all(self, out: Tensor, parts: Tensor, **options: Any) -> Slow:
-        return self._started(self._native.all_to_all, out, parts, **options)
+        return self._started(self._native.all_to_all, out, parts, kind=Slow, **options)
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Slow:
         def late() -> None:
@@ -77,11 +78,14 @@ class Delayed:
             job()
             self._fall_behind()
 
-        return Slow(self._native.launch(late, is_reduction=is_reduction), self._fall_behind)
+        kind = SlowReduction if is_reduction else Slow
+        return kind(self._native.launch(late, is_reduction=is_reduction), self._fall_behind)
 
-    def _started(self, start: Callable[..., Any], *args: Any, **options: Any) -> Slow:
+    def _started(
+        self, start: Callable[..., Any], *args: Any, kind: type[Slow], **options: Any
+    ) -> Slow:
         self._fall_behind()
-        return Slow(start(*args, **options), self._fall_behind)
+        return kind(start(*args, **options), self._fall_behind)
 
 
 class Slow:
@@ -95,8 +99,17 @@ class Slow:
         self._fall_behind()
         self._work.wait()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+
+class SlowReduction(Slow):
+    """A reduction that is waited for late. What it offers is named: isinstance asks the class."""
+
+    @property
+    def contributions(self) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = self._work.contributions
+        return found
+
+    def acknowledge(self) -> Any:
+        return self._work.acknowledge()
 
 
 def _delayed_collectives(native: Any, *, rank: int, **options: Any) -> Any:

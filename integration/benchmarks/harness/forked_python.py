@@ -209,7 +209,9 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
         os.environ.update(variables)
         torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
         sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep)
-        with suppress(ImportError):  # as an interpreter does
+        # As an interpreter does. The server may have imported another: Debian's Python has one.
+        sys.modules.pop("sitecustomize", None)
+        with suppress(ImportError):
             importlib.import_module("sitecustomize")
         while arguments[0] in ("-u", "-W"):
             if arguments.pop(0) == "-W":

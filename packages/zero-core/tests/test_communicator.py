@@ -13,7 +13,7 @@ import torch
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import LibraryControlGroup
-from zero_core.errors import CollectiveError
+from zero_core.errors import CollectiveError, ConfigError
 from zero_core.testing import late_device, run_alone
 from zero_core.watch.beats import Beat
 from zero_core.watch.device_waits import DeviceWaits
@@ -69,6 +69,17 @@ def test_a_failure_is_named_when_the_reduction_cannot_start() -> None:
     communicator = _communicator(RuntimeError("Connection closed"))
     with pytest.raises(CollectiveError, match=r"rank 1: reduce_scatter of unit 3"):
         communicator.reduce_scatter(EMPTY, EMPTY, 7)
+
+
+def test_collectives_that_read_in_place_must_say_when_they_have_read() -> None:
+    communicator = _communicator(_Reduction())
+    transport: Any = communicator.transport
+    transport.reduces_in_place = True
+    transport.rank, transport.world_size = 1, 2
+    work = communicator.reduce_scatter(EMPTY, EMPTY, 7)
+    named = r"unit 3 \(blocks.2\): the collectives .* \(_Reduction\) has no acknowledge"
+    with pytest.raises(ConfigError, match=named):
+        work.acknowledge()
 
 
 def test_a_gather_that_cannot_start_fails_where_its_values_are_needed() -> None:

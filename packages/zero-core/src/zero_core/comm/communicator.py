@@ -95,9 +95,21 @@ class NamedReduction(NamedWork):
         return cast(StatisticsReduction, work)
 
     def acknowledge(self) -> NamedWork | None:
-        """Report that the other ranks' parts were read. None if nobody waits for that."""
+        """Report that the other ranks' parts were read. None if nobody waits for that.
+
+        Raises:
+            ConfigError: the collectives say `reduces_in_place`, and their work cannot report it.
+        """
         work = self._work
         if not self._owner.kind_of(work).is_in_place:
+            if self._owner.reduces_in_place:
+                raise ConfigError(
+                    f"{self._owner.name_of(self._verb, self._segment)}: the collectives "
+                    f"({type(self._owner.transport).__name__}) say reduces_in_place, and the work "
+                    f"that they returned ({type(work).__name__}) has no acknowledge(): gradients "
+                    "would be overwritten while other ranks read them; return "
+                    "zero_core.protocols.InPlaceReduction, or say that reduces_in_place is False"
+                )
             return None
         verb = f"acknowledgement of the {self._verb}"
         try:

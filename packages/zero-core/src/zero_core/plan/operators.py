@@ -9,12 +9,13 @@ bytes       of all other operators: of the tensors that they read and write. Row
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
-from torch.utils import flop_counter
 
 from zero_core._torch import pytree
 from zero_core.plan.rates import Rates
@@ -22,9 +23,13 @@ from zero_core.plan.rates import Rates
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 """Operators of whose first argument a part is read."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
-_count_attention: Any = flop_counter.sdpa_flop_count
-_count_backward: Any = flop_counter.sdpa_backward_flop_count
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
+
+
+@cache
+def _flop_counter() -> Any:
+    """Return the module. It is imported late: with torch 2.15 it imports Triton."""
+    return importlib.import_module("torch.utils.flop_counter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +64,16 @@ class Operator:
             # Of grouped heads as of so many heads each: torch 2.10 counts no groups.
             key, value = (query[:-2] + shape[-2:] for shape in (key, value))
             if is_backward:
-                operations = _count_backward(read[0].shape, query, key, value)
+                operations = _flop_counter().sdpa_backward_flop_count(
+                    read[0].shape, query, key, value
+                )
             else:
-                operations = _count_attention(query, key, value)
+                operations = _flop_counter().sdpa_flop_count(query, key, value)
             name = ATTENTION_BACKWARD if is_backward else ATTENTION
             return cls(name, dtype, int(operations), True)
-        if packet in flop_counter.flop_registry:
-            operations = flop_counter.flop_registry[packet](*args, **kwargs, out_val=out)
+        counts = _flop_counter().flop_registry
+        if packet in counts:
+            operations = counts[packet](*args, **kwargs, out_val=out)
             return cls(kind, dtype, int(operations), True, _nbytes(read) + _nbytes(written))
         if _is_view(func):
             return cls("view", dtype, 0, False)
