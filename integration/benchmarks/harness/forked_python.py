@@ -33,6 +33,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -211,6 +212,8 @@ def _run(files: list[int], arguments: list[str], folder: str, variables: dict[st
         sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep)
         # As an interpreter does. The server may have imported another: Debian's Python has one.
         sys.modules.pop("sitecustomize", None)
+        # multiprocessing clears what runs at exit (Python 3.14); weakref believes that it is there.
+        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
         with suppress(ImportError):
             importlib.import_module("sitecustomize")
         while arguments[0] in ("-u", "-W"):
