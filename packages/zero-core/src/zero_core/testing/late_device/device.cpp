@@ -1358,7 +1358,10 @@ struct Call {
   }
 };
 
+// Puts the results in the place of the arguments. torch 2.10 does so after it has dropped the
+// arguments, to which results in place may refer: they are kept until then.
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const torch::jit::Stack kept = stack;
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
 }
 
