@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ _MOST_ELEMENTS = 2**24
 
 
 class _Timed(NamedTuple):
-    """Least times of a turn of work.
+    """Median times of a turn of work. As a run's: the least ones are of a few lucky turns.
 
     Attributes:
         seconds: by the clock.
@@ -130,40 +131,40 @@ def _copies(found: Measured, rows: int, layer: int) -> int:
 
 @cache
 def _time(rows: int, out_features: int, in_features: int, copies: int, threads: int) -> _Timed:
-    """Return the least times of linear layers' forward and backward."""
+    """Return the median times of linear layers' forward and backward."""
     with torch.random.fork_rng(devices=[]):
         layers = [nn.Linear(in_features, out_features) for _ in range(copies)]
         x = torch.randn(rows, in_features, requires_grad=True)
 
     def turn() -> None:
-        for layer in layers:
-            layer(x).sum().backward()
+        # One backward for all: as in a model, a weight's gradient finds no cache that holds it.
+        torch.stack([layer(x).sum() for layer in layers]).sum().backward()
 
-    return _least(turn, threads)
+    return _median(turn, threads)
 
 
 @cache
 def _time_update(config: str, numel: int, threads: int) -> _Timed | None:
-    """Return the least times of a step of an optimizer, or None if it has no time per element."""
+    """Return the median times of a step of an optimizer, or None if it has no time per element."""
     param = nn.Parameter(torch.zeros(numel))
     param.grad = torch.full_like(param, 1e-3)
     optimizer = make_optimizer(OptimizerConfig(**json.loads(config)), [param])
-    return _least(optimizer.step, threads) if is_elementwise(type(optimizer)) else None
+    return _median(optimizer.step, threads) if is_elementwise(type(optimizer)) else None
 
 
-def _least(turn: Callable[[], object], threads: int) -> _Timed:
-    """Return the least times of a turn of work."""
+def _median(turn: Callable[[], object], threads: int) -> _Timed:
+    """Return the median times of a turn of work."""
     with _threads(threads):
-        best, least = float("inf"), float("inf")
-        waited, began, rounds = waited_s(), time.perf_counter(), 0
-        while rounds < _LEAST_ROUNDS or time.perf_counter() < began + _BUDGET_S:
+        seconds: list[float] = []
+        processor_s: list[float] = []
+        waited, began = waited_s(), time.perf_counter()
+        while len(seconds) < _LEAST_ROUNDS or time.perf_counter() < began + _BUDGET_S:
             start, used = time.perf_counter(), time.process_time()
             turn()
-            best = min(best, time.perf_counter() - start)
-            least = min(least, time.process_time() - used)
-            rounds += 1
+            seconds.append(time.perf_counter() - start)
+            processor_s.append(time.process_time() - used)
         passed = (time.perf_counter() - began) * threads
-    return _Timed(best, least, waited_s() - waited > _MOST_WAITED * passed)
+    return _Timed(median(seconds), median(processor_s), waited_s() - waited > _MOST_WAITED * passed)
 
 
 def waited_s() -> float:
