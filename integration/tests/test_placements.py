@@ -111,6 +111,7 @@ def calibration(cores: int | None, *, has_disk: bool = True) -> Calibration:
         **dict.fromkeys(("memory.float32", "matmul.float32", "copy.to_device"), rate(1e9)),
         "update.device.float32": rate(1e8),
         "update.host.float32": rate(7e5),
+        "update.host.float32.int8": rate(1.4e6),
         **{f"{verb}.within": rate(1e9) for verb in ("gather", "reduce", "agree")},
         "copy.to_host": rate(1e9),
         **(dict.fromkeys(("file.read", "file.write"), rate(1e8)) if has_disk else {}),
@@ -143,6 +144,10 @@ def test_a_placement_is_predicted_as_its_configuration(cores: int | None) -> Non
         again = timed(choice.apply(config), cores).configured
         assert choice.step_time is not None, words
         assert same_as_configured(choice, again), words
+    eight, sixteen = (placed[f"{bits} moments"].step_time for bits in ("8-bit", "bf16"))
+    assert eight is not None
+    assert sixteen is not None
+    assert eight.lanes["host"] == pytest.approx(sixteen.lanes["host"] / 2)
     late = placed["the host updates after backward"].step_time
     assert late is not None
     assert found.step_time is not None
