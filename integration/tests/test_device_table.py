@@ -10,9 +10,9 @@ from zero_engine.calibration.machine import device_calibration, device_memory, d
 
 DTYPES = ("float32", "bfloat16")
 BY_VENDOR = {
-    "NVIDIA": "A10 A100 B200 B300 GH200 H100 H200 L4 L40S T4 V100".split(),
+    "NVIDIA": ["A10", "A100", "B200", "B300", "GH200", "H100", "H200", "L4", "L40S", "T4", "V100"],
     "NVIDIA RTX": ["RTX 3090", "RTX 4090", "RTX 5090", "RTX 6000 Ada", "RTX PRO 6000"],
-    "AMD": "MI250X MI300X MI325X MI355X".split(),
+    "AMD": ["MI250X", "MI300X", "MI325X", "MI355X"],
 }
 
 
