@@ -15,7 +15,7 @@ from doc_blocks import Block
 _TINY = "--layers=2 --width=32 --heads=2 --context=32 --vocab=300 --ranks=2"
 _GPT = "--num-attention-heads 32 --batch-size 4"
 _T5 = "--model_name_or_path t5 --output_dir tuned --max_steps 2 --n_train 8 --n_val 2 --use_cpu"
-_TIMES = "--size 1x64 --context 16 --micro-batch 1 --turns 1 --output=results"
+_TIMES = "--size 1x64 --context 16 --micro-batch 1 --turns 2 --output=results"
 
 SMALLER = {
     "zero-engine train": f"{_TINY} --steps=30",
@@ -116,6 +116,11 @@ NOT_RUN = {
     "python integration/benchmarks/run.py offload_cuda": _GPU_ALONE,
     "python integration/benchmarks/run.py comm_cuda": _GPU_ALONE,
     "torchrun --nproc-per-node gpu train.py": "needs a GPU; the line after it runs",
+    "zero-engine plan models/mine --rates rates.json --world-size 8 --seq-length 1024"
+    " --batch-size 64 --device-memory 24GB --fit fit.json": (
+        "needs the speeds of a GPU, as a CPU has no device memory; integration/README.md plans with"
+        " those of a CPU, which runs"
+    ),
     "zero-engine run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d"
     " --rdzv-endpoint host1:29400 train.py": _MACHINES,
     "zero-engine run accelerate launch --config_file accelerate.yaml --num_machines 2"

@@ -180,6 +180,14 @@ def test_quick_start_is_short() -> None:
     assert len(start.text.splitlines()) < 20
 
 
+def test_examples_make_their_inputs_on_the_engines_device() -> None:
+    """The engine moves the model to the accelerator and no inputs, which no CPU shows."""
+    made = re.compile(r"engine\(torch\.\w+\(.*")
+    inputs = [one for block in find_blocks("python") for one in made.findall(block.text)]
+    assert len(inputs) > 5
+    assert [one for one in inputs if "device=engine.device" not in one] == []
+
+
 def _is_script(block: Block) -> bool:
     return block.text.startswith("#!")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import sysconfig
 import venv
 from pathlib import Path
@@ -91,6 +90,5 @@ def test_quick_start_trains_there(installed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("line", "folder"), sorted(LINES), ids=str)
 def test_install_line_resolves(line: str, folder: Path, installed: Path) -> None:
     """Packages of this repository are among what pip would install, from their folders."""
-    line = line.replace("pip install", f"{sys.executable.rsplit('/', 1)[-1]} -m pip install", 1)
     said = _run(f"{line} --dry-run", installed / folder.relative_to(ROOT), installed)
     assert "Would install" in said or "accelerate" in line

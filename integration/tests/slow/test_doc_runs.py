@@ -78,7 +78,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("python", *MODULES):
         module = f"-m {MODULES[name]} " if name in MODULES else ""
         program = programs / name
-        program.write_text(f'#!/bin/sh\nexec "{forked_python()}" {module}"$@"\n', encoding="utf-8")
+        # The process of `import` that reads files needs an interpreter with options of its own.
+        choice = f'python="{forked_python()}"; [ "$1" = import ] && python="{sys.executable}"'
+        program.write_text(f'#!/bin/sh\n{choice}\nexec "$python" {module}"$@"\n', encoding="utf-8")
         program.chmod(0o755)
     (programs / "activate").write_text("true\n", encoding="utf-8")
     return folder
