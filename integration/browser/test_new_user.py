@@ -90,7 +90,7 @@ def trained(folder: Path, straight: RunFolder) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         with Program(*documented_arguments(command), *SMALL) as program:
-            program.wait_for(lambda: last_step(mine) > 50)
+            program.wait_for(lambda: mine.has_checkpoint and last_step(mine) > 50)
             program.kill_all()
             program.end()
     assert 50 < last_step(mine) < STEPS

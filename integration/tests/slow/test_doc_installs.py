@@ -2,7 +2,8 @@
 
 The quick start's line is run in a new environment, and what it installs trains there. Libraries of
 others are those of this environment, by a ``.pth`` file: `nox -s wheels` installs them, too. Other
-lines are resolved by ``pip install --dry-run``, which prepares the packages' metadata.
+lines are resolved by ``pip install --dry-run``, which prepares the packages' metadata. What builds
+the packages comes from a package index.
 """
 
 from __future__ import annotations
