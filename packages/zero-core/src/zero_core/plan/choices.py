@@ -1,4 +1,4 @@
-"""Changes of a configuration that a plan tries: traffic between nodes, and placements.
+"""Changes of a configuration that a plan tries: traffic between ranks, and placements.
 
 Each choice is the configuration with a few keys changed; nothing else about the run changes.
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_core.comm.meter import Links
+from zero_core.comm.meter import Links, Traffic
 from zero_core.config import Config, ZeroConfig
 from zero_core.layout.arithmetic import Layout
 from zero_core.plan.footprints import Footprints
@@ -53,12 +53,16 @@ class TrafficChoice:
     Attributes:
         name: "as configured", "plain", or what is turned on.
         settings: keys of ``zero_optimization`` that make it, on top of the configuration.
+        traffic: its transfers; copies between a device and its host are left out.
+        within_node_bytes: bytes that a rank sends within its node.
         between_nodes_bytes: bytes that a rank sends to other nodes.
         kept_bytes: memory for it: secondary shards, messages and errors.
     """
 
     name: str
     settings: Mapping[str, Any]
+    traffic: tuple[Traffic, ...]
+    within_node_bytes: int
     between_nodes_bytes: int
     kept_bytes: int
 
@@ -68,13 +72,13 @@ def traffic_choices(
 ) -> tuple[TrafficChoice, ...]:
     """Return the configuration as it is, and with each key that would change its traffic.
 
-    On one node there is nothing to choose, and below stage 3 only gradients have a choice. Choices
-    that need a package which is not installed are left out.
+    One rank has nothing to choose, and below stage 3 only gradients have a choice. Choices that
+    need a package which is not installed are left out.
     """
-    if links.num_nodes == 1:
+    if links.world_size == 1:
         return ()
     found = []
-    for name, settings in _choices(config.zero_optimization.stage, links.ranks_per_node):
+    for name, settings in _choices(config.zero_optimization, links):
         zero = config.zero_optimization.model_copy(update=settings)
         changed = config.model_copy(update={"zero_optimization": zero})
         if settings and changed == config:
@@ -84,23 +88,33 @@ def traffic_choices(
             continue
         sent = step_traffic(layout, changed, links, footprint)
         kept = collectives_memory(footprint, layout, changed)
-        between = sum(t.between_nodes_bytes for t in sent)
-        found.append(TrafficChoice(name, settings, between, sum(kept.values())))
+        near, far = (sum(n) for n in zip(*(_sent(t) for t in sent), strict=True))
+        found.append(TrafficChoice(name, settings, sent, near, far, sum(kept.values())))
     return tuple(found) if len(found) > 1 else ()
 
 
-def _choices(stage: int, ranks_per_node: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    partition = {"zero_hpz_partition_size": ranks_per_node}
+def _sent(row: Traffic) -> tuple[int, int]:
+    return row.within_node_bytes, row.between_nodes_bytes
+
+
+def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each flag turned on, or off where it is on, and all of them."""
     yield "as configured", {}
     yield "plain", _PLAIN
-    if stage == 3:
-        if ranks_per_node > 1:
-            yield f"zero_hpz_partition_size {ranks_per_node}", partition
-        yield "zero_quantized_weights", _WEIGHTS
-    yield "zero_quantized_gradients", _GRADIENTS
-    if stage == 3:
-        yield "all of these", {**partition, **_WEIGHTS, **_GRADIENTS}
-        yield "4-bit mode", {**partition, **_WEIGHTS, **_GRADIENTS, **_FOUR_BIT}
+    has_nodes = links.num_nodes > 1
+    every: dict[str, Any] = {}
+    if zero.stage == 3 and has_nodes and links.ranks_per_node > 1:
+        every = {"zero_hpz_partition_size": links.ranks_per_node}
+    every |= {**_WEIGHTS, **_GRADIENTS} if zero.stage == 3 else _GRADIENTS
+    for key, value in every.items():
+        yield (f"{key} {value}" if value is not True else key), {key: value}
+        if getattr(zero, key) != _PLAIN[key]:
+            loco = {"zeropp_loco_param": None} if key in _GRADIENTS else {}
+            yield f"without {key}", {key: _PLAIN[key], **loco}
+    if zero.stage == 3:
+        yield "all of these", every
+    if zero.stage == 3 and has_nodes:
+        yield "4-bit mode", {**every, **_FOUR_BIT}
 
 
 @dataclass(frozen=True)
