@@ -374,6 +374,7 @@ def test_loss_scales_are_compared_where_there_are_any(tmp_path: Path) -> None:
         assert sum("loss scale" in json.dumps(spec) for spec in specs) == count
 
 
+FLAGS = ("as configured", "zero_quantized_weights")
 GPT = {
     "model_type": "gpt2",
     "n_embd": 64,
@@ -440,18 +441,16 @@ def test_kept_rates_name_the_fastest_choice(
 def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -> None:
     """On one node too, where quantized messages are shorter as well."""
     run = _of_gpt(tmp_path / "run", {"stage": 3}, _with_tokens)
-    text = _section(write_report([run], tmp_path / "page.html"), "Bytes sent")
+    page = write_report([run], tmp_path / "page.html")
+    assert "no lane of copies: ranks compute on the host" in _section(page, "One step")
+    text = _section(page, "Bytes sent")
     lines = text.splitlines()
     assert lines[:4] == ["collective", "link", "planned", "measured"]
-    rows = {name: lines[lines.index(name) + 1] for name in (
-        "measured", "as configured", "zero_quantized_weights", "all of these"
-    ) if name in lines[4:]}  # fmt: skip
-    at = len(lines) - 1 - lines[::-1].index("measured")
-    assert lines[at + 1] == "1 kB"  # as the step's record says
-    kept = [rows[name] for name in ("as configured", "zero_quantized_weights")]
+    first = {name: lines[lines.index(name, 5) + 1] for name in ("measured", *FLAGS)}
+    assert first["measured"] == "1 kB"  # as the step's record says
+    kept = [first[name] for name in FLAGS]
     sizes = [float(size.split()[0]) for size in kept]
-    assert kept[0].endswith("kB")
-    assert kept[1].endswith("kB")
+    assert all(size.endswith("kB") for size in kept)
     assert sizes[1] < sizes[0] / 3
 
 

@@ -97,6 +97,7 @@ def bounds(found: Measured) -> dict[str, float]:
         "compute": rank.compute_s,
         "gathers": found.lane("gather"),
         "reductions": found.lane("reduce"),
+        "copies": found.lane("copies"),
         "host updates": max(found.lane("host") - found.lane("file wait"), 0.0),
         "file": found.lane("file"),
     }
@@ -222,6 +223,8 @@ def _step(found: Measured) -> Iterator[Block]:
             for name, seconds in sorted(bounds(found).items(), key=lambda item: -item[1])
         ],
     )
+    if not found.lane("copies"):
+        yield Text(f"There is no lane of copies: {_why_no_copies(found)}.")
     yield Text(
         "A step is never shorter than its longest lane needs. Red is time in which the program "
         "waits. A trace for ui.perfetto.dev is beside this page."
@@ -233,6 +236,14 @@ def _step(found: Measured) -> Iterator[Block]:
             ["line of the program outside of the engine", "of each step"],
             [[line, show_s(s)] for line, s in lines[:8]],
         )
+
+
+def _why_no_copies(found: Measured) -> str:
+    if found.run.run.environment.get("device") == "cpu":
+        return "ranks compute on the host, where nothing is copied to a device and back"
+    if not found.run.run.shares.get("host"):
+        return "the host updates nothing, so that gradients and states stay on the device"
+    return "the state tier has timed none"
 
 
 def _training(found: Measured) -> Iterator[Block]:

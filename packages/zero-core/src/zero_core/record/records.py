@@ -91,7 +91,8 @@ class StepRecord:
         waits: seconds in which it waited, by what for: "all_gather", "reduce_scatter", "ranks"
             (small exchanges), "update" (of parameters, by the host).
         lanes: seconds in which something else was at work: "gather" and "reduce" (collectives under
-            way), "host" (updates), "file" (reads and writes), "file wait" (updates that wait).
+            way), "host" (updates), "file" (reads and writes), "file wait" (updates that wait),
+            "copies" (between an accelerator and its host, in steps whose course is recorded).
         sent: rows of `zero_core.Engine.comm_report`: collective, content, calls, bytes within the
             node, bytes between nodes.
         copied: bytes to the host and from the host.
