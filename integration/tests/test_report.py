@@ -358,6 +358,10 @@ def test_two_runs_are_compared_on_every_axis(tmp_path: Path) -> None:
     assert rows["parameters"] == ["4 MB", "8 MB", "+100%"]
     assert rows["all_gather: parameters, within a node"] == ["1 kB", "500 B", "-50%"]
     assert rows["loss at step 20"] == ["2", "1", "-50%"]
+    silent = _write(tmp_path / "silent", lambda rank, step: {"sent": []})
+    text = next(iter(compare(both[0], measure(read_run(silent)), moves)))
+    assert isinstance(text, Text)
+    assert "no bytes sent in a step" in text.text
     assert rows["gradient_clipping"] == ["default", "1.0"]
     assert rows["rank 1"] == ["100 ms", "50 ms", "-50%"]
     assert rows["the slowest"] == ["100 ms", "50 ms", "-50%"]

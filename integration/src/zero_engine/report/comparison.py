@@ -76,6 +76,8 @@ def _summary(first: Measured, second: Measured) -> str:
 
 def _more(after: float, before: float, what: str, more: str, less: str) -> str:
     change = after / before - 1.0 if before else math.inf if after else 0.0
+    if before and not after:
+        return f"no {what}"
     if abs(change) < _SAME:
         return f"as much {what}" if less == "less" else f"as many {what}"
     if math.isinf(change):
@@ -92,6 +94,7 @@ def _table(caption: str, rows: Iterable[_Row], show: Callable[[float], str]) -> 
         [
             [title, *("" if v is None else show(v) for v in values), _change(*values)]
             for title, values in rows
+            if any(value is not None for value in values)
         ],
     )
 
@@ -126,6 +129,7 @@ def _training(both: Sequence[Measured]) -> Iterator[_Row]:
         yield f"loss at step {step}", losses
     yield "last loss", [_last(charts.loss_series(m.run.ranks)) for m in both]
     yield "last loss on held-out text", [_last(m.run.held_out) for m in both]
+    yield "last loss scale", [_last(_loss_scales(m)) for m in both]
 
 
 def _loss_scales(found: Measured) -> Sequence[tuple[int, float]]:

@@ -184,6 +184,8 @@ class Recorder:
         copied = (0, 0) if self._tier is None else self._tier.copied_bytes()
         detailed = self._tier if self._is_detailed else None
         held = self._memory.held()
+        if self._is_detailed:
+            self._memory_trail.append((now - self._begun, held, place.doing))
         micro_steps = max(micro_steps, self._num_backwards + self._num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
         pending = _Pending(
@@ -237,6 +239,8 @@ class Recorder:
         )
         self._losses, self._num_backwards, self._num_idle = [], 0, 0
         self._memory_trail: list[tuple[float, int, str]] = []
+        if self._is_detailed:
+            self._memory_trail.append((0.0, self._memory.held(), self._subject.place.doing))
         self._begun, self._begun_at = now, time.time() + now - time.perf_counter()
         if self._tier is not None:
             self._tier.time_copies(is_on=self._is_detailed)
@@ -438,7 +442,8 @@ class _MemoryMeter:
             import resource
 
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else peak * 1024
+            # The system's own count may lag behind.
+            return max(held, peak if sys.platform == "darwin" else peak * 1024)
         return held
 
     def close(self) -> None:

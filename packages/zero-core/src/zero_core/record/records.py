@@ -133,7 +133,7 @@ class DetailRecord:
         step: its number.
         started_at: when it began, in seconds since the epoch.
         spans: lane, name, start, stop, and whether the rank waited.
-        memory: time, bytes and place at each change of the place.
+        memory: time, bytes and place at the step's begin, each change of the place, and its end.
         kinds: bytes in long-lived memory of the device by kind, after the step.
         host_kinds: bytes of optimizer state and copies of gradients in host memory, if it is kept
             there.
