@@ -67,17 +67,16 @@ class TrafficChoice:
     kept_bytes: int
 
 
-def traffic_choices(
-    layout: Layout, config: Config, links: Links, footprints: Footprints
-) -> tuple[TrafficChoice, ...]:
+def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:
     """Return the configuration as it is, and with each key that would change its traffic.
 
     One rank has nothing to choose, and below stage 3 only gradients have a choice. Choices that
-    need a package which is not installed are left out.
+    need a package which is not installed are left out; all are if the configuration does.
     """
     if links.world_size == 1:
         return ()
-    found = []
+    footprints = Footprints()  # what a choice alone would need is not missing
+    found: list[TrafficChoice] = []
     for name, settings in _choices(config.zero_optimization, links):
         zero = config.zero_optimization.model_copy(update=settings)
         changed = config.model_copy(update={"zero_optimization": zero})
@@ -85,6 +84,8 @@ def traffic_choices(
             continue
         footprint = footprints.collectives(changed, layout.world_size, links.ranks_per_node)
         if footprint is None and zero.quantized_key is not None:
+            if not settings:
+                return ()
             continue
         sent = step_traffic(layout, changed, links, footprint)
         kept = collectives_memory(footprint, layout, changed)

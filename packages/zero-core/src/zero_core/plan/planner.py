@@ -313,7 +313,7 @@ class Planner:
             configured=configured,
             memory=self._memory(self._given, forecast, self._ratio),
             traffic=traffic,
-            traffic_choices=traffic_choices(layout, config, self._links, self._footprints),
+            traffic_choices=traffic_choices(layout, config, self._links),
             choices=tuple(by_key[key] for key in sorted(by_key)),
             best=best,
             advice=self._advice(configured, best, choices),
