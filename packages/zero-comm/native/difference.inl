@@ -6,7 +6,8 @@
 
 constexpr int kBlock = kDifferenceBlock;
 constexpr int kBitmapNbytes = kBlock / 8;
-constexpr int kRoom = kBlock + 64;  // vectors may be written past the last element
+constexpr int kVector = 32;
+constexpr int kRoom = kBlock + 2 * kVector;  // vectors may be written past the last element
 
 template <class T>
 struct Word;
@@ -54,11 +55,8 @@ ZERO_COMM_INLINE T from_zigzag(T z) {
 }
 
 template <class T>
-ZERO_COMM_INLINE void find_differences(const T* ZERO_COMM_RESTRICT old,
-                                       const T* ZERO_COMM_RESTRICT now, T* ZERO_COMM_RESTRICT z) {
-  for (int i = 0; i < kBlock; ++i) {
-    z[i] = zigzag<T>(static_cast<T>(ordered<T>(now[i]) - ordered<T>(old[i])));
-  }
+ZERO_COMM_INLINE T difference(T old, T now) {
+  return zigzag<T>(static_cast<T>(ordered<T>(now) - ordered<T>(old)));
 }
 
 template <class T>
@@ -68,17 +66,28 @@ ZERO_COMM_INLINE void apply_differences(const T* ZERO_COMM_RESTRICT z, T* ZERO_C
   }
 }
 
+// What follows n integers up to the end of a vector is zero.
 template <class T>
-ZERO_COMM_INLINE int count_from(const T* ZERO_COMM_RESTRICT z, T least) {
+ZERO_COMM_INLINE void clear_past(T* x, int n) {
+  std::memset(x + n, 0, kVector * sizeof(T));
+}
+
+// How many of n are at least `least`, which is not zero. What follows them is zero.
+template <class T>
+ZERO_COMM_INLINE int count_from(const T* ZERO_COMM_RESTRICT x, int n, T least) {
   T found = 0;  // a block has 256 elements: 16 bits hold the count
-  for (int i = 0; i < kBlock; ++i) found = static_cast<T>(found + (z[i] >= least ? 1 : 0));
+  for (int i = 0; i < n; i += kVector) {
+    for (int k = 0; k < kVector; ++k) found = static_cast<T>(found + (x[i + k] >= least ? 1 : 0));
+  }
   return static_cast<int>(found);
 }
 
 template <class T>
-ZERO_COMM_INLINE T largest(const T* ZERO_COMM_RESTRICT z) {
+ZERO_COMM_INLINE T largest(const T* ZERO_COMM_RESTRICT x, int n) {
   T found = 0;
-  for (int i = 0; i < kBlock; ++i) found = z[i] > found ? z[i] : found;
+  for (int i = 0; i < n; i += kVector) {
+    for (int k = 0; k < kVector; ++k) found = x[i + k] > found ? x[i + k] : found;
+  }
   return found;
 }
 
@@ -114,24 +123,59 @@ struct Lanes<std::uint16_t> {
   static constexpr int kCount = 32;
   using Mask = __mmask32;
   static Mask at_least(__m512i x, __m512i least) { return _mm512_cmpge_epu16_mask(x, least); }
+  static Mask differ(__m512i a, __m512i b) { return _mm512_cmpneq_epi16_mask(a, b); }
   static __m512i all(std::uint16_t x) { return _mm512_set1_epi16(static_cast<short>(x)); }
   static __m512i subtract(__m512i a, __m512i b) { return _mm512_sub_epi16(a, b); }
   static __m512i add(__m512i a, __m512i b) { return _mm512_add_epi16(a, b); }
   static __m512i keep(Mask mask, __m512i x) { return _mm512_maskz_compress_epi16(mask, x); }
   static __m512i spread(Mask mask, __m512i x) { return _mm512_maskz_expand_epi16(mask, x); }
   static __m512i masked(Mask mask, __m512i x) { return _mm512_maskz_mov_epi16(mask, x); }
+  static __m512i at_most(__m512i x, __m512i most) { return _mm512_min_epu16(x, most); }
+  static __m512i shift_left(__m512i x, int by) {
+    return _mm512_sll_epi16(x, _mm_cvtsi32_si128(by));
+  }
+  static __m512i shift_right(__m512i x, int by) {
+    return _mm512_srl_epi16(x, _mm_cvtsi32_si128(by));
+  }
+  // Codes of at most 8 bits.
+  static void store(std::uint8_t* out, Mask mask, __m512i x, int) {
+    _mm512_mask_cvtepi16_storeu_epi8(out, mask, x);
+  }
+  static __m512i load(const std::uint8_t* in, Mask mask, int) {
+    return _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, in));
+  }
 };
 template <>
 struct Lanes<std::uint32_t> {
   static constexpr int kCount = 16;
   using Mask = __mmask16;
   static Mask at_least(__m512i x, __m512i least) { return _mm512_cmpge_epu32_mask(x, least); }
+  static Mask differ(__m512i a, __m512i b) { return _mm512_cmpneq_epi32_mask(a, b); }
   static __m512i all(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
   static __m512i subtract(__m512i a, __m512i b) { return _mm512_sub_epi32(a, b); }
   static __m512i add(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
   static __m512i keep(Mask mask, __m512i x) { return _mm512_maskz_compress_epi32(mask, x); }
   static __m512i spread(Mask mask, __m512i x) { return _mm512_maskz_expand_epi32(mask, x); }
   static __m512i masked(Mask mask, __m512i x) { return _mm512_maskz_mov_epi32(mask, x); }
+  static __m512i at_most(__m512i x, __m512i most) { return _mm512_min_epu32(x, most); }
+  static __m512i shift_left(__m512i x, int by) {
+    return _mm512_sll_epi32(x, _mm_cvtsi32_si128(by));
+  }
+  static __m512i shift_right(__m512i x, int by) {
+    return _mm512_srl_epi32(x, _mm_cvtsi32_si128(by));
+  }
+  // Codes of at most 16 bits.
+  static void store(std::uint8_t* out, Mask mask, __m512i x, int width) {
+    if (width > 8) {
+      _mm512_mask_cvtepi32_storeu_epi16(out, mask, x);
+    } else {
+      _mm512_mask_cvtepi32_storeu_epi8(out, mask, x);
+    }
+  }
+  static __m512i load(const std::uint8_t* in, Mask mask, int width) {
+    return width > 8 ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, in))
+                     : _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, in));
+  }
 };
 
 // Fills `kept` with x - least of those elements of n that are at least `least`. May be in place.
@@ -150,15 +194,26 @@ ZERO_COMM_INLINE int keep_from(const T* x, int n, T least, T* kept) {
   return found;
 }
 
-// The bits of the elements that are not zero.
+// Sets the bits of the elements that changed, and fills `values` with their z - 1. Returns how many.
 template <class T>
-ZERO_COMM_INLINE void make_bitmap(const T* z, std::uint8_t* bitmap) {
+ZERO_COMM_INLINE int collect(const T* old, const T* now, std::uint8_t* bitmap, T* values) {
   using L = Lanes<T>;
-  const __m512i one = L::all(1);
+  T kept[2][kRoom];
+  int found = 0;
   for (int i = 0; i < kBlock; i += L::kCount) {
-    const typename L::Mask mask = L::at_least(_mm512_loadu_si512(z + i), one);
+    const __m512i a = _mm512_loadu_si512(old + i), b = _mm512_loadu_si512(now + i);
+    const typename L::Mask mask = L::differ(a, b);
     std::memcpy(bitmap + i / 8, &mask, L::kCount / 8);
+    _mm512_storeu_si512(kept[0] + found, L::keep(mask, a));
+    _mm512_storeu_si512(kept[1] + found, L::keep(mask, b));
+    found += count_bits(mask);
   }
+  for (int i = 0; i < found; i += kVector) {
+    for (int k = i; k < i + kVector; ++k) {
+      values[k] = static_cast<T>(difference<T>(kept[0][k], kept[1][k]) - 1);
+    }
+  }
+  return found;
 }
 
 // Adds the elements of `more`, one after another, to those that are `top`. Returns how many.
@@ -207,12 +262,17 @@ ZERO_COMM_INLINE int keep_from(const T* x, int n, T least, T* kept) {
 }
 
 template <class T>
-ZERO_COMM_INLINE void make_bitmap(const T* z, std::uint8_t* bitmap) {
+ZERO_COMM_INLINE int collect(const T* ZERO_COMM_RESTRICT old, const T* ZERO_COMM_RESTRICT now,
+                             std::uint8_t* ZERO_COMM_RESTRICT bitmap,
+                             T* ZERO_COMM_RESTRICT values) {
+  alignas(64) T z[kBlock];
+  for (int i = 0; i < kBlock; ++i) z[i] = difference<T>(old[i], now[i]);
   for (int i = 0; i < kBlock; i += 8) {
     int bits = 0;
     for (int k = 0; k < 8; ++k) bits |= (z[i + k] != 0 ? 1 : 0) << k;
     bitmap[i / 8] = static_cast<std::uint8_t>(bits);
   }
+  return keep_from<T>(z, kBlock, 1, values);
 }
 
 template <class T>
@@ -245,7 +305,53 @@ ZERO_COMM_INLINE void spread(const std::uint8_t* bitmap, const T* values, T* z) 
 ZERO_COMM_INLINE int packed_nbytes(int n, int width) { return (n * width + 7) / 8; }
 
 // Codes of 2 and 4 bits: byte j has the codes of elements j, j + q, ..., q being their number of
-// bytes, so that vectors are loaded whole. Reads up to 4 q elements of x, those past n are zeros.
+// bytes, so that vectors are loaded whole. Those past n are zeros.
+#if defined(ZERO_COMM_VBMI2)
+
+template <class T>
+ZERO_COMM_INLINE void pack(const T* x, int n, int width, std::uint8_t* out) {
+  using L = Lanes<T>;
+  const int q = packed_nbytes(n, width < 8 ? width : 8), num_parts = width < 8 ? 8 / width : 1;
+  const __m512i top = L::all(static_cast<T>((std::uint64_t{1} << width) - 1));
+  if (width == Word<T>::kBits) {
+    std::memcpy(out, x, static_cast<std::size_t>(n) * sizeof(T));
+    return;
+  }
+  for (int j = 0; j < q; j += L::kCount) {
+    __m512i bytes = L::at_most(_mm512_loadu_si512(x + j), top);
+    for (int part = 1; part < num_parts; ++part) {
+      const __m512i codes = L::at_most(_mm512_loadu_si512(x + j + part * q), top);
+      bytes = _mm512_or_si512(bytes, L::shift_left(codes, part * width));
+    }
+    const auto mask = q - j < L::kCount ? static_cast<typename L::Mask>((1u << (q - j)) - 1u)
+                                        : static_cast<typename L::Mask>(~0u);
+    L::store(out + j * (width > 8 ? 2 : 1), mask, bytes, width);
+  }
+}
+
+// A quarter's or half's last vector reaches into the next one, which is written later.
+template <class T>
+ZERO_COMM_INLINE void unpack(const std::uint8_t* codes, int n, int width, T* x) {
+  using L = Lanes<T>;
+  const int q = packed_nbytes(n, width < 8 ? width : 8), num_parts = width < 8 ? 8 / width : 1;
+  const __m512i top = L::all(static_cast<T>((std::uint64_t{1} << width) - 1));
+  if (width == Word<T>::kBits) {
+    std::memcpy(x, codes, static_cast<std::size_t>(n) * sizeof(T));
+    return;
+  }
+  for (int part = 0; part < num_parts; ++part) {
+    for (int j = 0; j < q; j += L::kCount) {
+      const auto mask = q - j < L::kCount ? static_cast<typename L::Mask>((1u << (q - j)) - 1u)
+                                          : static_cast<typename L::Mask>(~0u);
+      const __m512i bytes = L::load(codes + j * (width > 8 ? 2 : 1), mask, width);
+      _mm512_storeu_si512(x + part * q + j,
+                          _mm512_and_si512(L::shift_right(bytes, part * width), top));
+    }
+  }
+}
+
+#else
+
 template <class T>
 ZERO_COMM_INLINE void pack(const T* ZERO_COMM_RESTRICT x, int n, int width,
                            std::uint8_t* ZERO_COMM_RESTRICT out) {
@@ -300,11 +406,13 @@ ZERO_COMM_INLINE void unpack(const std::uint8_t* ZERO_COMM_RESTRICT codes, int n
   }
 }
 
+#endif
+
 // Writes the levels of n values, which it changes. Returns the end.
 template <class T>
 ZERO_COMM_INLINE std::uint8_t* write_levels(T* values, int n, int width, std::uint8_t* out) {
   for (;; width *= 2) {
-    std::memset(values + n, 0, 8 * sizeof(T));  // the last byte's absent codes
+    clear_past<T>(values, n);  // the last byte's absent codes
     pack<T>(values, n, width, out);
     out += packed_nbytes(n, width);
     if (width == Word<T>::kBits) return out;
@@ -347,19 +455,21 @@ struct Choice {
   int mode, nbytes;
 };
 
-// Sizes of the levels of n values: counts[k] of z at least the k-th bound.
+// Takes the smallest of the modes from `first_mode` on: after `prefix` bytes levels of the `num_codes`
+// integers that are `offset` more than the n values, or zero where there is none.
 template <class T>
-ZERO_COMM_INLINE void consider(const T* z, T largest_z, int n, int offset, int prefix,
-                               int first_mode, Choice& best) {
+ZERO_COMM_INLINE void consider(const T* values, int n, T largest_value, int num_codes, int offset,
+                               int prefix, int first_mode, Choice& best) {
   for (int start = 0; start < Word<T>::kNumStarts; ++start) {
     int width = 2 << start;
-    int nbytes = prefix + packed_nbytes(n, width);
-    std::uint64_t bound = static_cast<std::uint64_t>(offset);
+    int nbytes = prefix + packed_nbytes(num_codes, width);
+    std::uint64_t bound = 0;
     while (width < Word<T>::kBits) {
       bound += (std::uint64_t{1} << width) - 1;
-      if (largest_z < bound || nbytes >= best.nbytes) break;
+      const std::uint64_t least = bound - static_cast<std::uint64_t>(offset);
+      if (largest_value < least || nbytes >= best.nbytes) break;
       width *= 2;
-      nbytes += packed_nbytes(count_from<T>(z, static_cast<T>(bound)), width);
+      nbytes += packed_nbytes(count_from<T>(values, n, static_cast<T>(least)), width);
     }
     if (nbytes < best.nbytes) best = {first_mode + start, nbytes};
   }
@@ -369,38 +479,33 @@ ZERO_COMM_INLINE void consider(const T* z, T largest_z, int n, int offset, int p
 template <class T>
 ZERO_COMM_INLINE std::uint16_t encode_block(const T* old, const T* now, int size,
                                             std::uint8_t* out) {
-  alignas(64) T z[kRoom];
-  find_differences<T>(old, now, z);
-  const int changed = count_from<T>(z, 1);
+  alignas(64) T values[kRoom];
+  std::uint8_t bitmap[kBitmapNbytes];
+  const int changed = collect<T>(old, now, bitmap, values);
   if (changed == 0) return 0;
-  const T top = largest<T>(z);
+  clear_past<T>(values, changed);
+  const T top = largest<T>(values, changed);
   Choice best = {kRaw, size * static_cast<int>(sizeof(T))};
-  if (changed < kBlock) consider<T>(z, top, changed, 1, 1 + changed, kList, best);
-  consider<T>(z, top, changed, 1, kBitmapNbytes, kBitmap, best);
-  consider<T>(z, top, kBlock, 0, 0, kDense, best);
+  if (changed < kBlock) consider<T>(values, changed, top, changed, 0, 1 + changed, kList, best);
+  consider<T>(values, changed, top, changed, 0, kBitmapNbytes, kBitmap, best);
+  consider<T>(values, changed, top, kBlock, 1, 0, kDense, best);
   if (best.mode == kRaw) {
     std::memcpy(out, now, static_cast<std::size_t>(best.nbytes));
   } else if (best.mode >= kDense) {
+    alignas(64) T z[kRoom];
+    spread<T>(bitmap, values, z);
     write_levels<T>(z, kBlock, 2 << (best.mode - kDense), out);
+  } else if (best.mode >= kBitmap) {
+    std::memcpy(out, bitmap, kBitmapNbytes);
+    write_levels<T>(values, changed, 2 << (best.mode - kBitmap), out + kBitmapNbytes);
   } else {
-    std::uint8_t bitmap[kBitmapNbytes];
-    make_bitmap<T>(z, bitmap);
-    if (best.mode >= kBitmap) {
-      std::memcpy(out, bitmap, kBitmapNbytes);
-      out += kBitmapNbytes;
-    } else {
-      *out++ = static_cast<std::uint8_t>(changed);
-      for (int i = 0; i < kBlock; i += 64) {
-        std::uint64_t word;
-        std::memcpy(&word, bitmap + i / 8, sizeof word);
-        for (; word != 0; word &= word - 1) {
-          *out++ = static_cast<std::uint8_t>(i + lowest_bit(word));
-        }
-      }
+    *out++ = static_cast<std::uint8_t>(changed);
+    for (int i = 0; i < kBlock; i += 64) {
+      std::uint64_t word;
+      std::memcpy(&word, bitmap + i / 8, sizeof word);
+      for (; word != 0; word &= word - 1) *out++ = static_cast<std::uint8_t>(i + lowest_bit(word));
     }
-    keep_from<T>(z, kBlock, 1, z);
-    const int start = best.mode - (best.mode >= kBitmap ? kBitmap : kList);
-    write_levels<T>(z, changed, 2 << start, out);
+    write_levels<T>(values, changed, 2 << (best.mode - kList), out);
   }
   return static_cast<std::uint16_t>((best.mode << kModeShift) | best.nbytes);
 }
@@ -501,4 +606,19 @@ bool decode_blocks(const std::uint16_t* descriptors, const std::uint8_t* codes, 
     codes += descriptor & ((1 << kModeShift) - 1);
   }
   return true;
+}
+
+// ---- checksums -------------------------------------------------------------------------------
+
+std::uint64_t sum_words(const std::uint64_t* ZERO_COMM_RESTRICT words, std::int64_t count,
+                        const std::uint64_t* ZERO_COMM_RESTRICT odd) {
+  constexpr std::int64_t kRun = 1024;
+  std::uint64_t total = 0;
+  for (std::int64_t start = 0, run = 0; start < count; start += kRun, ++run) {
+    const std::int64_t size = count - start < kRun ? count - start : kRun;
+    std::uint64_t sum = 0;
+    for (std::int64_t i = 0; i < size; ++i) sum += words[start + i] * odd[i];
+    total += sum * static_cast<std::uint64_t>(2 * run + 1);
+  }
+  return total;
 }

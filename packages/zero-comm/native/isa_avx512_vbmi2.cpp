@@ -20,4 +20,5 @@ const zero_comm::KernelTable zero_comm::kAvx512Vbmi2Table = {
     decode,
     decode_sum,
     {encode_blocks<std::uint16_t>, decode_blocks<std::uint16_t>},
-    {encode_blocks<std::uint32_t>, decode_blocks<std::uint32_t>}};
+    {encode_blocks<std::uint32_t>, decode_blocks<std::uint32_t>},
+    sum_words};

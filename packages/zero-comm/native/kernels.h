@@ -84,6 +84,10 @@ struct DifferenceTable {
   DecodeDifferenceFunction decode;
 };
 
+// Sums 64-bit words, each times an odd number of its place: checksum.py. `odd` has 1,024 of them.
+using ChecksumFunction = std::uint64_t (*)(const std::uint64_t* words, std::int64_t count,
+                                           const std::uint64_t* odd);
+
 // Everything that one instruction set offers.
 struct KernelTable {
   const char* name;
@@ -91,6 +95,7 @@ struct KernelTable {
   DecodeFunction decode;
   SumFunction decode_sum;
   DifferenceTable differences_of_16_bits, differences_of_32_bits;
+  ChecksumFunction checksum;
 };
 
 extern const KernelTable kGenericTable;

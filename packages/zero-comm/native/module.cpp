@@ -102,6 +102,14 @@ bool decode_difference(int isa, std::int64_t itemsize, std::uint64_t codes, std:
                                pointer<char>(values), numel, num_threads);
 }
 
+std::int64_t checksum(int isa, std::uint64_t words, std::int64_t count, std::uint64_t odd) {
+  const KernelTable& table = table_of(isa);
+  const py::gil_scoped_release released;
+  const std::uint64_t sum = table.checksum(pointer<const std::uint64_t>(words), count,
+                                           pointer<const std::uint64_t>(odd));
+  return static_cast<std::int64_t>(sum);
+}
+
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
   for (const KernelTable* table : available_tables()) names.emplace_back(table->name);
@@ -131,4 +139,5 @@ PYBIND11_MODULE(_kernels, m) {
         numel, out, num_threads);
   m.def("decode_difference", &decode_difference, isa, itemsize, py::arg("codes"), py::arg("nbytes"),
         py::arg("values"), numel, num_threads);
+  m.def("checksum", &checksum, isa, py::arg("words"), count, py::arg("odd"));
 }
