@@ -177,6 +177,9 @@ class ZeroConfig(_Block):
     """Format of quantized weights. "int4_difference" sends the change since the last gather
     (SDP4Bit, arXiv 2410.15526, section 3.1), and frozen weights as "int8". Not in DeepSpeed's
     configuration."""
+    zero_lossless_weights: bool = False
+    """Send what changed in the weights since they were sent last, without loss, at stages 1, 2 and
+    3. Not in DeepSpeed's configuration."""
     zero_hpz_partition_size: PositiveInt | Literal["node"] = 1
     """Ranks of a group that keep gathered weights in secondary shards (hpZ), at stage 3. It divides
     the number of ranks. "node" is the number of ranks of a node, which `Config.on_nodes` fills in;
@@ -249,10 +252,11 @@ class ZeroConfig(_Block):
 
     @property
     def quantized_key(self) -> str | None:
-        """Path of the first key that asks for quantized collectives or secondary shards."""
+        """Path of the first key that asks for shorter messages or secondary shards."""
         keys = {
             "zero_quantized_weights": self.zero_quantized_weights,
             "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
+            "zero_lossless_weights": self.zero_lossless_weights,
             "zero_quantized_gradients": self.zero_quantized_gradients,
             "zero_hpz_partition_size": self.zero_hpz_partition_size != 1,
         }
