@@ -9,17 +9,22 @@ constexpr int kBitmapNbytes = kBlock / 8;
 constexpr int kVector = 32;
 constexpr int kRoom = kBlock + 2 * kVector;  // vectors may be written past the last element
 
+// What is longer than the codes of its level: bounds[k] is the least integer that has a code in the
+// k-th of the later levels, those of the first start first, then those of the next.
 template <class T>
 struct Word;
 template <>
 struct Word<std::uint16_t> {
   using Signed = std::int16_t;
-  static constexpr int kBits = 16, kNumStarts = 3;
+  static constexpr int kBits = 16, kNumStarts = 3, kNumBounds = 6;
+  static constexpr std::uint32_t kBounds[kNumBounds] = {3, 18, 273, 15, 270, 255};
 };
 template <>
 struct Word<std::uint32_t> {
   using Signed = std::int32_t;
-  static constexpr int kBits = 32, kNumStarts = 4;
+  static constexpr int kBits = 32, kNumStarts = 4, kNumBounds = 10;
+  static constexpr std::uint32_t kBounds[kNumBounds] = {3,     18,  273,   65808, 15,
+                                                        270, 65805, 255, 65790, 65535};
 };
 
 // ---- differences as small integers -----------------------------------------------------------
@@ -70,25 +75,6 @@ ZERO_COMM_INLINE void apply_differences(const T* ZERO_COMM_RESTRICT z, T* ZERO_C
 template <class T>
 ZERO_COMM_INLINE void clear_past(T* x, int n) {
   std::memset(x + n, 0, kVector * sizeof(T));
-}
-
-// How many of n are at least `least`, which is not zero. What follows them is zero.
-template <class T>
-ZERO_COMM_INLINE int count_from(const T* ZERO_COMM_RESTRICT x, int n, T least) {
-  T found = 0;  // a block has 256 elements: 16 bits hold the count
-  for (int i = 0; i < n; i += kVector) {
-    for (int k = 0; k < kVector; ++k) found = static_cast<T>(found + (x[i + k] >= least ? 1 : 0));
-  }
-  return static_cast<int>(found);
-}
-
-template <class T>
-ZERO_COMM_INLINE T largest(const T* ZERO_COMM_RESTRICT x, int n) {
-  T found = 0;
-  for (int i = 0; i < n; i += kVector) {
-    for (int k = 0; k < kVector; ++k) found = x[i + k] > found ? x[i + k] : found;
-  }
-  return found;
 }
 
 // ---- keeping some elements, and putting them back --------------------------------------------
@@ -178,6 +164,39 @@ struct Lanes<std::uint32_t> {
   }
 };
 
+// Counts the n values that are at least bounds[k] - offset. What follows them is zero.
+template <class T>
+ZERO_COMM_INLINE void count_longer(const T* values, int n, int offset, int* counts) {
+  using L = Lanes<T>;
+  constexpr int kNumBounds = Word<T>::kNumBounds;
+  __m512i least[kNumBounds];
+  for (int k = 0; k < kNumBounds; ++k) {
+    least[k] = L::all(static_cast<T>(Word<T>::kBounds[k] - static_cast<std::uint32_t>(offset)));
+    counts[k] = 0;
+  }
+  for (int i = 0; i < n; i += L::kCount) {
+    const __m512i x = _mm512_loadu_si512(values + i);
+    for (int k = 0; k < kNumBounds; ++k) counts[k] += count_bits(L::at_least(x, least[k]));
+  }
+}
+
+// Writes the positions of the bits that are set. Returns the end.
+ZERO_COMM_INLINE std::uint8_t* write_positions(const std::uint8_t* bitmap, std::uint8_t* out) {
+  alignas(64) std::uint8_t first[64];
+  for (int k = 0; k < 64; ++k) first[k] = static_cast<std::uint8_t>(k);
+  const __m512i numbers = _mm512_load_si512(first);
+  for (int i = 0; i < kBlock; i += 64) {
+    std::uint64_t word;
+    std::memcpy(&word, bitmap + i / 8, sizeof word);
+    const int found = count_bits(word);
+    const __m512i at = _mm512_add_epi8(numbers, _mm512_set1_epi8(static_cast<char>(i)));
+    const __mmask64 mask = found == 64 ? ~0ull : (1ull << found) - 1;
+    _mm512_mask_storeu_epi8(out, mask, _mm512_maskz_compress_epi8(word, at));
+    out += found;
+  }
+  return out;
+}
+
 // Fills `kept` with x - least of those elements of n that are at least `least`. May be in place.
 template <class T>
 ZERO_COMM_INLINE int keep_from(const T* x, int n, T least, T* kept) {
@@ -249,6 +268,33 @@ ZERO_COMM_INLINE void spread(const std::uint8_t* bitmap, const T* values, T* z) 
 }
 
 #else
+
+template <class T>
+ZERO_COMM_INLINE void count_longer(const T* ZERO_COMM_RESTRICT values, int n, int offset,
+                                   int* ZERO_COMM_RESTRICT counts) {
+  T largest = 0;
+  for (int i = 0; i < n; i += kVector) {
+    for (int k = i; k < i + kVector; ++k) largest = values[k] > largest ? values[k] : largest;
+  }
+  for (int number = 0; number < Word<T>::kNumBounds; ++number) {
+    const T least =
+        static_cast<T>(Word<T>::kBounds[number] - static_cast<std::uint32_t>(offset));
+    T found = 0;  // a block has 256 elements: 16 bits hold the count
+    for (int i = 0; i < n && largest >= least; i += kVector) {
+      for (int k = i; k < i + kVector; ++k) found = static_cast<T>(found + (values[k] >= least));
+    }
+    counts[number] = static_cast<int>(found);
+  }
+}
+
+ZERO_COMM_INLINE std::uint8_t* write_positions(const std::uint8_t* bitmap, std::uint8_t* out) {
+  for (int i = 0; i < kBlock; i += 64) {
+    std::uint64_t word;
+    std::memcpy(&word, bitmap + i / 8, sizeof word);
+    for (; word != 0; word &= word - 1) *out++ = static_cast<std::uint8_t>(i + lowest_bit(word));
+  }
+  return out;
+}
 
 template <class T>
 ZERO_COMM_INLINE int keep_from(const T* x, int n, T least, T* kept) {
@@ -451,28 +497,19 @@ ZERO_COMM_INLINE bool read_levels(const std::uint8_t* codes, const std::uint8_t*
 
 // ---- blocks ----------------------------------------------------------------------------------
 
-struct Choice {
-  int mode, nbytes;
-};
-
-// Takes the smallest of the modes from `first_mode` on: after `prefix` bytes levels of the `num_codes`
-// integers that are `offset` more than the n values, or zero where there is none.
+// The smallest of the modes from `first_mode` on as bytes << 4 | mode: after `prefix` bytes levels of
+// n integers, of which `counts` are longer than the bounds.
 template <class T>
-ZERO_COMM_INLINE void consider(const T* values, int n, T largest_value, int num_codes, int offset,
-                               int prefix, int first_mode, Choice& best) {
+ZERO_COMM_INLINE int smallest(int n, const int* counts, int prefix, int first_mode, int best) {
   for (int start = 0; start < Word<T>::kNumStarts; ++start) {
-    int width = 2 << start;
-    int nbytes = prefix + packed_nbytes(num_codes, width);
-    std::uint64_t bound = 0;
-    while (width < Word<T>::kBits) {
-      bound += (std::uint64_t{1} << width) - 1;
-      const std::uint64_t least = bound - static_cast<std::uint64_t>(offset);
-      if (largest_value < least || nbytes >= best.nbytes) break;
-      width *= 2;
-      nbytes += packed_nbytes(count_from<T>(values, n, static_cast<T>(least)), width);
+    int nbytes = prefix + packed_nbytes(n, 2 << start);
+    for (int width = 4 << start; width <= Word<T>::kBits; width *= 2) {
+      nbytes += packed_nbytes(*counts++, width);
     }
-    if (nbytes < best.nbytes) best = {first_mode + start, nbytes};
+    const int found = nbytes << 4 | (first_mode + start);
+    best = found < best ? found : best;
   }
+  return best;
 }
 
 // Codes one block of `size` elements, of which there are 256 in memory. Returns its descriptor.
@@ -484,30 +521,30 @@ ZERO_COMM_INLINE std::uint16_t encode_block(const T* old, const T* now, int size
   const int changed = collect<T>(old, now, bitmap, values);
   if (changed == 0) return 0;
   clear_past<T>(values, changed);
-  const T top = largest<T>(values, changed);
-  Choice best = {kRaw, size * static_cast<int>(sizeof(T))};
-  if (changed < kBlock) consider<T>(values, changed, top, changed, 0, 1 + changed, kList, best);
-  consider<T>(values, changed, top, changed, 0, kBitmapNbytes, kBitmap, best);
-  consider<T>(values, changed, top, kBlock, 1, 0, kDense, best);
-  if (best.mode == kRaw) {
-    std::memcpy(out, now, static_cast<std::size_t>(best.nbytes));
-  } else if (best.mode >= kDense) {
+  int counts[Word<T>::kNumBounds];
+  count_longer<T>(values, changed, 0, counts);
+  int best = size * static_cast<int>(sizeof(T)) << 4 | kRaw;
+  if (changed < kBlock) best = smallest<T>(changed, counts, 1 + changed, kList, best);
+  best = smallest<T>(changed, counts, kBitmapNbytes, kBitmap, best);
+  if (changed > kBlock / 8) {  // fewer take less in a list
+    count_longer<T>(values, changed, 1, counts);
+    best = smallest<T>(kBlock, counts, 0, kDense, best);
+  }
+  const int mode = best & 15, nbytes = best >> 4;
+  if (mode == kRaw) {
+    std::memcpy(out, now, static_cast<std::size_t>(nbytes));
+  } else if (mode >= kDense) {
     alignas(64) T z[kRoom];
     spread<T>(bitmap, values, z);
-    write_levels<T>(z, kBlock, 2 << (best.mode - kDense), out);
-  } else if (best.mode >= kBitmap) {
+    write_levels<T>(z, kBlock, 2 << (mode - kDense), out);
+  } else if (mode >= kBitmap) {
     std::memcpy(out, bitmap, kBitmapNbytes);
-    write_levels<T>(values, changed, 2 << (best.mode - kBitmap), out + kBitmapNbytes);
+    write_levels<T>(values, changed, 2 << (mode - kBitmap), out + kBitmapNbytes);
   } else {
-    *out++ = static_cast<std::uint8_t>(changed);
-    for (int i = 0; i < kBlock; i += 64) {
-      std::uint64_t word;
-      std::memcpy(&word, bitmap + i / 8, sizeof word);
-      for (; word != 0; word &= word - 1) *out++ = static_cast<std::uint8_t>(i + lowest_bit(word));
-    }
-    write_levels<T>(values, changed, 2 << (best.mode - kList), out);
+    *out = static_cast<std::uint8_t>(changed);
+    write_levels<T>(values, changed, 2 << (mode - kList), write_positions(bitmap, out + 1));
   }
-  return static_cast<std::uint16_t>((best.mode << kModeShift) | best.nbytes);
+  return static_cast<std::uint16_t>((mode << kModeShift) | nbytes);
 }
 
 // Changes one block of `size` elements, of which there are 256 in memory. Returns whether its
