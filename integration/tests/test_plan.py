@@ -163,7 +163,9 @@ def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> 
         assert kind in said
     assert [choice["name"] for choice in content["traffic_choices"]] == [
         "as configured",
+        "zero_lossless_weights",
         "zero_quantized_gradients",
+        "lossless weights, quantized gradients",
     ]
     assert "Traffic choices" in said
     assert content["advice"].split(":")[0] in " ".join(said.split())

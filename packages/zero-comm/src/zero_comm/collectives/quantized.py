@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_comm.collectives.lossless_gathers import LosslessSecondaryGather, PublishedGather
-from zero_comm.collectives.settings import DIFFERENCE, CommSettings
+from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import Grid, MessageGather, SecondaryGather, WeightGather
 from zero_comm.differences.message import is_worthwhile
@@ -32,8 +32,7 @@ from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork
 
 _log = logging.getLogger(__name__)
-# Keys of gathers, beside the formats.
-_LOSSLESS, _PUBLISHED = "lossless", "published"
+_PUBLISHED = "published"  # the key of a gather, beside the formats
 
 
 def create_collectives(
@@ -246,7 +245,7 @@ class QuantizedCollectives:
         has_secondary = self._settings.partition_size > 1 and not is_one_group
         grid = Grid(transport, group_size)
         if is_lossless:
-            gathers[_LOSSLESS] = LosslessSecondaryGather(transport, grid, scratch)
+            gathers[LOSSLESS] = LosslessSecondaryGather(transport, grid, scratch)
             gathers[_PUBLISHED] = PublishedGather(transport, grid, scratch)
         for kind, packing in self._packings.items():
             is_difference = kind == DIFFERENCE
@@ -269,7 +268,7 @@ class QuantizedCollectives:
         if settings.is_lossless and unit not in self._frozen:
             if not is_worthwhile(shard.dtype, shard.numel()):
                 return None if is_kept else self._gathers.get(None)
-            return self._gathers.get(_PUBLISHED if is_kept else _LOSSLESS)
+            return self._gathers.get(_PUBLISHED if is_kept else LOSSLESS)
         kind = settings.frozen_weights if unit in self._frozen else settings.weights
         if kind is not None and self._packings[kind].shortens(shard.dtype, shard.numel()):
             return self._gathers.get(kind)

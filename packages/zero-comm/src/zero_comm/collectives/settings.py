@@ -17,6 +17,7 @@ from zero_comm.quantizer.message import Packing
 
 KINDS: Final = tuple(DEFAULT_BLOCK_SIZE)
 DIFFERENCE: Final = "int4_difference"
+LOSSLESS: Final = "lossless"
 _BLOCK: Final = "zero_optimization"
 # A block of differences is longer than one of 4-bit weights: changes of neighbouring weights are
 # of one size (each is a learning rate times about one), so few outliers cost their neighbours.

@@ -16,12 +16,14 @@ from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import collectives_memory
 from zero_core.plan.traffic import step_traffic
 
-_WEIGHTS = {"zero_quantized_weights": True}
+_WEIGHTS = {"zero_quantized_weights": True, "zero_lossless_weights": False}
+_LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}
 _GRADIENTS = {"zero_quantized_gradients": True}
 _PLAIN = {
     "zero_quantized_weights": False,
     "zero_quantized_nontrainable_weights": False,
     "zero_hpz_partition_size": 1,
+    "zero_lossless_weights": False,
     "zero_quantized_gradients": False,
     "zeropp_loco_param": None,
 }
@@ -41,13 +43,16 @@ class TrafficChoice:
     Attributes:
         name: "as configured", "plain", or what is turned on.
         settings: keys of ``zero_optimization`` that make it, on top of the configuration.
-        between_nodes_bytes: bytes that a rank sends to other nodes.
+        between_nodes_bytes: bytes that a rank sends to other nodes; expected ones, where they depend
+            on the weights' values.
+        most_between_nodes_bytes: the most that it may send.
         kept_bytes: memory for it: secondary shards, messages and errors.
     """
 
     name: str
     settings: Mapping[str, Any]
     between_nodes_bytes: int
+    most_between_nodes_bytes: int
     kept_bytes: int
 
 
@@ -67,13 +72,18 @@ def traffic_choices(
         changed = config.model_copy(update={"zero_optimization": zero})
         if settings and changed == config:
             continue
-        footprint = footprints.collectives(changed, layout.world_size, links.ranks_per_node)
+        between = []
+        for is_worst_case in (True, False):
+            footprint = footprints.collectives(
+                changed, layout.world_size, links.ranks_per_node, is_worst_case=is_worst_case
+            )
+            sent = step_traffic(layout, changed, links, footprint)
+            between.append(sum(t.between_nodes_bytes for t in sent))
         if footprint is None and zero.quantized_key is not None:
             continue
-        sent = step_traffic(layout, changed, links, footprint)
         kept = collectives_memory(footprint, layout, changed)
-        between = sum(t.between_nodes_bytes for t in sent)
-        found.append(TrafficChoice(name, settings, between, sum(kept.values())))
+        most, expected = between
+        found.append(TrafficChoice(name, settings, expected, most, sum(kept.values())))
     return tuple(found) if len(found) > 1 else ()
 
 
@@ -85,7 +95,11 @@ def _choices(stage: int, ranks_per_node: int) -> Iterator[tuple[str, dict[str, A
         if ranks_per_node > 1:
             yield f"zero_hpz_partition_size {ranks_per_node}", partition
         yield "zero_quantized_weights", _WEIGHTS
+    if stage > 0:
+        yield "zero_lossless_weights", _LOSSLESS
     yield "zero_quantized_gradients", _GRADIENTS
+    if stage > 0:
+        yield "lossless weights, quantized gradients", {**_LOSSLESS, **_GRADIENTS}
     if stage == 3:
         yield "all of these", {**partition, **_WEIGHTS, **_GRADIENTS}
         yield "4-bit mode", {**partition, **_WEIGHTS, **_GRADIENTS, **_FOUR_BIT}

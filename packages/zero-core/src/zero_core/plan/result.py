@@ -229,10 +229,16 @@ class Plan:
     def _saving_table(self) -> Table:
         now = max(self.traffic_choices[0].between_nodes_bytes, 1)
         rows = [
-            (c.name, c.between_nodes_bytes, f"{c.between_nodes_bytes / now:.1%}", c.kept_bytes)
+            (
+                c.name,
+                c.between_nodes_bytes,
+                f"{c.between_nodes_bytes / now:.1%}",
+                c.most_between_nodes_bytes,
+                c.kept_bytes,
+            )
             for c in self.traffic_choices
         ]
-        headings = ("choice", "between nodes", "of now", "memory for it")
+        headings = ("choice", "between nodes", "of now", "at most", "memory for it")
         return _table("Traffic choices, per rank and step", headings, rows)
 
     def _choice_table(self) -> Table:
