@@ -5,12 +5,12 @@ A message carries the quantized buffer of one row of elements (see
 `zero_comm.quantizer.block_format`) after a header of 32 bytes, in native byte order::
 
     0   2  the letters ZQ
-    2   1  version of this layout: 1
+    2   1  version of this layout: 2
     3   1  kind of the format, its symmetry and rotation
     4   4  elements per block
     8   8  elements
     16  8  flags: 1 a block may hold NaN, 2 there is a checksum
-    24  8  checksum of the buffer, or 0
+    24  8  checksum of the buffer plus the flags, or 0
 
 The checksum is that of `zero_comm.quantizer.checksum`.
 
@@ -108,7 +108,7 @@ class Packing:
         has_nan = quantize_rows(values, self.format, rows[..., HEADER_NBYTES:], seed=seed)
         rows[..., :HEADER_NBYTES] = self._template(numel, rows.device, has_nan is not False)
         if self.has_checksum:
-            rows.view(torch.int64)[..., _CHECKSUM_AT // 8] = checksums(rows[..., HEADER_NBYTES:])
+            rows.view(torch.int64)[..., _CHECKSUM_AT // 8] = _checksums(rows)
 
     def unpack(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
         """Dequantize messages one after another into flat ``out``, of any floating dtype.
@@ -151,7 +151,7 @@ class Packing:
         fmt = self.format
         code = _KIND_CODES.index(fmt.kind)
         code += 16 * (not fmt.is_symmetric) + 32 * fmt.has_rotation
-        return struct.pack(_LAYOUT, b"ZQ", 1, code, fmt.block_size, numel)
+        return struct.pack(_LAYOUT, b"ZQ", 2, code, fmt.block_size, numel)
 
     def _check(self, rows: Tensor, numel: int, senders: Sequence[int]) -> None:
         nbytes = self.nbytes(numel)
@@ -193,7 +193,7 @@ class Packing:
         has_good_scales = (good | (nan & may_hold_nan[..., None])).all(-1)
         sums = torch.ones_like(has_good_scales)
         if self.has_checksum:
-            sums = rows.view(torch.int64)[..., _CHECKSUM_AT // 8] == checksums(rows[..., HEADER_NBYTES:])
+            sums = rows.view(torch.int64)[..., _CHECKSUM_AT // 8] == _checksums(rows)
         headers = headers.reshape(-1, HEADER_NBYTES)
         return _Evidence(headers, has_good_scales.reshape(-1), sums.reshape(-1), numel, senders)
 
@@ -214,6 +214,11 @@ class Packing:
             wrong = torch.nonzero(~is_right).flatten().tolist()
             if wrong:
                 raise _damaged(evidence.senders[wrong[0]], what)
+
+
+def _checksums(rows: Tensor) -> Tensor:
+    """Return the checksum of each message: of its buffer and its flags."""
+    return checksums(rows[..., HEADER_NBYTES:]) + rows.view(torch.int64)[..., _FLAGS_AT // 8]
 
 
 def _description_of(header: bytes) -> str:
