@@ -11,6 +11,7 @@
                docs/compat.md; arguments go to ``integration/compat/compare.py``. Without any, TRL's
                trainers too: docs/trl.md. ``scars``: releases of DeepSpeed in which docs/scars.md
                saw bugs
+    clusters   the files for clusters by the schemas of those that read them
     faults     tests that break checkpoints, processes and configurations: the counts in
                docs/faults.md; arguments go to pytest
     soak       runs that are killed at random moments, ``-- --minutes 20 --seed 1``
@@ -240,8 +241,21 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def report(session: nox.Session) -> None:
     """Go a new user's path, and look at a report's page in headless Chromium."""
+    if not (
+        os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    ):
+        session.error("no browser: apt-get install chromium, or set CHROMIUM to the program of one")
     install_everything(session, *TEST_TOOLS, extras="[hf]")
     session.run("python", "-m", "pytest", "-q", "integration/browser", *session.posargs)
+
+
+@nox.session
+def clusters(session: nox.Session) -> None:
+    """Check the files for clusters by the schemas of Kubernetes, Kubeflow and SkyPilot."""
+    readers = ("kubeflow-trainer-api>=2.2", "skypilot>=0.14", "pyyaml>=6")
+    session.install(*PIP_FLAGS, *CONSTRAINTS, "pytest", *readers)
+    home = {"HOME": session.create_tmp()}  # SkyPilot keeps files there
+    session.run("python", "-m", "pytest", "-q", "integration/clusters", env=home)
 
 
 @nox.session
@@ -255,7 +269,6 @@ def compat(session: nox.Session) -> None:
         *TEST_TOOLS,
         "trl>=1.16",
         "bitsandbytes>=0.50",
-        "kubeflow-trainer-api>=2.2",
         "torchao>=0.18",
         extras="[bench,ray,test]",
     )

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chromium import BROWSER, CURE, check_page
+from chromium import check_page
 from transformers import AutoModelForCausalLM
 
 from faults.harness import ENVIRONMENT, Program
@@ -99,7 +99,6 @@ def test_run_that_is_complete_says_so(folder: Path, trained: str) -> None:
     assert "all 30 steps were taken before: --steps moves the end" in said
 
 
-@pytest.mark.skipif(BROWSER is None, reason=CURE)
 @pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 390)])
 def test_report_is_drawn(page: Path, tmp_path: Path, theme: str, width: int) -> None:
     check_page(page, tmp_path, theme, width)

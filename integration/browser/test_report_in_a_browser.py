@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chromium import BROWSER, CURE, check_page
+from chromium import check_page
 
 from zero_core.testing import spawn
 from zero_engine.report import write_report
@@ -46,7 +46,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report([folder, folder], folder / "report.html")
 
 
-@pytest.mark.skipif(BROWSER is None, reason=CURE)
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_all_charts_are_drawn(page: Path, tmp_path: Path, theme: str, width: int) -> None:

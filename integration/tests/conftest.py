@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from benchmarks.harness.forked_python import forked_python
 from zero_core.testing import preload, run_alone
+from zero_engine.calibration import kept
 from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only
 from zero_engine.train.settings import RunFolder
@@ -68,6 +69,12 @@ def pytest_runtestloop() -> None:
     """Collect garbage from here on, but do not look at what imports made."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan as a user who has never measured, whoever runs the tests."""
+    monkeypatch.setattr(kept, "kept_path", lambda: Path("/nowhere/rates.json"))
 
 
 def command(*arguments: str) -> list[str]:

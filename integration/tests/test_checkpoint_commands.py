@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zero_core
+from zero_engine import checkpoints
 from zero_engine.cli import app
 
 
@@ -29,6 +31,13 @@ def _run(*words: object) -> tuple[int, str, str]:
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.stdout, done.stderr
+
+
+def test_prune_shows_that_it_is_under_way(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    monkeypatch.setattr(checkpoints, "working", lambda what: nullcontext(shown.append(what)))
+    assert _run("prune", saved, "--keep-last", 1, "--dry-run")[0] == 0
+    assert shown == ["looking for checkpoints"]
 
 
 def test_whole_checkpoint_is_verified_inspected_and_exported(saved: Path, tmp_path: Path) -> None:

@@ -57,6 +57,15 @@ def test_ci_runs_every_column_of_the_matrix() -> None:
     }
 
 
+@pytest.mark.parametrize("session", ["clusters", "docs", "kernels", "report", "tests", "wheels"])
+def test_a_workflow_runs_the_session(session: str) -> None:
+    jobs = (
+        job for path in WORKFLOWS.glob("*.yml") for job in _workflow(path.stem)["jobs"].values()
+    )
+    commands = [step.get("run", "") for job in jobs for step in job.get("steps", ())]
+    assert any(re.search(rf"nox -s {session}\b", command) for command in commands)
+
+
 def test_compiled_packages_have_wheels_for_the_four_platforms() -> None:
     packages = _workflow("packages")["jobs"]["platforms"]["strategy"]["matrix"]["package"]
     assert {*packages} == COMPILED == {"cpu-adam", "zero-comm"}

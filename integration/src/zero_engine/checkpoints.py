@@ -80,13 +80,14 @@ def prune(
 ) -> int:
     """Remove checkpoints that are not to be kept."""
     try:
-        removed = zero_core.prune_checkpoints(
-            directory,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            prefixes=prefixes,
-            is_trial=is_trial,
-        )
+        with working("looking for checkpoints" if is_trial else "removing checkpoints"):
+            removed = zero_core.prune_checkpoints(
+                directory,
+                keep_last=keep_last,
+                keep_every=keep_every,
+                prefixes=prefixes,
+                is_trial=is_trial,
+            )
     except CheckpointError as error:
         return refuse(error, as_json=as_json)
     verb = "would be removed" if is_trial else "removed"

@@ -200,14 +200,28 @@ def plan(
     device_memory: Annotated[_Text, _option("Memory of one GPU, e.g. 24GB or 22GiB.")] = None,
     host_memory: Annotated[_Text, _option("Memory of one node, shared by its ranks.")] = None,
     rates: Annotated[
-        _Text, _option("Predict times by this file of 'zero-engine doctor --measure'.")
+        _Text,
+        _option(
+            "Predict times by this file of 'zero-engine doctor --measure'. Default: what it kept "
+            "for this machine."
+        ),
     ] = None,
+    no_rates: Annotated[
+        bool, typer.Option("--no-rates", help="Predict no times by kept rates.")
+    ] = False,
     device: Annotated[
         _Text, _option("Predict times by the published rates of a GPU, such as H100.")
     ] = None,
     allow_rounding: Annotated[
-        bool, typer.Option("--allow-rounding", help="Choose quantized communication as well.")
+        bool,
+        typer.Option(
+            "--allow-rounding",
+            help="Choose quantized communication and moments of fewer bits as well.",
+        ),
     ] = False,
+    nvme_path: Annotated[
+        _Text, _option("Folder on an NVMe disk that may hold optimizer states.")
+    ] = None,
     fit: Annotated[_Text, _option("Write the configuration that fits best there.")] = None,
     on_cpu: Annotated[
         bool, typer.Option("--cpu", help="Ranks compute on the host: all memory is the node's.")
@@ -218,7 +232,8 @@ def plan(
 ) -> None:
     """Forecast the memory, traffic and time of a run, and what fits best.
 
-    Nothing is allocated. Times need --seq-length and the rates of a machine: --rates or --device.
+    Nothing is allocated. Times are by --rates, --device, or the rates that 'zero-engine doctor
+    --measure' kept for this machine.
 
     Ends with code 1 if nothing fits the memory that was given.
     """
@@ -240,6 +255,8 @@ def plan(
             planned = request.make()
         from zero_engine.planning import show_plan, write_plan
 
+        if request.said:
+            print(request.said, file=sys.stderr)
         write_plan(planned, json_file, png)
         request.write_fit(planned)
     except ZeroError as error:
@@ -372,10 +389,11 @@ def doctor(
             with working("measuring this machine"), quiet():
                 from zero_engine.calibration.machine import measure_to
 
-                found = measure_to(output, ranks, disk)
+                found, kept = measure_to(output, ranks, disk)
         except ZeroError as error:
             sys.exit(refuse(error, as_json=as_json))
-        print(found.to_json() if as_json else f"{found.device}: {found.source}: {output}")
+        said = f"{found.device}: {found.source}: {output}, kept for plans of this machine in {kept}"
+        print(found.to_json() if as_json else said)
         return
     with working("examining this machine"), quiet():
         from zero_engine.doctor import as_table, examine

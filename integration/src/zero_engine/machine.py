@@ -15,6 +15,7 @@ import torch
 from zero_core.record.environment import available_cores, memory_limit_bytes, read_text
 
 __all__ = [
+    "accelerator_names",
     "available_cores",
     "cache_bytes",
     "locked_memory_limit_bytes",
@@ -62,6 +63,14 @@ def peak_bytes() -> int:
     """Return the largest resident set of this process since it started."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def accelerator_names() -> list[str]:
+    """Return the name of each accelerator that torch sees, by index."""
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return [str(module.get_device_name(n)) for n in range(torch.accelerator.device_count())]
 
 
 def processor_name() -> str:

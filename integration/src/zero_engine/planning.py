@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.gpt2 import GPT2Config
 
 import zero_core
@@ -19,11 +21,14 @@ from zero_core.errors import ConfigError
 from zero_core.plan.plan import GPUS_PER_NODE
 from zero_core.plan.rates import Calibration
 from zero_engine import machine
+from zero_engine.calibration.kept import KeptRates, kept_rates
 from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration
 from zero_engine.train.settings import AUTO, RunSettings, engine_config
 
 GB = 10**9
 MAX_RANKS = 2**20
+USUAL_TOKENS = 1024
+"""Tokens of a sample with kept rates and no ``--seq-length``, or the model's most if fewer."""
 _LARGEST = {"layers": 10_000, "width": 2**20, "heads": 2**20, "vocab": 2**31, "tokens": 2**24}
 """Options of the GPT-2, all at least 1, and the largest number that each may be."""
 
@@ -82,7 +87,8 @@ class PlanRequest:
     Attributes:
         model: a ``config.json`` or its folder; None: a GPT-2 of ``sizes``.
         sizes: see `read_model`.
-        tokens: per sample; with them, a micro-batch is traced.
+        tokens: per sample; with them, a micro-batch is traced. None with kept rates:
+            `USUAL_TOKENS`.
         batch_size: samples of a step over all ranks.
         micro_batch_size: samples of a rank and micro-step.
         config: path of the configuration; None: the default one.
@@ -90,9 +96,10 @@ class PlanRequest:
         ranks_per_node: see `zero_core.plan`.
         device_memory: of one device, as `parse_bytes` reads it.
         host_memory: of one node, likewise.
-        rates: file of a calibration.
+        rates: file of a calibration; None: the kept one, if it fits this machine.
+        no_rates: use no kept calibration.
         device: name of a device of the table.
-        allow_rounding: see `zero_core.plan`.
+        allow_rounding, nvme_path: see `zero_core.plan`.
         fit: where the best choice's configuration goes.
         on_cpu: whether the ranks compute on the host.
     """
@@ -108,8 +115,10 @@ class PlanRequest:
     device_memory: str | None = None
     host_memory: str | None = None
     rates: str | None = None
+    no_rates: bool = False
     device: str | None = None
     allow_rounding: bool = False
+    nvme_path: str | None = None
     fit: str | None = None
     on_cpu: bool = False
 
@@ -119,22 +128,22 @@ class PlanRequest:
         Raises:
             ConfigError: an option or a file is wrong.
         """
-        model = read_model(self.model, self.tokens, self.sizes)
+        model = self._model
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ConfigError(f"--world-size {self.ranks}: must be from 1 to {MAX_RANKS}")
-        calibration = self._calibration()
+        calibration, tokens = self._calibration, self._traced_tokens
         settings = self.settings()
         limits = {"device-memory": self.device_memory, "host-memory": self.host_memory}
         device, host = (None if v is None else parse_bytes(v, k) for k, v in limits.items())
         if device is None and self.device is not None:
             device = device_memory(self.device)
         is_on_cpu = self.on_cpu
-        if self.rates is not None and calibration is not None and calibration.rates[0].cores:
+        if self.device is None and calibration is not None and calibration.rates[0].cores:
             is_on_cpu = True
         inputs = None
-        if self.tokens is not None:
+        if tokens is not None:
             resolved = zero_core.load_config(settings, world_size=self.ranks)
-            shape = (resolved.train_micro_batch_size_per_gpu, self.tokens)
+            shape = (resolved.train_micro_batch_size_per_gpu, tokens)
             ids = torch.zeros(shape, dtype=torch.int64, device="meta")
             inputs = {"input_ids": ids, "labels": ids}
         return zero_core.plan(
@@ -148,7 +157,19 @@ class PlanRequest:
             device_type="cpu" if is_on_cpu else "accelerator",
             calibration=calibration,
             allow_rounding=self.allow_rounding,
+            nvme_path=self.nvme_path,
         )
+
+    @property
+    def said(self) -> str:
+        """A line about the kept rates, empty if the request names others."""
+        if self._kept is None:
+            return ""
+        if self._kept.calibration is None or self.tokens is not None:
+            return self._kept.said
+        if self._traced_tokens is None:
+            return "no times: MODEL is not known as a causal language model: give --seq-length"
+        return f"{self._kept.said}, for {self._traced_tokens} tokens a sample (--seq-length)"
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration, with the batch that was asked for."""
@@ -182,17 +203,54 @@ class PlanRequest:
         except OSError as error:
             raise ConfigError(f"--fit {self.fit}: {error.strerror}") from None
 
-    def _calibration(self) -> Calibration | None:
-        if self.rates is None and self.device is None:
+    @cached_property
+    def _kept(self) -> KeptRates | None:
+        """The kept rates, or None if the request names others."""
+        if self.no_rates or self.rates is not None or self.device is not None:
             return None
-        if self.rates is not None and self.device is not None:
-            raise ConfigError("--rates and --device exclude each other")
+        found = kept_rates()
+        of_cpu = found.calibration is not None and found.calibration.rates[0].cores is not None
+        if of_cpu and self.device_memory is not None:
+            return KeptRates(None, "no times: the kept rates are a CPU's, without --device-memory")
+        if found.calibration is not None and not of_cpu and self.on_cpu:
+            return KeptRates(None, "no times: the kept rates are an accelerator's, without --cpu")
+        return found
+
+    @cached_property
+    def _calibration(self) -> Calibration | None:
+        given = {
+            "--rates": self.rates,
+            "--device": self.device,
+            "--no-rates": self.no_rates or None,
+        }
+        named = [option for option, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise ConfigError(f"{' and '.join(named)} exclude each other")
+        if self._kept is not None:
+            return self._kept.calibration
+        if self.no_rates:
+            return None
         if self.tokens is None:
             raise ConfigError("times need the tokens of a sample: give --seq-length")
         if self.rates is not None:
             return read_calibration(self.rates)
         per_node = self.ranks_per_node or min(self.ranks, GPUS_PER_NODE)
         return device_calibration(str(self.device), per_node)
+
+    @cached_property
+    def _model(self) -> Any:
+        return read_model(self.model, self.tokens, self.sizes)
+
+    @cached_property
+    def _traced_tokens(self) -> int | None:
+        if self.tokens is not None or self._calibration is None:
+            return self.tokens
+        model = self._model
+        config = model if isinstance(model, Mapping) else model.to_dict()
+        if config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return None
+        most = config.get("max_position_embeddings", config.get("n_positions", USUAL_TOKENS))
+        return min(int(most), USUAL_TOKENS)
 
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:

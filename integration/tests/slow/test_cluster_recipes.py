@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -236,3 +237,27 @@ def test_image_installs_from_the_wheelhouse_for_a_user_who_is_not_root() -> None
     (install,) = installs
     assert "--no-index --find-links=/wheelhouse" in install
     assert "source=wheelhouse,target=/wheelhouse" in install
+    assert install.endswith('"zero-engine[all]"')
+
+
+@pytest.mark.parametrize("has_wheel", [True, False])
+def test_image_has_the_python_of_the_wheelhouse(has_wheel: bool, tmp_path: Path) -> None:
+    """What stands at its top finds the release; the install refuses another one by name."""
+    text = (CLUSTERS / "Containerfile").read_text(encoding="utf-8")
+    house = tmp_path / "wheelhouse"
+    house.mkdir()
+    minor = sys.version_info.minor if has_wheel else 99
+    (house / f"cpu_adam-0.1.0-cp3{minor}-cp3{minor}-linux_x86_64.whl").touch()
+    (found,) = re.findall(r"^# +PYTHON=(\$\(.*\))$", text, re.M)
+    bash = ("bash", "-c")
+    said = subprocess.run([*bash, f"echo {found}"], cwd=tmp_path, stdout=-1, text=True, check=True)
+    assert said.stdout == f"3.{minor}\n"
+    (install,) = (a for w, a in _instructions(text) if w == "RUN" and "pip install" in a)
+    command = re.sub(r"--mount=\S+", "", install).replace("/wheelhouse", str(house))
+    command = (
+        f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; pip() {{ echo pip; }}; {command}'
+    )
+    done = subprocess.run([*bash, command], capture_output=True, text=True, check=False)
+    assert (done.stdout == "pip\n") is has_wheel
+    assert (done.returncode == 0) is has_wheel
+    assert has_wheel or "--build-arg PYTHON" in done.stderr

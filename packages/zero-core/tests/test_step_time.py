@@ -156,6 +156,16 @@ def test_the_host_takes_what_is_needed_first_of_what_has_arrived() -> None:
     assert (late.stop, more[1].stop, more[0].stop) == (2.0, 3.0, 4.0)
 
 
+def test_of_what_is_needed_at_once_the_host_takes_what_was_added_first() -> None:
+    """Not what lies at the lower address: a plan made twice is the same."""
+    schedule = Schedule(cores=None)
+    arrived = schedule.add("main", "compute", "backward", 1.0)
+    later = [schedule.add("file", "file", str(n), 1.0, [arrived], need=1) for n in range(64)]
+    schedule.work[1:] = later = sorted(later, key=id, reverse=True)
+    schedule.run()
+    assert [work.stop for work in later] == [2.0 + n for n in range(64)]
+
+
 def test_work_that_waits_for_itself_is_refused() -> None:
     schedule = Schedule(cores=None)
     first = schedule.add("main", "compute", "a", 1.0)

@@ -148,7 +148,7 @@ def search(bench: Bench, case: Case, rounds: int) -> Row:
     planned, plan_s = bench.plan(case)
     best = planned.best
     assert best is not None, "no memory was given"
-    choices = {c.whole: c for c in planned.choices if c.is_fitting and not c.is_quantized}
+    choices = {c.whole: c for c in planned.choices if c.is_fitting and not c.is_rounded}
     rows: dict[str, Row] = {}
     for number, (name, choice) in itertools.product(range(rounds), choices.items()):
         assert choice.step_time is not None, "there are inputs and a calibration"

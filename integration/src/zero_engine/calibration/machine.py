@@ -19,8 +19,9 @@ import torch
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import ConfigError, ZeroError
 from zero_core.plan.rates import FORMAT, Calibration, Curve, Rates
+from zero_engine.calibration.kept import keep
 from zero_engine.calibration.rank import merged
-from zero_engine.machine import available_cores, processor_name
+from zero_engine.machine import accelerator_names, available_cores, processor_name
 
 LIMIT_S = 300.0
 MOST_RANKS = 8
@@ -46,9 +47,9 @@ def measure_machine(ranks: Sequence[int] | None, disk: Path | None) -> Calibrati
         ZeroError: a rank failed.
     """
     cores = available_cores()
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    counts = sorted(set(ranks or default_ranks(cores, devices)))
-    name = processor_name() if not devices else str(torch.cuda.get_device_name(0))
+    devices = accelerator_names()
+    counts = sorted(set(ranks or default_ranks(cores, len(devices))))
+    name = devices[0] if devices else processor_name()
     rows = [_measure(count, cores, disk) for count in counts]
     source = f"measured on {date.today().isoformat()}, torch {torch.__version__}"
     found = {"format": FORMAT, "device": name, "source": source, "rates": rows}
@@ -60,11 +61,15 @@ def default_ranks(cores: int, devices: int) -> set[int]:
     return {1, devices} if devices else {1, min(2, cores), min(MOST_RANKS, cores)}
 
 
-def measure_to(output: str, ranks: Sequence[int] | None, disk: str | None) -> Calibration:
-    """Measure this machine and write a file that `read_calibration` reads.
+def measure_to(
+    output: str, ranks: Sequence[int] | None, disk: str | None
+) -> tuple[Calibration, Path]:
+    """Measure this machine, write a file that `read_calibration` reads, and keep the rates.
+
+    Returns the rates and the file that keeps them (`zero_engine.calibration.kept`).
 
     Raises:
-        ConfigError: a number of ranks or a folder is wrong.
+        ConfigError: a number of ranks or a folder is wrong, or a file cannot be written.
         ZeroError: a rank failed.
     """
     wrong = next((number for number in ranks or () if number < 1), None)
@@ -79,7 +84,7 @@ def measure_to(output: str, ranks: Sequence[int] | None, disk: str | None) -> Ca
         Path(output).write_text(found.to_json() + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output {output}: {error.strerror}") from None
-    return found
+    return found, keep(found, output)
 
 
 def _measure(count: int, cores: int, disk: Path | None) -> dict[str, object]:

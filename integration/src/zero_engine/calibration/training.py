@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,22 +54,31 @@ class _Flat(nn.Module):
 def time_updates(watch: Stopwatch) -> None:
     """Time the device's update and the host's, by the real engine alone on each rank."""
     alone = Ranks(None, 0, 1, watch.device)
-    for dtype in ("float32", "bfloat16"):
-        for place, offload in (("device", "none"), ("host", "cpu")):
-            try:
-                points: Points = [(n, _update_s(alone, n, dtype, offload, watch)) for n in UPDATED]
-            except MissingPartError:
-                continue
-            watch.curves[f"update.{place}.{dtype}"] = rising(points)
+    host = {"device": "cpu"}
+    measured = {
+        f"{place}.{dtype}": (dtype, offload)
+        for dtype in ("float32", "bfloat16")
+        for place, offload in (("device", {"device": "none"}), ("host", host))
+    }
+    for state in ("bfloat16", "int8"):
+        measured[f"host.float32.{state}"] = ("float32", {**host, "state_dtype": state})
+    for name, (dtype, offload) in measured.items():
+        try:
+            points: Points = [(n, _update_s(alone, n, dtype, offload, watch)) for n in UPDATED]
+        except MissingPartError:
+            continue
+        watch.curves[f"update.{name}"] = rising(points)
 
 
-def _update_s(ranks: Ranks, numel: int, dtype: str, offload: str, watch: Stopwatch) -> float:
+def _update_s(
+    ranks: Ranks, numel: int, dtype: str, offload: Mapping[str, str], watch: Stopwatch
+) -> float:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "bf16": {"enabled": dtype == "bfloat16"},
         "gradient_clipping": 1e9,  # so that the update begins in the step
-        "zero_optimization": {"offload_optimizer": {"device": offload}},
+        "zero_optimization": {"offload_optimizer": {**offload}},
     }
     engine = zero_core.build(_Flat(numel), config, process_group=ranks)
     times: list[float] = []

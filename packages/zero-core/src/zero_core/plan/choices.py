@@ -1,20 +1,28 @@
-"""Savings between nodes by quantized collectives and secondary shards.
+"""Changes of a configuration that a plan tries: traffic between nodes, and placements.
 
 Each choice is the configuration with a few keys changed; nothing else about the run changes.
+
+[Note: placements]
+parameters  in host memory (`offload_param`), at stage 3 on an accelerator
+states      on NVMe in place of host memory, where a folder on such a disk is known
+bits        Adam's moments in 16 or 8 bits on the host, which alone changes numbers
+schedule    the host updates in backward or after it; its share is the model's last or first part
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zero_core.comm.meter import Links
-from zero_core.config import Config
+from zero_core.config import Config, ZeroConfig
 from zero_core.layout.arithmetic import Layout
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import collectives_memory
 from zero_core.plan.traffic import step_traffic
+from zero_core.step.gradient import updates_in_backward
 
 _WEIGHTS = {"zero_quantized_weights": True, "zero_lossless_weights": False}
 _LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}
@@ -34,6 +42,10 @@ _FOUR_BIT = {
     "zero_quantized_gradients_hadamard": True,
 }
 """SDP4Bit (arXiv 2410.15526): differences of weights, gradients in 8 and 4 bits, rotated."""
+
+
+_STATES, _PARAMS = "offload_optimizer", "offload_param"
+MOMENTS = {"bfloat16": "bf16 moments", "int8": "8-bit moments"}
 
 
 @dataclass(frozen=True)
@@ -103,3 +115,96 @@ def _choices(stage: int, ranks_per_node: int) -> Iterator[tuple[str, dict[str, A
     if stage == 3:
         yield "all of these", {**partition, **_WEIGHTS, **_GRADIENTS}
         yield "4-bit mode", {**partition, **_WEIGHTS, **_GRADIENTS, **_FOUR_BIT}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Keys that differ from the configuration. See [Note: placements].
+
+    Attributes:
+        words: the difference in words; empty for the configuration itself.
+        settings: ``(block, key, value)`` of ``zero_optimization``.
+        is_rounding: whether the numbers of a run change.
+    """
+
+    words: str = ""
+    settings: tuple[tuple[str, str, Any], ...] = ()
+    is_rounding: bool = False
+
+    @property
+    def device(self) -> str | None:
+        """Device of the host's part of the states, where it differs."""
+        return next((v for b, k, v in self.settings if (b, k) == (_STATES, "device")), None)
+
+    @property
+    def needs_offload(self) -> bool:
+        """Whether it says something about states on the host."""
+        return any(block == _STATES for block, _, _ in self.settings)
+
+    @property
+    def needs_stage_3(self) -> bool:
+        """Whether it says something about offloaded parameters."""
+        return any(block == _PARAMS for block, _, _ in self.settings)
+
+    def joined(self, other: Placement) -> Placement:
+        """Return both differences as one."""
+        words = ", ".join(w for w in (self.words, other.words) if w)
+        is_rounding = self.is_rounding or other.is_rounding
+        return Placement(words, self.settings + other.settings, is_rounding)
+
+    def of(self, zero: ZeroConfig) -> ZeroConfig:
+        """Return a resolved block changed to this."""
+        for name, key, value in self.settings:
+            block = getattr(zero, name).model_copy(update={key: value})
+            zero = zero.model_copy(update={name: block})
+        return zero
+
+    def apply(self, zero: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a block, as it was given, with the keys changed."""
+        found = {**zero}
+        for name, key, value in self.settings:
+            found[name] = {**found.get(name, {}), key: value}
+        return found
+
+
+AS_CONFIGURED = Placement()
+
+
+def placements(zero: ZeroConfig, nvme_path: str | None, *, is_accelerated: bool) -> list[Placement]:
+    """Return the other places of parameters and states, the smaller change before the larger."""
+    params, states = [AS_CONFIGURED], [AS_CONFIGURED]
+    if zero.offload_param.device != "none":
+        words = "parameters on the device"
+        params.append(Placement(words, ((_PARAMS, "device", "none"),)))
+    elif is_accelerated:
+        words = "parameters in host memory"
+        params.append(Placement(words, ((_PARAMS, "device", "cpu"),)))
+    if zero.offload_optimizer.device == "nvme":
+        words = "states in host memory"
+        states.append(Placement(words, ((_STATES, "device", "cpu"),)))
+    elif nvme_path is not None:
+        keys = (_STATES, "device", "nvme"), (_STATES, "nvme_path", nvme_path)
+        states.append(Placement("states on NVMe", keys))
+    pairs = [of_states.joined(p) for of_states, p in itertools.product(states, params)]
+    return pairs[1:]
+
+
+def roundings(zero: ZeroConfig) -> list[Placement]:
+    """Return the bits of Adam's moments on the host that are fewer than the configured ones."""
+    order = ["float32", *MOMENTS]
+    fewer = order[order.index(zero.offload_optimizer.state_dtype) + 1 :]
+    return [
+        Placement(MOMENTS[dtype], ((_STATES, "state_dtype", dtype),), is_rounding=True)
+        for dtype in fewer
+    ]
+
+
+def schedules(config: Config, ratio: float) -> Iterator[Placement]:
+    """Yield the other schedules of a host's update. None changes numbers."""
+    is_later = updates_in_backward(config)
+    words = "the host updates after backward" if is_later else "the host updates in backward"
+    yield Placement(words, ((_STATES, "update_in_backward", not is_later),))
+    offload = config.zero_optimization.offload_optimizer
+    if 0 < ratio < 1 and offload.parameters is None:
+        end = "first" if offload.host_share == "last" else "last"
+        yield Placement(f"the host has the {end} part", ((_STATES, "host_share", end),))

@@ -250,6 +250,12 @@ class Forecast:
         master = self._config.master_dtype(torch.bfloat16).itemsize
         return (master + self._state_bytes) * is_in_file
 
+    def bytes_in_file(self, ratio: float) -> int:
+        """Return the bytes of master weights and states on NVMe."""
+        if not self.file_bytes:
+            return 0
+        return self.file_bytes * sum(self.host_numel(s, ratio) for *_, s in self._spans)
+
     def memory(self, ratio: float) -> MemoryUse:
         """Return the bytes by kind with the first ``ratio`` of the optimizer state on the host.
 

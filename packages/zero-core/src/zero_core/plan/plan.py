@@ -41,6 +41,7 @@ def plan(
     device_type: Literal["accelerator", "cpu"] = "accelerator",
     calibration: Calibration | None = None,
     allow_rounding: bool = False,
+    nvme_path: str | None = None,
 ) -> Plan:
     """Compute the memory and traffic of `build` and a training step. Nothing is allocated.
 
@@ -66,7 +67,9 @@ def plan(
         device_type: "accelerator", or "cpu" where parameters are in host memory too: the sum
             of both is then held against ``host_memory``.
         calibration: speeds of the machine.
-        allow_rounding: choose configurations as well whose numbers differ: quantized communication.
+        allow_rounding: choose configurations as well whose numbers differ: quantized communication,
+            and Adam's moments of 16 or 8 bits on the host.
+        nvme_path: folder on an NVMe disk that may hold optimizer states. Its room is not checked.
 
     Raises:
         ConfigError: an argument or the configuration is wrong, or does not fit the model.
@@ -74,8 +77,10 @@ def plan(
     """
     per_node = min(world_size, GPUS_PER_NODE) if ranks_per_node is None else ranks_per_node
     rates = None if calibration is None else calibration.at(per_node)
-    machine = Machine(world_size, per_node, device_memory, host_memory, device_type, rates)
     resolved = load_config(config, world_size=world_size).on_nodes(per_node, world_size)
+    machine = Machine(
+        world_size, per_node, device_memory, host_memory, device_type, rates, nvme_path
+    )
     module = model if isinstance(model, nn.Module) else _model_of(model)
     drawn = Blueprint.draw(module, resolved, world_size)
     planner = Planner(drawn, resolved, machine, buffer_bytes(module, resolved), example_inputs)

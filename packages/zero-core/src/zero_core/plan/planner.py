@@ -3,23 +3,29 @@
 [Note: choices]
 A choice is a stage, a ratio and a variant. The **ratio** is the share of the optimizer state that
 the host holds and updates (`zero_optimization.offload_optimizer.ratio`; 0 is no offload). A
-**variant** has another micro-batch with as many samples in a step, recomputes activations, or
-quantizes what ranks of several nodes exchange, which alone changes numbers.
+**variant** has another micro-batch with as many samples in a step, recomputes activations, has
+another placement (`zero_core.plan.choices`), or quantizes what ranks of several nodes exchange.
+Quantizing, and moments of fewer bits, change numbers: such choices are shown, and may be the best
+one only if rounding is allowed.
 
 Without times the best choice is the smallest change that fits: raising the stage comes before
 moving optimizer state to the host, and of two stages the one that needs less of it there; a stage
-is never lowered. If no stage fits, activations are recomputed, then the micro-batch is halved.
+is never lowered. If no stage fits, activations are recomputed, then the micro-batch is halved; if
+nothing fits so either, parameters go to the host, then states to NVMe.
 
 With times it is one whose seconds per sample are within `WORTH` of the least: the configuration
-itself, or else the one with the smallest ratio, and of these the one with the least device memory.
-Predictions are not so exact that a smaller difference would mean anything.
+itself, or else the one whose placement has the fewest other keys, then the one with the smallest
+ratio, then the one with the least device memory. Predictions are not so exact that a smaller
+difference would mean anything. Other placements are tried with the configured variant and the best
+one, other schedules with the `NUM_LEADERS` fastest; with all variants only where nothing fits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -29,9 +35,18 @@ from zero_core._torch import pytree
 from zero_core.blueprint import Blueprint
 from zero_core.comm.meter import Links
 from zero_core.config import ActivationCheckpointingConfig, Config, OffloadParamConfig
+from zero_core.config.rules import check_rules
 from zero_core.errors import ConfigError
+from zero_core.optim.factory import has_kernel_rule
 from zero_core.plan.activations import Trace, is_recomputed, trace_step
-from zero_core.plan.choices import traffic_choices
+from zero_core.plan.choices import (
+    AS_CONFIGURED,
+    Placement,
+    placements,
+    roundings,
+    schedules,
+    traffic_choices,
+)
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import Forecast, MemoryUse
 from zero_core.plan.prediction import Prediction
@@ -46,6 +61,9 @@ WORTH = 0.02
 MOST_MICRO_BATCHES = 6
 RATIOS = (0.25, 0.5, 0.75)
 """Tried besides 0, 1 and the least that fits, where times are known."""
+NUM_LEADERS = 3
+"""Fastest choices with offload whose schedule is varied."""
+DISK_RATES = ("file.read", "file.write")
 _QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 
 
@@ -59,6 +77,7 @@ class Machine:
     host_memory: int | None
     device_type: str
     rates: Rates | None = None
+    nvme_path: str | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -81,6 +100,14 @@ class Machine:
                 f"device_type = {self.device_type!r} with a calibration of "
                 f"{'a CPU' if self.rates.cores else 'an accelerator'}: give one of this kind"
             )
+        if self.nvme_path is not None and self.rates is not None:
+            missing = [name for name in DISK_RATES if name not in self.rates.curves]
+            if missing:
+                raise ConfigError(
+                    f"nvme_path = {self.nvme_path!r} with a calibration without rates of a disk: "
+                    "measure it with zero-engine doctor --measure --disk FOLDER, or plan without "
+                    "rates"
+                )
         if self.device_type == "cpu" and self.device_memory is not None:
             raise ConfigError("device_memory with device_type 'cpu': give host_memory alone")
 
@@ -115,11 +142,13 @@ class Variant:
         micro_batch: samples of a rank and micro-step.
         is_recomputed: whether activations are recomputed.
         is_quantized: whether weights and gradients are quantized between ranks.
+        placement: of states and parameters.
     """
 
     micro_batch: int
     is_recomputed: bool
     is_quantized: bool = False
+    placement: Placement = AS_CONFIGURED
 
     def of(self, config: Config) -> Config:
         """Return the configuration changed to this."""
@@ -132,11 +161,11 @@ class Variant:
             changes["activation_checkpointing"] = ActivationCheckpointingConfig()
         if not self.is_recomputed:
             changes["activation_checkpointing"] = None
-        zero = config.zero_optimization
+        zero = self.placement.of(config.zero_optimization)
         if self.is_quantized and zero.quantized_key is None:
             weights = {"zero_quantized_weights": zero.stage == 3}
-            changed = zero.model_copy(update={**_QUANTIZED, **weights})
-            changes["zero_optimization"] = changed
+            zero = zero.model_copy(update={**_QUANTIZED, **weights})
+        changes["zero_optimization"] = zero
         return config.model_copy(update=changes)
 
 
@@ -195,7 +224,8 @@ class Planner:
         Gradients go to the host with it.
         """
         config = self._changed(variant, stage, device)
-        key = (stage, device, config.gradient_accumulation_steps, variant.is_quantized)
+        micro_steps = config.gradient_accumulation_steps
+        key = (stage, device, micro_steps, variant.is_quantized, variant.placement)
         if key not in self._forecasts:
             self._forecasts[key] = Forecast(
                 self._drawn,
@@ -253,16 +283,24 @@ class Planner:
         forecast = self._forecast(self._given, self._stage, self._device)
         configured = self._choice(self._given, self._stage, self._ratio)
         choices = [configured, *self._choices(self._given)]
-        variants = self._variants()[1:]
+        variants = self._variants()
+        rounded = list(self._rounded_choices())
         if machine.rates is None:
             best = configured if configured.is_fitting else self._smallest(choices)
-            while best is None and variants:
-                further = list(self._choices(variants.pop(0)))
+            for variant in [*variants[1:], *self._placed(variants)]:
+                if best is not None:
+                    break
+                further = list(self._choices(variant))
                 choices += further
                 best = self._smallest(further)
+            if best is None and allow_rounding:
+                best = self._smallest(rounded)
+            choices += rounded
         else:
-            choices += [choice for variant in variants for choice in self._choices(variant)]
-            choices += self._quantized_choices()
+            choices += [choice for variant in variants[1:] for choice in self._choices(variant)]
+            choices += [*self._quantized_choices(), *rounded]
+            choices += self._placed_choices(configured, choices, variants)
+            choices += self._scheduled_choices(configured, choices)
             best = _fastest(configured, choices, allow_rounding=allow_rounding)
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
         by_key = {choice.key: choice for choice in reversed(choices)}
@@ -288,18 +326,79 @@ class Planner:
 
     def _choices(self, variant: Variant) -> Iterator[Choice]:
         """Yield the choices of a variant: each stage with no offload, all, and shares between."""
-        can_offload = self._can_offload()
+        can_offload, placement = self._can_offload(), variant.placement
+        is_divisible = can_offload and self._drawn.updates_slices
         found: list[Choice] = []
-        for stage in self._stages:
-            ratios = [0.0, 1.0] if can_offload else [0.0]
+        for stage in [3] if placement.needs_stage_3 else self._stages:
+            ratios = [] if placement.needs_offload else [0.0]
+            ratios += [1.0] if can_offload else []
             # Moving state from host memory to host memory saves nothing.
-            if can_offload and self._machine.is_accelerated and self._drawn.updates_slices:
+            if is_divisible and self._machine.is_accelerated:
                 found.append(self._least_offload(variant, stage))
-                ratios += RATIOS if self._machine.rates is not None else ()
+            if is_divisible and self._machine.rates is not None and placement == AS_CONFIGURED:
+                ratios += RATIOS
             found += [self._choice(variant, stage, ratio) for ratio in ratios]
         for choice in found:
-            if self._forecast_of(variant, choice.stage, choice.ratio).is_complete:
+            is_told = choice.ratio > 0 or not placement.needs_offload
+            if is_told and self._forecast_of(variant, choice.stage, choice.ratio).is_complete:
                 yield choice
+
+    def _placed(self, variants: Sequence[Variant]) -> list[Variant]:
+        """Return the variants with each other placement, the smaller change before the larger."""
+        zero, machine = self._config.zero_optimization, self._machine
+        path = machine.nvme_path if self._drawn.updates_slices else None
+        found = placements(zero, path, is_accelerated=machine.is_accelerated)
+        served = [placement for placement in found if self._is_served(placement)]
+        return [replace(variant, placement=p) for p in served for variant in variants]
+
+    def _placed_choices(
+        self, configured: Choice, choices: Sequence[Choice], variants: Sequence[Variant]
+    ) -> list[Choice]:
+        """Return choices of other placements, of all variants only where nothing else fits."""
+        best = _fastest(configured, choices, allow_rounding=False)
+        if best is not None:
+            variants = list(dict.fromkeys([self._given, _variant_of(best)]))
+        found: list[Choice] = []
+        for _, group in groupby(self._placed(variants), key=lambda v: v.placement):
+            found += [choice for variant in group for choice in self._choices(variant)]
+            if best is None and any(choice.is_fitting for choice in found):
+                break
+        return found
+
+    def _scheduled_choices(self, configured: Choice, choices: Sequence[Choice]) -> Iterator[Choice]:
+        """Yield the fastest choices with offload, and the configured one, on other schedules."""
+        fitting = [c for c in choices if c.is_fitting and not c.is_rounded]
+        leaders = sorted(fitting, key=lambda c: c.sample_s)
+        leaders = [c for c in leaders if c.ratio > 0][:NUM_LEADERS]
+        for leader in [configured, *(c for c in leaders if c.key != configured.key)]:
+            variant = _variant_of(leader)
+            config = self._changed(variant, leader.stage, leader.device)
+            for schedule in schedules(config, leader.ratio) if leader.ratio else ():
+                placement = variant.placement.joined(schedule)
+                if self._is_served(placement):
+                    other = replace(variant, placement=placement)
+                    yield self._choice(other, leader.stage, leader.ratio)
+
+    def _rounded_choices(self) -> Iterator[Choice]:
+        """Yield the configured variant with moments of fewer bits on the host."""
+        is_adam = isinstance(self._drawn.optimizer, torch.optim.Adam | torch.optim.AdamW)
+        is_amsgrad = any(group.get("amsgrad") for group in self._drawn.groups)
+        if not is_adam or is_amsgrad or not has_kernel_rule(self._config, self._drawn.given):
+            return
+        for placement in roundings(self._config.zero_optimization):
+            if self._is_served(placement):
+                yield from self._choices(replace(self._given, placement=placement))
+
+    def _is_served(self, placement: Placement) -> bool:
+        """Whether the engine and its packages accept a configuration with this placement."""
+        stage = 3 if placement.needs_stage_3 else self._stage
+        variant, device = replace(self._given, placement=placement), self._offloaded
+        try:
+            check_rules(self._changed(variant, stage, device), self._machine.world_size)
+            self._forecast(variant, stage, placement.device or device)
+        except ConfigError:
+            return False
+        return True
 
     def _quantized_choices(self) -> Iterator[Choice]:
         """Yield the configured variant with quantized communication, between nodes."""
@@ -327,6 +426,8 @@ class Planner:
         return self._forecast(variant, stage, self._device_of(variant, stage, ratio))
 
     def _device_of(self, variant: Variant, stage: int, ratio: float) -> str:
+        if variant.placement.device is not None:
+            return variant.placement.device if ratio else "none"
         if (stage, ratio) == (self._stage, self._ratio):
             return self._device
         return self._offloaded if ratio else "none"
@@ -345,6 +446,8 @@ class Planner:
         forecast = self._forecast_of(variant, stage, ratio)
         use = self._memory(variant, forecast, ratio)
         is_fitting = forecast.is_complete and self._machine.has_room(use)
+        # Other variants that do not fit are not simulated: a plan stays a matter of seconds.
+        is_timed = forecast.is_complete and (is_fitting or variant == self._given)
         return Choice(
             stage,
             ratio,
@@ -357,7 +460,9 @@ class Planner:
             is_recomputed=variant.is_recomputed,
             is_quantized=variant.is_quantized,
             is_varied=variant != self._given,
-            step_time=self._step_time(variant, stage, ratio) if forecast.is_complete else None,
+            placement=variant.placement,
+            file_bytes=forecast.bytes_in_file(ratio),
+            step_time=self._step_time(variant, stage, ratio) if is_timed else None,
         )
 
     def _step_time(self, variant: Variant, stage: int, ratio: float) -> StepTime | None:
@@ -406,11 +511,17 @@ class Planner:
                 f"{change} fits: {_needs(best)}"
             )
         smallest = min(choices, key=lambda c: (c.device_bytes, c.host_bytes))
-        return (
+        said = (
             f"nothing fits {limits}: {configured} takes {_needs(configured)}; the least device "
             f"memory of any choice is {_needs(smallest)} ({smallest}). Use more ranks, a smaller "
             "micro-batch or activation checkpointing"
         )
+        rounded = next((choice for choice in choices if choice.is_fitting), None)
+        if self._machine.nvme_path is None:
+            said += "; or name a folder on an NVMe disk (nvme_path)"
+        if rounded is not None:
+            said += f"; or allow rounding: {rounded} fits, with {_needs(rounded)}"
+        return said
 
 
 def _has_rows(value: Any, number: int) -> bool:
@@ -422,21 +533,32 @@ def _fastest(
 ) -> Choice | None:
     """Return the best choice by time of those that fit. See [Note: choices]."""
     fitting = [c for c in choices if c.is_fitting and c.step_time is not None]
-    allowed = [c for c in fitting if allow_rounding or not c.is_quantized]
+    allowed = [c for c in fitting if allow_rounding or not c.is_rounded]
     if configured.is_fitting:
         allowed.append(configured)
     least_s = min((c.sample_s for c in allowed), default=0.0)
     close = [c for c in allowed if c.sample_s * (1 - WORTH) <= least_s]
     if configured in close:
         return configured
-    return min(close, key=lambda c: (c.ratio, c.device_bytes, c.sample_s), default=None)
+    return min(
+        close,
+        key=lambda c: (len(c.placement.settings), c.ratio, c.device_bytes, c.sample_s),
+        default=None,
+    )
+
+
+def _variant_of(choice: Choice) -> Variant:
+    return Variant(choice.micro_batch, choice.is_recomputed, choice.is_quantized, choice.placement)
 
 
 def _needs(choice: Choice) -> str:
     device, host = format_bytes(choice.device_bytes), format_bytes(choice.host_bytes)
-    return f"{device} on the device" + (
-        f" and {host} on the host per rank" if choice.host_bytes else ""
-    )
+    found = f"{device} on the device"
+    if choice.host_bytes:
+        found += f" and {host} on the host per rank"
+    if choice.file_bytes:
+        found += f", {format_bytes(choice.file_bytes)} on NVMe per rank"
+    return found
 
 
 def reasons(configured: Choice, best: Choice | None, choices: Sequence[Choice]) -> Iterator[str]:
@@ -461,14 +583,14 @@ def reasons(configured: Choice, best: Choice | None, choices: Sequence[Choice]) 
             f"{_bound(after)}"
         )
         yield from _differences(configured, best)
-    rounded = [c for c in choices if c.is_quantized and c.is_fitting and c.step_time is not None]
+    rounded = [c for c in choices if c.is_rounded and c.is_fitting and c.step_time is not None]
     fastest = min(rounded, key=lambda c: c.sample_s, default=None)
-    if fastest is not None and not best.is_quantized:
+    if fastest is not None and not best.is_rounded:
         gain = 1 - fastest.sample_s / best.sample_s
         if gain > WORTH:
             yield (
-                f"{fastest.whole} would take {gain:.0%} less, and rounds what is sent: it is "
-                "chosen only if rounding is allowed"
+                f"{fastest.whole} would take {gain:.0%} less, and rounds what it sends or keeps: "
+                "it is chosen only if rounding is allowed"
             )
 
 
@@ -504,6 +626,12 @@ def _differences(before: Choice, after: Choice) -> Iterator[str]:
         yield (
             f"Ratio {after.ratio:.2f} in place of {before.ratio:.2f}: the host's update takes "
             f"{lane('host')}, computation {lane('compute')}"
+        )
+    if after.placement != before.placement:
+        words = after.placement.words
+        yield (
+            f"{words[:1].upper()}{words[1:]}: copies take {lane('copies')}, the host's update "
+            f"{lane('host')}, files {lane('file')}"
         )
     if after.is_quantized and not before.is_quantized:
         yield (

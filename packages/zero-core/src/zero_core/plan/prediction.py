@@ -230,10 +230,13 @@ class Prediction:
         """Return the seconds of an update of so many elements of each segment."""
         optimizer = self._config.optimizer
         kind = "adamw" if optimizer is None else optimizer.type.lower()
+        state = self._config.zero_optimization.offload_optimizer.state_dtype
         found = 0.0
         for segment, numel in parts:
             dtype = str(segment.dtype).removeprefix("torch.")
             ends = [f"{kind}.{dtype}", dtype, _WIDE]
+            if place == "host" and state != _WIDE:
+                ends = [f"{dtype}.{state}", f"{_WIDE}.{state}", *ends]
             if numel:
                 found += self._rates.seconds([f"update.{place}.{end}" for end in ends], numel)
         return found

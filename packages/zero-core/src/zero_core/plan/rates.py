@@ -14,7 +14,8 @@ pass                    units                   the engine's work for a unit, fo
 step                    steps                   the engine's work for a step
 update.device.DTYPE     elements                the optimizer's update on the compute device, by
                                                 the dtype of the parameters
-update.host.DTYPE       elements                that of the host's kernel
+update.host.DTYPE       elements                that of the host's kernel; with moments of fewer
+                                                bits ".int8" or ".bfloat16" follows
 gather.within           bytes a rank sends      a gather among the ranks of a node; "reduce" and
                                                 "agree" (the small all-reduce of a step) likewise
 gather.between          bytes a rank sends      a gather between nodes

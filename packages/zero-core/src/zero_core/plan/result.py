@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero_core.comm.meter import Traffic
-from zero_core.plan.choices import TrafficChoice
+from zero_core.plan.choices import AS_CONFIGURED, Placement, TrafficChoice
 from zero_core.plan.forecast import MemoryUse
 from zero_core.plan.step_time import LANES, StepTime
 
@@ -39,8 +39,11 @@ class Choice:
         micro_steps: micro-steps of an optimizer step.
         is_recomputed: whether activations are recomputed.
         is_quantized: whether weights and gradients are quantized between ranks.
-        is_varied: whether any of the last four differs from the configuration.
-        step_time: the predicted time, with a calibration.
+        is_varied: whether any of the last four, or the placement, differs from the configuration.
+        placement: keys of states and parameters that differ from the configuration.
+        file_bytes: bytes of states on NVMe.
+        step_time: the predicted time, with a calibration. Choices that are varied have one only
+            if they fit.
     """
 
     stage: int
@@ -54,6 +57,8 @@ class Choice:
     is_recomputed: bool = False
     is_quantized: bool = False
     is_varied: bool = False
+    placement: Placement = AS_CONFIGURED
+    file_bytes: int = 0
     step_time: StepTime | None = None
 
     def __str__(self) -> str:
@@ -64,10 +69,16 @@ class Choice:
 
     @property
     def variant(self) -> str:
-        """Micro-batch, recomputation and quantization in words."""
+        """Micro-batch, recomputation, placement and quantization in words."""
         found = f"micro-batch {self.micro_batch}"
         found += ", activations recomputed" if self.is_recomputed else ""
+        found += f", {self.placement.words}" if self.placement.words else ""
         return found + (", quantized communication" if self.is_quantized else "")
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether its numbers differ from the configuration's."""
+        return self.is_quantized or self.placement.is_rounding
 
     @property
     def whole(self) -> str:
@@ -75,10 +86,11 @@ class Choice:
         return f"Stage{str(self)[5:]}" + ("" if self.is_varied else f", {self.variant}")
 
     @property
-    def key(self) -> tuple[float, ...]:
+    def key(self) -> tuple[float | str, ...]:
         """What tells choices apart, in the order of a table."""
         return (
             self.is_quantized,
+            self.placement.words,
             self.is_varied,
             self.micro_batch,
             self.is_recomputed,
@@ -104,6 +116,7 @@ class Choice:
         if self.stage != 3:
             for key in STAGE_3_KEYS:
                 zero.pop(key, None)
+        zero = self.placement.apply(zero)
         if self.is_quantized:
             zero["zero_quantized_gradients"] = True
             zero |= {"zero_quantized_weights": True} if self.stage == 3 else {}
@@ -260,11 +273,14 @@ class Plan:
         return _table("Choices", tuple(headings), rows)
 
     def _shown_choices(self) -> list[Choice]:
-        """Return the choices of a table: all without variants, and the fastest of those."""
+        """Return the choices of a table: all without variants, the fastest, each placement's."""
         plain = [c for c in self.choices if not c.is_varied]
         varied = sorted((c for c in self.choices if c.is_varied), key=lambda c: c.sample_s)
         fitting = [c for c in varied if c.is_fitting]
-        return plain + (fitting or varied)[:MOST_VARIED]
+        fastest = (fitting or varied)[:MOST_VARIED]
+        placed = {c.placement.words: c for c in reversed([*fitting, *varied]) if c.placement.words}
+        seen = {c.placement.words for c in fastest}
+        return [*plain, *fastest, *(c for words, c in placed.items() if words not in seen)]
 
 
 def _seconds(seconds: float) -> str:

@@ -7,7 +7,8 @@ Nothing waits and nothing is measured. Work takes given seconds on a resource, a
 main      the thread that computes, or the compute stream: in the order of the program
 link      collectives between ranks, in the order in which they are launched
 down      copies to the host, in order
-host      the host's updates, of those that may begin the one that is needed first
+host      the host's updates, of those that may begin the one that is needed first, or was added
+          first
 up        copies back, likewise
 file      reads and writes of NVMe offload, likewise
 
@@ -88,9 +89,11 @@ class Schedule:
         queues: dict[str, deque[Work]] = {name: deque() for name in IN_ORDER}
         ready: dict[str, list[tuple[int, int, Work]]] = {name: [] for name in BY_NEED}
 
+        place = {id(work): number for number, work in enumerate(self.work)}
+
         def offer(work: Work) -> None:
             if work.resource in ready and not work._num_awaited:
-                heapq.heappush(ready[work.resource], (work.need, id(work), work))
+                heapq.heappush(ready[work.resource], (work.need, place[id(work)], work))
 
         for work in self.work:
             work._num_awaited, work._left = len(work.after), work.seconds

@@ -1,0 +1,97 @@
+"""The rates that ``zero-engine doctor --measure`` keeps for this user and machine.
+
+They lie in ``$XDG_CACHE_HOME/zero-engine/rates.json`` (default ``~/.cache``): a calibration, and
+under "machine" what it was measured on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zero_core.config.schema import parse_json, read_config_text
+from zero_core.errors import ConfigError
+from zero_core.plan.rates import Calibration
+from zero_engine.machine import accelerator_names, available_cores, processor_name
+
+MEASURE = "measure this one with zero-engine doctor --measure"
+
+
+@dataclass(frozen=True)
+class KeptRates:
+    """The kept rates if they fit this machine, and a line that says so.
+
+    Attributes:
+        calibration: the rates; None where they may not be used.
+        said: which rates these are, or why there are none and what to do.
+    """
+
+    calibration: Calibration | None
+    said: str
+
+
+def kept_path() -> Path:
+    """Return the file of this user's rates."""
+    return Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero-engine/rates.json"
+    )
+
+
+def fingerprint() -> dict[str, object]:
+    """Return what rates depend on."""
+    return {
+        "processor": processor_name(),
+        "cores": available_cores(),
+        "accelerators": accelerator_names(),
+        "torch": torch.__version__,
+    }
+
+
+def keep(found: Calibration, written_to: str) -> Path:
+    """Keep rates of this machine, and return where. An interrupted write leaves the old ones.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = kept_path()
+    content = {**json.loads(found.to_json()), "machine": fingerprint()}
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the rates are in {written_to}, but cannot be kept in {path}: {error.strerror}; give "
+            f"--rates {written_to} to zero-engine plan, or set XDG_CACHE_HOME to a folder of yours"
+        ) from None
+    return path
+
+
+def kept_rates() -> KeptRates:
+    """Return the kept rates of this machine, if there are any.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = kept_path()
+    if not path.exists():
+        return KeptRates(None, f"no times: no rates are kept in {path}: {MEASURE}")
+    name = f"the kept rates {path}"
+    content = parse_json(read_config_text(path, name), name)
+    was, now = content.get("machine"), fingerprint()
+    if not isinstance(was, dict):
+        raise ConfigError(f"{name} say nothing about their machine: {MEASURE}")
+    differing = [key for key in now if was.get(key) != now[key]]
+    if not differing:
+        found = Calibration.from_json(content, name)
+        return KeptRates(found, f"times by the rates kept in {path}, {found.source}")
+    which = "another torch" if differing == ["torch"] else "another machine"
+    changed = ", ".join(f"{key} {was.get(key)}, here {now[key]}" for key in differing)
+    return KeptRates(
+        None, f"no times: the rates kept in {path} are of {which} ({changed}): {MEASURE}"
+    )

@@ -1,0 +1,105 @@
+"""``zero-engine plan`` finds the rates that ``doctor --measure`` kept for this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import refusal_of
+from typer.testing import CliRunner
+
+from zero_core.plan.rates import Calibration, Curve, Rates
+from zero_engine.calibration import kept, machine
+from zero_engine.calibration.kept import fingerprint, keep, kept_path, kept_rates
+from zero_engine.cli import app
+
+MODEL = ("plan", "--layers=2", "--width=32", "--heads=2", "--vocab=64")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "kept_path", kept_path)
+
+
+def rates_of_a_cpu() -> Calibration:
+    free = Curve(((1.0, 1e-6),))
+    names = ("memory.float32", "operator", "pass", "step", "matmul.float32")
+    updates = ("update.device.float32", "update.host.float32")
+    curves = dict.fromkeys((*names, *updates), free)
+    return Calibration("a processor", "measured then, torch x", (Rates(1, 1, 1, curves),))
+
+
+def planned(*options: str) -> tuple[dict[str, Any], str]:
+    """Return the plan as JSON, and what is said beside it."""
+    result = CliRunner().invoke(app, [*MODEL, "--micro-batch-size=2", "--json", *options])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), result.stderr
+
+
+def test_measured_rates_are_kept_beside_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "measure_machine", lambda ranks, disk: rates_of_a_cpu())
+    output = tmp_path / "rates.json"
+    said = CliRunner().invoke(app, ["doctor", "--measure", f"--output={output}"]).output
+    assert str(kept_path()) in said
+    assert json.loads(output.read_text()) == json.loads(rates_of_a_cpu().to_json())
+    assert kept_rates().calibration == rates_of_a_cpu()
+
+
+def test_a_bare_plan_takes_the_kept_rates_and_says_so() -> None:
+    keep(rates_of_a_cpu(), "rates.json")
+    content, said = planned()
+    assert content["configured"]["step_time"]["total_s"] > 0
+    assert f"times by the rates kept in {kept_path()}, measured then" in said
+    assert "1024 tokens a sample (--seq-length)" in said
+    assert len(said.strip().splitlines()) == 1
+    content, said = planned("--no-rates")
+    assert content["configured"]["step_time"] is None
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("key", "which"), [("torch", "another torch"), ("processor", "another machine")]
+)
+def test_rates_of_another_machine_are_not_taken(key: str, which: str) -> None:
+    path = keep(rates_of_a_cpu(), "rates.json")
+    content = json.loads(path.read_text())
+    content["machine"][key] = "other"
+    path.write_text(json.dumps(content))
+    found, said = planned()
+    assert found["configured"]["step_time"] is None
+    assert f"are of {which} ({key} other, here {fingerprint()[key]})" in said
+    assert "zero-engine doctor --measure" in said
+
+
+def test_a_plan_without_kept_rates_says_how_to_measure() -> None:
+    content, said = planned()
+    assert content["configured"]["step_time"] is None
+    assert "no rates are kept" in said
+    assert "zero-engine doctor --measure" in said
+
+
+def test_rates_of_a_cpu_are_no_gpus() -> None:
+    keep(rates_of_a_cpu(), "rates.json")
+    content, said = planned("--device-memory=24GB")
+    assert content["configured"]["step_time"] is None
+    assert "the kept rates are a CPU's" in said
+
+
+def test_damaged_rates_and_places_without_room_are_refused(tmp_path: Path) -> None:
+    path = keep(rates_of_a_cpu(), "rates.json")
+    path.write_text("{")
+    assert "the kept rates" in refusal_of(*MODEL)
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.write_text("a file")
+    with pytest.raises(Exception, match="cannot be kept in"):
+        keep(rates_of_a_cpu(), "rates.json")
+
+
+def test_no_rates_excludes_rates() -> None:
+    assert "--rates and --no-rates exclude" in refusal_of(*MODEL, "--no-rates", "--rates=x")
