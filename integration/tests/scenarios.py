@@ -1,4 +1,4 @@
-"""Runs on delayed ranks that edit, load, accumulate and evaluate: what may go wrong with kept values.
+"""Runs on delayed ranks that edit, load, accumulate and evaluate, where kept values may go wrong.
 
 Threads sleep at random before and within every job of a queue and before every wait, on each rank
 differently. A `Scenario` is what is done between ``build()`` and the last step.

@@ -45,6 +45,7 @@ FOUR_BITS = {
     "zero_quantized_gradients_hadamard": True,
 }
 
+
 def _changes_no_bit(ranks: SimulatedRanks | None, name: str, dtype: str, folder: Path) -> None:
     plain = outcome(ranks, name, {}, dtype, folder / "plain")
     ours = outcome(ranks, name, HPZ, dtype, folder / "hpz")

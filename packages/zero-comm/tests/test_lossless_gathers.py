@@ -1,6 +1,7 @@
 """Lossless differences in gathers: every bit arrives, whole values where they must; on threads."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ class Run:
                     sent.append(self.network.between[0])
 
         run_ranks(self.network, program)
-        return [after - before for before, after in zip(sent, sent[1:], strict=False)]
+        return [after - before for before, after in pairwise(sent)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

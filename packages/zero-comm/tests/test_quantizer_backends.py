@@ -185,7 +185,9 @@ def test_a_backend_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forced_backend_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["zero_comm.quantizer.backend"], "_is_available", lambda name: False)
+    monkeypatch.setattr(
+        sys.modules["zero_comm.quantizer.backend"], "_is_available", lambda name: False
+    )
     monkeypatch.setenv("ZERO_COMM_BACKEND", "native")
     with pytest.raises(ValueError, match=r"'native', but the compiled module .* isn't there"):
         zero_comm.backend()

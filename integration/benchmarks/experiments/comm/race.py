@@ -330,7 +330,7 @@ def section(run: Mapping[str, Any]) -> Section:
         deviation = row["deviation"]
         if deviation is None or "lossless" in row["name"]:  # what is planned is expected
             return None
-        return abs(deviation) <= BARS["deviation"]
+        return bool(abs(deviation) <= BARS["deviation"])
 
     def loss(row: Row) -> str:
         return f"{row['last_loss']:.4f}{' differs' if row['is_loss_close'] is False else ''}"

@@ -22,6 +22,7 @@ from benchmarks.harness.options import RESULTS, Output
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import Axes, Column, Panel, Section, judged, machine, publish
 from benchmarks.harness.text import text_folder
+from zero_engine.train.data import Corpus
 
 GIGA = 1e9
 BARS: Mapping[str, float] = {"3e-04": 0.35, "2e-05": 0.15, "1e-05": 0.125}
@@ -43,7 +44,7 @@ def main(
         tempfile.TemporaryDirectory() as scratch,
     ):
         recorded = {}
-        for step in codecs.record(codecs.Corpus.open(corpus, seed=0), steps):
+        for step in codecs.record(Corpus.open(corpus, seed=0), steps):
             recorded[step.name] = codecs.compare(step)
             print(step.name, flush=True)
         base = str(Path(scratch, "model.safetensors"))

@@ -1,7 +1,7 @@
 """Lossless differences of tensors: codecs, the choice of one for a device, and checked functions.
 
-See [Note: the difference buffer] in `zero_comm.differences.difference_format`. Backends are those of
-`zero_comm.quantizer.backend`, and ``ZERO_COMM_BACKEND`` forces one here too.
+See [Note: the difference buffer] in `zero_comm.differences.difference_format`. Backends are those
+of `zero_comm.quantizer.backend`, and ``ZERO_COMM_BACKEND`` forces one here too.
 """
 
 from __future__ import annotations

@@ -17,22 +17,22 @@ flat uint8, in native byte order::
 |---|---|
 | 0 same | none: ``z`` is zero everywhere |
 | 1 raw | the new elements that are there |
-| 2 + s list | n, which is 1 to 255; n positions, ascending, a byte each; levels of ``z - 1`` there |
+| 2 + s list | n, 1 to 255; n positions, ascending, a byte each; levels of ``z - 1`` there |
 | 6 + s bitmap | 32 bytes, a bit per element, the lowest first; levels of ``z - 1`` of those set |
 | 10 + s dense | levels of ``z`` of all 256 |
 
-**Levels** hold n integers. The first level has a code of ``w = 2 * 2**s`` bits for each of them: the
-integer, or the largest code if it is no less than that. What those are larger by is held by the next
-level, of twice the width, and so on until a level has no largest code, or as many bits as an
-element. Codes of 2 and 4 bits: byte ``j`` of the ``q = ceil(n w / 8)`` bytes has those of integers
-``j``, ``j + q``, ..., the first in the lowest bits; absent ones are zero. ``w`` is less than the
-bits of an element, so ``s`` is 0 to 2 for 16 bits and 0 to 3 for 32.
+**Levels** hold n integers. The first level has a code of ``w = 2 * 2**s`` bits for each of them:
+the integer, or the largest code if it is no less than that. What those are larger by is held by
+the next level, of twice the width, and so on until a level has no largest code, or as many bits as
+an element. Codes of 2 and 4 bits: byte ``j`` of the ``q = ceil(n w / 8)`` bytes has those of
+integers ``j``, ``j + q``, ..., the first in the lowest bits; absent ones are zero. ``w`` is less
+than the bits of an element, so ``s`` is 0 to 2 for 16 bits and 0 to 3 for 32.
 
 An encoder takes the mode of the fewest bytes, of several the lowest. So there is one encoding.
 
 Differences of one step of Adam are nearly geometric in their binary logarithm: of the weights near
 zero, half as many are in each binade, and their neighbours are half as far away. So codes that
-double their width cost about 0.2 bits more than the entropy (the project's docs/benchmarks.md,
+double their width cost about 0.3 bits more than the entropy (the project's docs/benchmarks.md,
 "Lossless differences of weights").
 """
 

@@ -24,8 +24,38 @@ from zero_comm.differences.message import HEADER_NBYTES
 TYPICAL_STD: Final = 0.02
 """Of initial weights in most transformers."""
 _FIRST_POWER, _POWER_STEP = -10, 2
-_TYPICAL: Final = (0.09, 0.14, 0.26, 0.59, 1.43, 2.21, 3.97, 6.53, 9.2, 12.3, 16.1, 16.5, 18.2, 24.3)
-_LARGEST: Final = (0.15, 0.27, 0.64, 1.49, 2.36, 4.27, 6.78, 9.29, 12.8, 16.1, 16.7, 18.5, 25.8, 32.1)
+_TYPICAL: Final = (
+    0.09,
+    0.14,
+    0.26,
+    0.59,
+    1.43,
+    2.21,
+    3.97,
+    6.53,
+    9.2,
+    12.3,
+    16.1,
+    16.5,
+    18.2,
+    24.3,
+)
+_LARGEST: Final = (
+    0.15,
+    0.27,
+    0.64,
+    1.49,
+    2.36,
+    4.27,
+    6.78,
+    9.29,
+    12.8,
+    16.1,
+    16.7,
+    18.5,
+    25.8,
+    32.1,
+)
 
 
 def expected_difference_bits(

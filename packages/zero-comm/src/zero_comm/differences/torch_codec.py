@@ -224,9 +224,7 @@ class _Blocks:
         values: their elements; changed.
     """
 
-    def __init__(
-        self, codes: Tensor, descriptors: Tensor, offsets: Tensor, values: Tensor
-    ) -> None:
+    def __init__(self, codes: Tensor, descriptors: Tensor, offsets: Tensor, values: Tensor) -> None:
         self._codes = codes.to(torch.int64)
         self._mode = descriptors >> MODE_SHIFT
         self._nbytes = descriptors & ((1 << MODE_SHIFT) - 1)
@@ -344,4 +342,4 @@ class _Blocks:
             if more is None:
                 return None
             values[is_longer] += more
-        return values if self._is_good else None
+        return values

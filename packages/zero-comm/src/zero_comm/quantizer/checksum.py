@@ -24,7 +24,8 @@ def checksums(rows: Tensor) -> Tensor:
     """Return the checksum of each row of bytes.
 
     Args:
-        rows: uint8, [..., bytes], rows contiguous and at multiples of 8 bytes, a multiple of 8 long.
+        rows: uint8, [..., bytes]; rows are contiguous, at multiples of 8 bytes, and a multiple of 8
+            long.
 
     Returns:
         int64, [...], on the device of ``rows``.
@@ -35,7 +36,7 @@ def checksums(rows: Tensor) -> Tensor:
     total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
     odd = _odd_numbers(words.device)
     size = _WORDS_PER_TURN * _TURNS_AT_ONCE
-    for chunk, part in enumerate(words.split(size, -1)):
+    for chunk, part in enumerate(torch.split(words, size, -1)):
         turns = torch.arange(_TURNS_AT_ONCE, device=words.device) + chunk * _TURNS_AT_ONCE
         factors = (odd * (2 * turns + 1)[:, None]).flatten()[: part.shape[-1]]
         total += (part * factors).sum(-1)

@@ -40,7 +40,9 @@ class NativeBackend:
         for number, (values, group) in enumerate(zip(_split(x, groups), groups, strict=True)):
             first = seed_of_group(seed, number)
             place = _place(group)
-            has_nan |= _kernels.encode(active_isa(), shape, values.data_ptr(), *place, first, threads)
+            has_nan |= _kernels.encode(
+                active_isa(), shape, values.data_ptr(), *place, first, threads
+            )
         return has_nan
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:

@@ -55,8 +55,8 @@ class TrafficChoice:
     Attributes:
         name: "as configured", "plain", or what is turned on.
         settings: keys of ``zero_optimization`` that make it, on top of the configuration.
-        between_nodes_bytes: bytes that a rank sends to other nodes; expected ones, where they depend
-            on the weights' values.
+        between_nodes_bytes: bytes that a rank sends to other nodes; expected ones, where they
+            depend on the weights' values.
         most_between_nodes_bytes: the most that it may send.
         kept_bytes: memory for it: secondary shards, messages and errors.
     """
