@@ -1,7 +1,8 @@
 """A new user's path by the README's own commands, in their order.
 
-A model is trained, its report opened in a browser, a script of the Trainer run on one rank and on
-two, killed, and resumed. ``nox -s report`` runs this, with all packages as a user installs them.
+A model is trained, killed and resumed, its report opened in a browser, a script of the Trainer run
+on one rank and on two, killed, and resumed. ``nox -s report`` runs this, with all packages as a
+user installs them; tests/slow/test_doc_installs.py begins with a clone and an empty environment.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ import pytest
 from chromium import check_page
 from transformers import AutoModelForCausalLM
 
-from faults.harness import ENVIRONMENT, Program
+from faults.harness import ENVIRONMENT, Program, last_step, weights
 from tests.doc_blocks import ROOT, documented_arguments, find_blocks
+from zero_engine.train.metrics import read_metrics
+from zero_engine.train.settings import RunFolder
 
-SMALL = ("--steps=30", "--layers=2", "--width=64", "--heads=2", "--vocab=300", "--ranks=2")
+STEPS = 200
+SMALL = (
+    *(f"--steps={STEPS}", "--save-every=50", "--layers=2", "--width=64", "--heads=2"),
+    *("--vocab=300", "--ranks=2"),
+)
 """Added to the README's training, which takes minutes."""
 COMMANDS = [
     line
@@ -67,10 +74,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> str:
-    """Train, and return what the program prints."""
+def straight(folder: Path) -> RunFolder:
+    """Train without a stop, elsewhere: the oracle."""
     _run(_command("zero-engine config"), folder)
-    return _run(_command("zero-engine train --data"), folder, *SMALL)
+    command = _command("zero-engine train --data").replace("runs/mine", "runs/undisturbed")
+    _run(command, folder, *SMALL)
+    return RunFolder(folder / "runs" / "undisturbed")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, straight: RunFolder) -> str:
+    """Train, be killed between two checkpoints, resume, and return what the resumed run prints."""
+    command = _command("zero-engine train --data")
+    mine = RunFolder(folder / "runs" / "mine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with Program(*documented_arguments(command), *SMALL) as program:
+            program.wait_for(lambda: mine.has_checkpoint and last_step(mine) > 50)
+            program.kill_all()
+            program.end()
+    assert 50 < last_step(mine) < STEPS
+    assert not mine.hf.exists(), "it was killed too late"
+    return _run(_command("zero-engine train --output"), folder)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +119,23 @@ def test_training_leaves_what_the_readme_names(folder: Path, trained: str) -> No
     assert AutoModelForCausalLM.from_pretrained(run / "hf").num_parameters() > 0
 
 
-def test_run_that_is_complete_says_so(folder: Path, trained: str) -> None:
+@pytest.mark.usefixtures("trained")
+def test_run_resumed_after_a_kill_has_the_weights_of_one_without(
+    folder: Path, straight: RunFolder
+) -> None:
+    mine = RunFolder(folder / "runs" / "mine")
+    assert weights(mine) == weights(straight)
+    numbers = [
+        [(row["step"], row.get("loss")) for row in read_metrics(run.metrics)]
+        for run in (mine, straight)
+    ]
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.usefixtures("trained")
+def test_run_that_is_complete_says_so(folder: Path) -> None:
     said = _run(_command("zero-engine train --output"), folder)
-    assert "all 30 steps were taken before: --steps moves the end" in said
+    assert f"all {STEPS} steps were taken before: --steps moves the end" in said
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 390)])

@@ -1,6 +1,7 @@
 """Commands and configurations of the READMEs and of docs/: programs, options and keys exist.
 
-Python blocks run in test_readme.py, those of a package's README in its own tests.
+Python blocks run in test_readme.py, those of a package's README in its own tests, and bash blocks
+in slow/test_doc_runs.py and slow/test_doc_installs.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import typer
 from doc_blocks import PAGES, ROOT, Block, find_blocks
+from doc_runs import ELSEWHERE, NOT_RUN, SMALLER, commands, is_run
 from torch.distributed.run import get_args_parser
 
 from benchmarks.__main__ import EXPERIMENTS, command
@@ -178,6 +180,14 @@ def test_quick_start_is_short() -> None:
     assert len(start.text.splitlines()) < 20
 
 
+def test_examples_make_their_inputs_on_the_engines_device() -> None:
+    """The engine moves the model to the accelerator and no inputs, which no CPU shows."""
+    made = re.compile(r"engine\(torch\.\w+\(.*")
+    inputs = [one for block in find_blocks("python") for one in made.findall(block.text)]
+    assert len(inputs) > 5
+    assert [one for one in inputs if "device=engine.device" not in one] == []
+
+
 def _is_script(block: Block) -> bool:
     return block.text.startswith("#!")
 
@@ -188,6 +198,22 @@ def test_commands_exist_with_their_options(block: Block) -> None:
         pytest.skip("a script of its own: test_cluster_recipes.py runs it")
     for words in _commands(block.text):
         _check(words)
+
+
+def test_exceptions_of_running_are_commands_of_a_page() -> None:
+    """A reason for a command that no page has any more is stale."""
+    found = {one for b in find_blocks("bash") if not _is_script(b) for one in commands(b)}
+    named = [*SMALLER, *ELSEWHERE, *NOT_RUN]
+    assert set(named) <= found
+    assert len(named) == len(set(named)), "a command is named twice"
+    assert all(is_run(one) for one in SMALLER)
+
+
+@pytest.mark.parametrize("test", sorted({*ELSEWHERE.values()}))
+def test_command_that_runs_elsewhere_names_a_test(test: str) -> None:
+    file, _, name = test.partition("::")
+    text = (ROOT / "integration" / file).read_text(encoding="utf-8")
+    assert f"def {name}(" in text
 
 
 @pytest.mark.parametrize("block", _of("json"))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,8 +66,8 @@ class Model(nn.Module):
 SHAPES = {"first.weight": (3, 2), "first.bias": (3,), "last": (2,)}
 
 
-@pytest.fixture
-def classes() -> Iterator[dict[str, type]]:
+@contextmanager
+def deepspeed_classes() -> Iterator[dict[str, type]]:
     """Stand-ins of DeepSpeed's classes, importable while files are written."""
     found: dict[str, type] = {}
     for path in (
@@ -84,6 +85,13 @@ def classes() -> Iterator[dict[str, type]]:
             stand_in = ModuleType(cls.__module__)
             setattr(stand_in, name, cls)
             patch.setitem(sys.modules, cls.__module__, stand_in)
+        yield found
+
+
+@pytest.fixture
+def classes() -> Iterator[dict[str, type]]:
+    """`deepspeed_classes` during a test."""
+    with deepspeed_classes() as found:
         yield found
 
 

@@ -206,11 +206,23 @@ def _torch_optimizer(case: Case, params: list[nn.Parameter]) -> torch.optim.Opti
     return optimizer_class(params, **options)
 
 
-def run_engine(case: Case, rank: int, steps: int, **build_kwargs: Any) -> Trace:
-    """Train the same model on the same batches with the engine."""
+def run_engine(
+    case: Case, rank: int, steps: int, *, resume_from: str | None = None, **build_kwargs: Any
+) -> Trace:
+    """Train the same model on the same batches with the engine.
+
+    Args:
+        case: model and configuration.
+        rank: this rank, whose batches it takes.
+        steps: number of optimizer steps.
+        resume_from: folder of checkpoints that `Engine.resume` gets before the first step.
+        build_kwargs: passed on to `zero_core.build`.
+    """
     trace = Trace()
     device = _device()
     engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)
+    if resume_from is not None:
+        engine.resume(resume_from)
     for step in range(steps):
         for micro in range(case.accumulation):
             is_quiet = case.is_local and micro < case.accumulation - 1

@@ -1,0 +1,122 @@
+"""Every command of the documentation is run, page by page, in a folder with what a reader has.
+
+doc_runs.py has the exceptions. Interpreters are forked ones; everything else is the shell's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TIME_LIMIT_S, environment
+from doc_blocks import MODULES, PAGES, ROOT, find_blocks
+from doc_runs import as_run, commands, is_run
+from lm_models import save_models
+from test_import_deepspeed import deepspeed_classes, write_stage_2
+from transformers import GPT2Config
+
+from benchmarks.harness.forked_python import forked_python
+from zero_engine.train.settings import RunFolder
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+READERS = {
+    "train.py": "readers_train.py",
+    "my/package/train.py": "readers_train.py",
+    "pretrain_gpt2.py": "megatron_gpt.py",
+    "finetune_trainer.py": "finetune_trainer.py",
+    "run_lm.py": "run_lm.py",
+}
+"""Scripts that a page leaves to its reader, and those that stand in for them."""
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+CONFIGS = ("ds_config.json", "ds_zero_offload.config")
+TO_RUN = {
+    page: found
+    for page in PAGES
+    if (
+        found := [
+            command
+            for block in find_blocks("bash")
+            if block.page == page and not block.text.startswith("#!")
+            for command in commands(block)
+            if is_run(command)
+        ]
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the repository's, scripts, configurations, models and checkpoints."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("integration", "packages"):
+        (folder / name).symlink_to(ROOT / name)
+    for name, script in READERS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(SCRIPTS / script, folder / name)
+    for name in CONFIGS:
+        (folder / name).write_text(json.dumps(CONFIG), encoding="utf-8")
+    (auto,) = (b.text for b in find_blocks("json") if b.page.stem == "moving")
+    (folder / "zero.json").write_text(auto, encoding="utf-8")
+    shutil.copy(ROOT / "integration/examples/accelerate.yaml", folder / "deepspeed.yaml")
+    shutil.copy(Path(json.__file__).with_name("decoder.py"), folder / "my.txt")
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 1024, "vocab_size": 64}
+    GPT2Config(**sizes).save_pretrained(folder / "models" / "mine")
+    shutil.copy(folder / "models" / "mine" / "config.json", folder)
+    save_models(folder)
+    with deepspeed_classes() as classes:
+        for name in ("deepspeed_ckpts", "deepspeed_checkpoints"):
+            write_stage_2(folder / name / "global_step4", classes, 2)
+    programs = folder / ".nox" / "train" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", *MODULES):
+        module = f"-m {MODULES[name]} " if name in MODULES else ""
+        program = programs / name
+        # The process of `import` that reads files needs an interpreter with options of its own.
+        choice = f'python="{forked_python()}"; [ "$1" = import ] && python="{sys.executable}"'
+        program.write_text(f'#!/bin/sh\n{choice}\nexec "$python" {module}"$@"\n', encoding="utf-8")
+        program.chmod(0o755)
+    (programs / "activate").write_text("true\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("page", TO_RUN, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_commands_of_a_page_run(
+    page: Path, material: Path, finished_run: tuple[RunFolder, str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(material, tmp_path / "reader", symlinks=True)
+    text = "\n".join(TO_RUN[page])
+    if "report runs/mine" in text and "train " not in text:
+        shutil.copytree(finished_run[0].root, folder / "runs" / "mine")
+    if page.stem in ("index", "clusters"):  # train.py is the quick start
+        (start, *_) = (b.text for b in find_blocks("python") if b.page.stem == "index")
+        (folder / "train.py").write_text(start, encoding="utf-8")
+    path = f"{folder / '.nox/train/bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for command in TO_RUN[page]:
+        done = subprocess.run(
+            ["bash", "-e", "-c", as_run(command)],
+            cwd=folder,
+            env={
+                **environment(),
+                "PATH": path,
+                "PYTHON_EXEC": forked_python(),
+                "HOME": str(folder),
+                "SHELL": "/bin/bash",
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{as_run(command)}\n{done.stdout}{done.stderr}"
+        assert "Traceback" not in done.stderr, f"{as_run(command)}\n{done.stderr}"
