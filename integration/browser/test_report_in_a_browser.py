@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from zero_core.testing import spawn
 from zero_engine.report import write_report
 
 
-def _train(rank: int, world_size: int, folder: str) -> None:
+def _train(rank: int, world_size: int, folder: str, stage: int) -> None:
     import torch
     from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
@@ -25,7 +27,11 @@ def _train(rank: int, world_size: int, folder: str) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "fp16": {"enabled": stage == 2, "initial_scale_power": 8},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": "cpu" if stage == 3 else "none"},
+        },
     }
     engine = zero_core.build(GPT2LMHeadModel(shape), config)
     engine.record(folder, detail_every=4)
@@ -40,10 +46,22 @@ def _train(rank: int, world_size: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the page about a training of two ranks, compared with itself."""
-    folder = tmp_path_factory.mktemp("run")
-    spawn(_train, 2, str(folder))
-    return write_report([folder, folder], folder / "report.html")
+    """Return the page about two runs: stage 3 with offload on two ranks, stage 2 in fp16 on one."""
+    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    spawn(_train, 2, str(one), 3)
+    spawn(_train, 1, str(two), 2)
+    return write_report([one, two], one / "report.html")
+
+
+def test_every_axis_has_both_runs(page: Path) -> None:
+    text = html.unescape(page.read_text(encoding="utf-8"))
+    rows = re.findall(r"<tr><td>(.*?)</td><td[^>]*>(.*?)</td><td[^>]*>(.*?)</td>", text)
+    found = {title: (first, second) for title, first, second in rows}
+    assert found["ranks"] == ("2", "1")
+    assert found["zero_optimization.stage"] == ("3", "2")
+    assert found["fp16.enabled"] == ("default", "True")
+    assert found["rank 1"][1] == "" != found["rank 1"][0]
+    assert found["saved"] == ("1", "1")
 
 
 @pytest.mark.parametrize("width", [1200, 390])

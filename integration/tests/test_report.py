@@ -39,8 +39,9 @@ from zero_engine.cli import app
 from zero_engine.report import probe, write_report
 from zero_engine.report.comparison import compare
 from zero_engine.report.compose import first_sentence
+from zero_engine.report.diagnosis import diagnose
 from zero_engine.report.measured import kept_bytes, measure
-from zero_engine.report.page import Table, Text
+from zero_engine.report.page import Chart, Table, Text
 from zero_engine.report.run import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028'\"&"
@@ -341,7 +342,9 @@ def test_two_runs_are_compared_on_every_axis(tmp_path: Path) -> None:
 
     config = CONFIG | {"gradient_clipping": 1.0}
     two = _write(tmp_path / "two", halved, config=config, parameters=8 * 10**6)
-    blocks = list(compare(measure(read_run(one)), measure(read_run(two))))
+    both = [measure(read_run(folder)) for folder in (one, two)]
+    causes = [diagnose(both[0], None), []]
+    blocks = list(compare(*both, causes))
     summary = next(block.text for block in blocks if isinstance(block, Text))
     assert "100% more samples a second" in summary
     assert "50% fewer bytes sent in a step" in summary
@@ -354,6 +357,43 @@ def test_two_runs_are_compared_on_every_axis(tmp_path: Path) -> None:
     assert rows["all_gather: parameters, within a node"] == ["1 kB", "500 B", "-50%"]
     assert rows["loss at step 20"] == ["2", "1", "-50%"]
     assert rows["gradient_clipping"] == ["default", "1.0"]
+    assert rows["rank 1"] == ["100 ms", "50 ms", "-50%"]
+    assert rows["the slowest"] == ["100 ms", "50 ms", "-50%"]
+    assert rows["failed"] == ["1", "1", "="]
+    assert [rows[cause.change] for cause in causes[0]] == [[c.gain_text, ""] for c in causes[0]]
+    assert causes[0] or rows["none"] == ["", ""]
+
+
+def test_loss_scales_are_compared_where_there_are_any(tmp_path: Path) -> None:
+    half = CONFIG | {"fp16": {**CONFIG["fp16"], "enabled": True}}
+    folders = [_write(tmp_path / "one", config=half), _write(tmp_path / "two")]
+    found = [measure(read_run(folder)) for folder in folders]
+    for count, pair in ((1, found), (0, [found[1], found[1]])):
+        specs = [block.spec for block in compare(*pair, [[], []]) if isinstance(block, Chart)]
+        assert sum("loss scale" in json.dumps(spec) for spec in specs) == count
+
+
+GPT = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 64,
+    "n_positions": 16,
+}
+
+
+def test_a_page_has_three_moves_and_planned_bytes_beside_measured_ones(tmp_path: Path) -> None:
+    zero = {**CONFIG["zero_optimization"], "stage": 0}
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config = {**CONFIG, "zero_optimization": zero, "optimizer": adam}
+    folder = _write(tmp_path / "run", model=GPT, config=config)
+    text = write_report([folder], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text.count('<span class="gain">') == 3
+    assert "Take less memory with the same losses: stage 1" in text
+    assert "zero-engine doctor --measure" in text
+    assert "<th>planned</th><th>measured</th>" in text
+    assert "On one node no flag sends less" in text
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,6 @@ CASES: Mapping[str, Case] = {
         Setup(
             {"offload_optimizer": {"device": "cpu", "ratio": 0.75}}, micro_batch=1, top=_SLOW_RULE
         ),
-        ranks=1,
         shape=_HEAVY,
     ),
     "one thread": Case(

@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from zero_core.plan.result import format_bytes
 from zero_engine.report import charts
 from zero_engine.report.configuration import differences
-from zero_engine.report.diagnosis import show_s, transient_bytes
-from zero_engine.report.measured import WAITS, Measured, kept_bytes, sent_bytes
+from zero_engine.report.diagnosis import Cause, show_s, transient_bytes
+from zero_engine.report.measured import WAITS, Measured, RankStep, kept_bytes, sent_bytes
 from zero_engine.report.page import Block, Chart, Table, Text
+from zero_engine.report.run import Rank
 
 NAMES = ("A", "B")
 _SAME = 0.01
 """Relative difference below which two figures are called the same."""
+_MAX_RANKS = 16
 _Figure = float | None
 
 
-def compare(first: Measured, second: Measured) -> Iterator[Block]:
-    """Yield the blocks that compare two runs."""
+def compare(
+    first: Measured, second: Measured, causes: Sequence[Sequence[Cause]]
+) -> Iterator[Block]:
+    """Yield the blocks that compare two runs. ``causes`` limit each of them, the first one most."""
     both = (first, second)
     yield Text(_summary(first, second))
     yield _table("time of a usual step", _times(both), show_s)
@@ -42,11 +47,18 @@ def compare(first: Measured, second: Measured) -> Iterator[Block]:
         ("loss", [charts.loss_series(m.run.ranks) for m in both]),
         ("loss on held-out text", [m.run.held_out for m in both]),
         ("gradient norm", [charts.series_of(m.run.ranks[0], "grad_norm") for m in both]),
+        ("loss scale", [_loss_scales(m) for m in both]),
         ("seconds of a step", [charts.series_of(m.run.ranks[0], "seconds") for m in both]),
     ):
         spec = charts.over_steps(dict(zip(NAMES, lines, strict=True)), title)
         if spec is not None:
             yield Chart(spec)
+    yield _table("own work of a rank, without waits", _ranks(both), show_s)
+    yield _table("checkpoints, failures and resumes", _events(both), _number)
+    for name, each in zip(NAMES, both, strict=True):
+        for failure in each.run.failures:
+            yield Text(f"{name}: {failure}.")
+    yield _next_moves(causes)
     yield from _differing("configuration", [dict(differences(m.run.run)) for m in both], "default")
     yield from _differing("model", [_texts(m.run.run.model) for m in both], "")
     yield from _differing("environment", [_texts(m.run.run.environment) for m in both], "")
@@ -116,6 +128,38 @@ def _training(both: Sequence[Measured]) -> Iterator[_Row]:
         yield f"loss at step {step}", losses
     yield "last loss", [_last(charts.loss_series(m.run.ranks)) for m in both]
     yield "last loss on held-out text", [_last(m.run.held_out) for m in both]
+
+
+def _loss_scales(found: Measured) -> Sequence[tuple[int, float]]:
+    rank = found.run.ranks[0]
+    return charts.series_of(rank, "loss_scale") if rank.run.config["fp16"]["enabled"] else []
+
+
+def _ranks(both: Sequence[Measured]) -> Iterator[_Row]:
+    own = [{f"rank {r.run.rank}": u.own_s for r, u in _pairs(m)} for m in both]
+    yield "the slowest", [max(o.values()) for o in own]
+    yield "the median", [median(o.values()) for o in own]
+    yield from list(_by_key(own))[:_MAX_RANKS]
+
+
+def _pairs(found: Measured) -> Iterator[tuple[Rank, RankStep]]:
+    return zip(found.run.ranks, found.ranks, strict=True)
+
+
+def _events(both: Sequence[Measured]) -> Iterator[_Row]:
+    firsts = [m.run.ranks[0] for m in both]
+    for what in dict.fromkeys(event.what for rank in firsts for event in rank.events):
+        yield what, [sum(event.what == what for event in rank.events) for rank in firsts]
+    yield "resumed", [sum(start.first_step > 0 for start in rank.starts) for rank in firsts]
+    yield "failures", [len(m.run.failures) for m in both]
+    yield "ranks without records", [len(m.run.absent) for m in both]
+
+
+def _next_moves(causes: Sequence[Sequence[Cause]]) -> Table:
+    changes = list(dict.fromkeys(cause.change for of_run in causes for cause in of_run))
+    gains = [{cause.change: cause.gain_text for cause in of_run} for of_run in causes]
+    rows = [[change, *(of_run.get(change, "") for of_run in gains)] for change in changes]
+    return Table(["next move and what it is predicted to save", *NAMES], rows or [["none", "", ""]])
 
 
 def _by_key(tables: Sequence[Mapping[str, float]]) -> Iterator[_Row]:

@@ -15,6 +15,7 @@ from zero_engine.report import charts
 from zero_engine.report.comparison import NAMES, compare
 from zero_engine.report.configuration import differences, without_effect
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
+from zero_engine.report.further import further_moves
 from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure, sent_bytes
 from zero_engine.report.page import (
     Block,
@@ -47,7 +48,10 @@ def compose(runs: Sequence[Run], memory_limit: int | None) -> Page:
         names = [f"{short}: {name}" for short, name in zip(NAMES, names, strict=True)]
         verdicts = [replace(v, name=name) for v, name in zip(verdicts, names, strict=True)]
         sections = [
-            Section("A and B, axis by axis", list(compare(first, second))),
+            Section(
+                "A and B, axis by axis",
+                list(compare(first, second, [causes for _, causes in judged])),
+            ),
             *(replace(section, title=f"A: {section.title}") for section in sections),
         ]
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
@@ -178,7 +182,7 @@ def _sections(found: Measured, causes: Sequence[Cause]) -> Iterator[Section]:
     yield Section("Ranks side by side", list(_side_by_side(found)))
     yield Section("Checkpoints, failures, resumes", list(_events(found)))
     yield Section("Configuration", list(_configuration(found)))
-    yield Section("Next moves", list(_moves(causes)))
+    yield Section("Next moves", list(_moves(found, causes, plan)))
     yield Section("Environment", list(_environment(found)))
 
 
@@ -278,7 +282,10 @@ def _bytes(found: Measured, plan: Plan | None) -> Iterator[Block]:
             ["collective", "link", "bytes in a step"],
             [[name, link, format_bytes(n)] for name, link, n in sent],
         )
-    if plan is not None and plan.traffic_choices:
+    if plan is None:
+        return
+    yield from _planned_bytes(sent, plan)
+    if plan.traffic_choices:
         yield Text("What a rank sends to other nodes in a step, with and without each flag:")
         yield Table(
             ["flags", "between nodes", "memory for it"],
@@ -286,6 +293,31 @@ def _bytes(found: Measured, plan: Plan | None) -> Iterator[Block]:
                 [c.name, format_bytes(c.between_nodes_bytes), format_bytes(c.kept_bytes)]
                 for c in plan.traffic_choices
             ],
+        )
+
+
+def _planned_bytes(sent: Sequence[tuple[str, str, int]], plan: Plan) -> Iterator[Block]:
+    planned: Counter[tuple[str, str]] = Counter()
+    for row in plan.traffic:
+        name = f"{row.collective}: {row.content}"
+        planned[name, "within a node"] += row.within_node_bytes
+        planned[name, "between nodes"] += row.between_nodes_bytes
+    measured = {(name, link): nbytes for name, link, nbytes in sent}
+    keys = [
+        key for key in dict.fromkeys([*measured, *planned]) if measured.get(key) or planned[key]
+    ]
+    if keys:
+        yield Table(
+            ["collective", "link", "planned", "measured"],
+            [
+                [*key, format_bytes(planned[key]), format_bytes(measured.get(key, 0))]
+                for key in keys
+            ],
+        )
+    if not plan.traffic_choices and keys:
+        yield Text(
+            "On one node no flag sends less: quantized and lossless messages and secondary shards "
+            "save what crosses nodes."
         )
 
 
@@ -385,21 +417,20 @@ def _configuration(found: Measured) -> Iterator[Block]:
         yield Text("Every key that was given has an effect.")
 
 
-def _moves(causes: Sequence[Cause]) -> Iterator[Block]:
+def _moves(found: Measured, causes: Sequence[Cause], plan: Plan | None) -> Iterator[Block]:
     if not causes:
-        yield Text("None: no cause costs more than a twelfth of a step.")
-        return
-    yield Moves(
-        [
-            Move(
-                _upper(cause.change),
-                cause.gain_text,
-                cause.paste,
-                f"Predicted from this run: {cause.why}.",
-            )
-            for cause in causes[:_MOVES]
-        ]
-    )
+        yield Text("No cause costs more than a twelfth of a step.")
+    moves = [
+        Move(
+            _upper(cause.change),
+            cause.gain_text,
+            cause.paste,
+            f"Predicted from this run: {cause.why}.",
+        )
+        for cause in causes
+    ]
+    moves += further_moves(found, plan)
+    yield Moves(moves[:_MOVES])
 
 
 def _environment(found: Measured) -> Iterator[Block]:
