@@ -11,9 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import zero_core
 from tests.scenarios import OTHER_WEIGHTS, SCENARIOS, build, micro_step, outcome
-from zero_core.testing import SimulatedRanks, simulate, spawn
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    late_device,
+    make_model,
+    run_alone,
+    simulate,
+    spawn,
+    train_unread,
+)
 
 LOSSLESS = {"zero_lossless_weights": True}
 WIDTH = 98
@@ -46,10 +57,6 @@ CASES = [
 def test_lossless_weights_change_no_bit_when_a_run(
     name: str, dtype: str, stage: int, tmp_path: Path
 ) -> None:
-    from safetensors.torch import save_file
-
-    from zero_core.testing import make_model
-
     weights = {n: 0.5 * p.detach() for n, p in make_model(WIDTH).named_parameters()}
     save_file(weights, tmp_path / OTHER_WEIGHTS)
     simulate(_changes_no_bit, 4, name, dtype, stage, tmp_path, {}, ranks_per_node=2)
@@ -95,3 +102,28 @@ def _sends_less(ranks: SimulatedRanks, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_lossless_weights_send_less_between_nodes(stage: int) -> None:
     simulate(_sends_less, 4, stage, ranks_per_node=2)
+
+
+def _train_unread(ranks: SimulatedRanks, stage: int, zero: dict[str, Any]) -> Any:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-5}}
+    case = Case(stage=stage, dtype="bf16", zero=zero, top={"optimizer": optimizer}, width=WIDTH)
+    engine = zero_core.build(make_model(WIDTH), case.config(), process_group=ranks)
+    return train_unread(engine, ranks.rank, ranks.device, steps=3, accumulation=1)
+
+
+def _on_late_device(per_node: int) -> None:
+    late_device.load()
+    for stage in STAGES:
+        late_device.set_delays(seed=stage, kernel_s=5e-5, copy_s=2e-3)
+        plain, lossless = (
+            simulate(_train_unread, 4, stage, zero, device="late", ranks_per_node=per_node)
+            for zero in ({}, LOSSLESS)
+        )
+        for (losses, values), (exact_losses, exact_values) in zip(lossless, plain, strict=True):
+            assert losses == exact_losses
+            torch.testing.assert_close(values, exact_values, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_lossless_weights_change_no_bit_on_a_late_device(per_node: int) -> None:
+    run_alone(_on_late_device, per_node)

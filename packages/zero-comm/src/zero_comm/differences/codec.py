@@ -55,8 +55,13 @@ class DifferenceCodec(Protocol):
 
 
 def find_codec(device: torch.device) -> DifferenceCodec:
-    """Return the codec for tensors on ``device``. Raises the errors of `zero_comm.backend`."""
-    return _load(find_backend_name(device))
+    """Return the codec for tensors on ``device``. Raises the errors of `zero_comm.backend`.
+
+    Accelerators, whose quantizer has Triton kernels, take plain torch: it gives the same bytes, in
+    more passes and with a workspace of 64-bit integers.
+    """
+    name = find_backend_name(device)
+    return _load("torch" if name == "triton" else name)
 
 
 def encode_difference(old: Tensor, new: Tensor) -> Tensor:
