@@ -608,6 +608,7 @@ def for_evaluation(
         "scheduler": config.scheduler is not None,
         "zero_optimization.offload_optimizer": offload.device != "none",
         "activation_checkpointing": config.activation_checkpointing is not None,
+        "weight_patches": config.weight_patches is not None,
     }
     if any(given.values()):
         unused = ", ".join(key for key, is_given in given.items() if is_given)
@@ -620,6 +621,7 @@ def for_evaluation(
             "optimizer": None,
             "scheduler": None,
             "activation_checkpointing": None,
+            "weight_patches": None,
             "zero_optimization": zero,
         }
     )

@@ -1,0 +1,247 @@
+"""Log of the published values that changed, for patches of the weights.
+
+[Note: versions]
+A *version* is the state of the compute weights when a patch was written: version 0 is that of the
+engine's start. What changes between two of them belongs to the later one. The log keeps the
+positions, not the values: a patch has the newest values at all positions that changed since the
+receiver's version. A position that is logged late, or twice, only makes a patch longer.
+
+[Note: how changes are found]
+A *compared* shard is 16-bit, and is not its own master weight. The state tier does not write it: it
+sees a shard on the meta device, and hands new values to this log as to any
+`zero_core.protocols.ParamStore`. The old ones are in the shard until they are overwritten here, and
+both are compared in the cache. Every other trained shard counts as changed whenever it was updated:
+in fp32 nearly all values do change in a step. Values written from outside of a step (checkpoints of
+frozen parameters, ``gathered``) are noted by parameter: `FlatParams.edit`.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from zero_core.protocols import ParamStore
+from zero_core.sharded.changes.positions import (
+    changed_positions,
+    decode_gaps,
+    encode_gaps,
+    num_bits_bytes,
+    pack_bits,
+    unpack_bits,
+)
+from zero_core.sharded.params import FlatParams
+
+_CPU_NUMEL = 1 << 18  # old and new values of so many elements fit a core's cache
+_DEVICE_NUMEL = 1 << 25
+
+
+class Marks:
+    """Set of changed positions of a shard of ``numel`` elements.
+
+    Memory is at most a bit per element, and a quarter of one while gaps are waiting.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self._ranges: list[tuple[int, int]] = []
+        self._gaps: list[tuple[int, int, Tensor]] = []
+        self._bits: Tensor | None = None
+        self._gap_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._gap_bytes + (0 if self._bits is None else self._bits.numel())
+
+    def add_range(self, start: int, stop: int) -> None:
+        """Mark ``[start, stop)``."""
+        if (start, stop) not in self._ranges:
+            self._ranges.append((start, stop))
+
+    def add(self, start: int, stop: int, positions: Tensor) -> None:
+        """Mark ``positions`` (int64, CPU, in order, relative to ``start``) of ``[start, stop)``."""
+        if not positions.numel():
+            return
+        if positions.numel() * 8 >= stop - start:
+            self._set_bits(start, _mask_of(stop - start, positions))
+            return
+        gaps = encode_gaps(positions)
+        self._gaps.append((start, stop, gaps))
+        self._gap_bytes += gaps.numel()
+        if self._gap_bytes > max(num_bits_bytes(self.numel) // 4, 4096):
+            waiting, self._gaps, self._gap_bytes = self._gaps, [], 0
+            for low, high, encoded in waiting:
+                self._set_bits(low, _mask_of(high - low, decode_gaps(encoded)))
+
+    def _set_bits(self, start: int, mask: Tensor) -> None:
+        if self._bits is None:
+            self._bits = torch.zeros(num_bits_bytes(self.numel), dtype=torch.uint8)
+        before = start % 8
+        if before:
+            mask = torch.cat([torch.zeros(before, dtype=torch.bool), mask])
+        packed = pack_bits(mask)
+        self._bits[start // 8 : start // 8 + packed.numel()] |= packed
+
+    def mark(self, mask: Tensor) -> None:
+        """Set the bool ``mask`` of the shard at the marked positions."""
+        for start, stop in self._ranges:
+            mask[start:stop] = True
+        if self._bits is not None:
+            mask |= unpack_bits(self._bits, self.numel)
+        for start, stop, gaps in self._gaps:
+            mask[start:stop][decode_gaps(gaps)] = True
+
+
+def _mask_of(numel: int, positions: Tensor) -> Tensor:
+    mask = torch.zeros(numel, dtype=torch.bool)
+    mask[positions] = True
+    return mask
+
+
+class ChangeLog:
+    """Writes compared shards, and remembers what changed. See the notes above.
+
+    Attributes:
+        version: the newest version.
+        oldest: the oldest version from which changes are known.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[int, tuple[int, Tensor, tuple[int, int]]],
+        spans: Sequence[tuple[int, int]],
+        store: ParamStore | None,
+        *,
+        num_versions: int,
+        max_bytes: int | None,
+    ) -> None:
+        """Start without changes.
+
+        Args:
+            shards: of each compared segment: where its updated part begins in the local flat space,
+                that part, and the range of it that is this rank's slice of the segment.
+            spans: start in the local flat space and segment of all trainable segments, sorted.
+            store: takes the values of shards that are not compared and on the meta device.
+            num_versions: kept at most.
+            max_bytes: of all positions; older versions are dropped. None: no limit.
+        """
+        self.version = self.oldest = 0
+        self._shards = dict(shards)
+        self._segments = [segment for _, segment in spans]
+        self._starts = [start for start, _ in spans]
+        self._store = store
+        self._num_versions = num_versions
+        self._max_bytes = max_bytes
+        self._open: dict[int, Marks] = {}
+        self._closed: list[dict[int, Marks]] = []  # of the versions after `oldest`
+        self._seen: dict[int, int] = {}  # version of the flat parameters that are not compared
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------- while training
+
+    @torch.no_grad()
+    def write(self, start: int, values: Tensor) -> None:
+        """Overwrite new values, by the state tier: see `zero_core.protocols.ParamStore`."""
+        segment = self._segments[bisect_right(self._starts, start) - 1]
+        if segment not in self._shards:
+            assert self._store is not None, "whoever gives meta shards gives a store"
+            self._store.write(start, values)
+            return
+        base, target, own = self._shards[segment]
+        is_elsewhere = values.device != target.device and target.device.type != "cpu"
+        if is_elsewhere:  # a thread of the host writes: it is not ordered by the readers' streams
+            torch.accelerator.synchronize(target.device)
+        length = _CPU_NUMEL if target.is_cpu else _DEVICE_NUMEL
+        first = start - base
+        for low in range(0, values.numel(), length):
+            new = values[low : low + length]
+            old = target[first + low : first + low + new.numel()]
+            self._overwrite(segment, first + low, old, new.to(old.device, old.dtype), own)
+        if is_elsewhere:
+            torch.accelerator.synchronize(target.device)
+
+    def _overwrite(
+        self, segment: int, first: int, old: Tensor, new: Tensor, own: tuple[int, int]
+    ) -> None:
+        low, high = max(first, own[0]), min(first + old.numel(), own[1])
+        if low < high:  # at stage 0 other ranks have written the same elsewhere
+            part = slice(low - first, high - first)
+            positions = changed_positions(old[part], new[part]).cpu()
+            with self._lock:
+                marks = self._marks(self._open, segment)
+                marks.add(low - own[0], high - own[0], positions)
+        old.copy_(new)
+
+    def _marks(self, of: dict[int, Marks], segment: int) -> Marks:
+        if segment not in of:
+            low, high = self._shards[segment][2]
+            of[segment] = Marks(high - low)
+        return of[segment]
+
+    # ------------------------------------------------------------ between two steps
+
+    def restart(self, params: Sequence[FlatParams]) -> None:
+        """Forget everything: the current values are those of the newest version."""
+        self._collect(params)
+        with self._lock:
+            self._open, self._closed = {}, []
+        self.oldest = self.version
+
+    def collect(self, params: Sequence[FlatParams]) -> bool:
+        """Note which other shards changed. Return whether anything did since the last version."""
+        self._collect(params)
+        return bool(self._open)
+
+    def _collect(self, params: Sequence[FlatParams]) -> None:
+        for flat in params:
+            segment = flat.segment
+            low, high = segment.shard_range(flat.rank)
+            ranges = [(segment.slots[p].start, segment.slots[p].stop) for p in flat.edited]
+            flat.edited.clear()
+            is_compared = segment.index in self._shards
+            if segment.is_trainable and not is_compared:
+                if self._seen.get(segment.index) != flat.version:
+                    ranges = [(low, high)]
+                self._seen[segment.index] = flat.version
+            for start, stop in ranges:
+                first, last = max(start, low), min(stop, high)
+                if first < last:
+                    marks = self._open.setdefault(segment.index, Marks(high - low))
+                    marks.add_range(first - low, last - low)
+
+    def close(self) -> None:
+        """End a version. What changes from now on belongs to the next one."""
+        with self._lock:
+            self._closed.append(self._open)
+            self._open = {}
+        self.version += 1
+        while len(self._closed) > self._num_versions or (
+            self._max_bytes is not None and self.nbytes > self._max_bytes and self._closed
+        ):
+            self._closed.pop(0)
+            self.oldest += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the positions."""
+        return sum(m.nbytes for of in (*self._closed, self._open) for m in of.values())
+
+    def changed(self, segment: int, since: int, numel: int) -> Tensor | None:
+        """Return the mask of a shard's positions that changed after version ``since``, or None.
+
+        ``numel``: the shard's elements. None stands for no change.
+        """
+        assert since >= self.oldest, "checked by the caller, for all ranks"
+        with self._lock:
+            versions = chain(self._closed[since - self.oldest :], [self._open])
+            found = [of[segment] for of in versions if segment in of]
+        if not found:
+            return None
+        mask = torch.zeros(numel, dtype=torch.bool)
+        for marks in found:
+            marks.mark(mask)
+        return mask

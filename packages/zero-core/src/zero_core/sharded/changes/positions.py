@@ -1,0 +1,126 @@
+"""Encodings of sets of positions, and the comparison that finds them.
+
+A set of positions in ``[0, numel)`` is encoded as one of
+
+- *gaps*: uint8. Each position is the number of unchanged ones since the last one; 255 stands for
+  255 of them and no position. About a byte per position where a fiftieth or less is in the set.
+- *bits*: uint8, one bit per position, the lowest first.
+- *all*: nothing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+_MORE = 255
+_LITTLE = 8  # bits of a byte, and elements per byte of bits
+# Gathers the lowest bits of the 8 bytes of an int64 in its highest byte.
+_GATHER_BITS = 0x0102040810204080
+
+
+class Kind(StrEnum):
+    """Encoding of a set of positions."""
+
+    GAPS = "gaps"
+    BITS = "bits"
+    ALL = "all"
+
+
+def changed_positions(old: Tensor, new: Tensor) -> Tensor:
+    """Return the positions at which two 1-D tensors of a 16-bit dtype differ in a bit, in order.
+
+    int64, on the device of both.
+    """
+    a, b = old.view(torch.int16), new.view(torch.int16)
+    whole = a.numel() - a.numel() % 4
+    if any((t.storage_offset() * 2) % 8 for t in (a, b)) or not whole:
+        return (a != b).nonzero().view(-1)
+    # Four at a time: few of them differ, and the rest is not looked at again.
+    groups = (a[:whole].view(torch.int64) != b[:whole].view(torch.int64)).nonzero().view(-1)
+    if groups.numel() > whole // 8:
+        return (a != b).nonzero().view(-1)
+    near = (groups[:, None] * 4 + torch.arange(4, device=a.device)).view(-1)
+    found = near[a[near] != b[near]]
+    rest = (a[whole:] != b[whole:]).nonzero().view(-1)
+    return torch.cat([found, rest + whole]) if rest.numel() else found
+
+
+def encode_gaps(positions: Tensor) -> Tensor:
+    """Return ``positions`` (int64, in order, on the CPU) as gaps."""
+    gaps = torch.diff(positions, prepend=torch.tensor([-1])) - 1
+    wide = gaps // _MORE
+    if not bool(wide.any()):
+        return gaps.to(torch.uint8)
+    ends = (wide + 1).cumsum(0) - 1
+    encoded = torch.full((int(ends[-1]) + 1,), _MORE, dtype=torch.uint8)
+    encoded[ends] = (gaps % _MORE).to(torch.uint8)
+    return encoded
+
+
+def decode_gaps(encoded: Tensor) -> Tensor:
+    """Return the positions that gaps stand for: int64."""
+    is_end = encoded != _MORE
+    passed = encoded.cumsum(0, dtype=torch.int64)[is_end]
+    return passed + torch.arange(passed.numel())
+
+
+def num_bits_bytes(numel: int) -> int:
+    """Return the bytes of bits for ``numel`` positions."""
+    return -(-numel // _LITTLE)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Return a 1-D bool ``mask`` as bits."""
+    padded = torch.zeros(num_bits_bytes(mask.numel()) * _LITTLE, dtype=torch.bool)
+    padded[: mask.numel()] = mask
+    words = padded.view(torch.int64) * _GATHER_BITS
+    return ((words >> 56) & 0xFF).to(torch.uint8)
+
+
+def unpack_bits(packed: Tensor, numel: int) -> Tensor:
+    """Return the first ``numel`` of bits as a bool mask."""
+    bits = torch.arange(_LITTLE, dtype=torch.uint8)
+    return ((packed[:, None] >> bits) & 1).view(-1)[:numel].bool()
+
+
+def encode(mask: Tensor, value_bytes: int) -> tuple[Kind, Tensor]:
+    """Return the shortest encoding of the positions that ``mask`` has.
+
+    A value of ``value_bytes`` bytes goes with each position: so all of them may be shorter than
+    bits and those that are meant.
+    """
+    positions = mask.nonzero().view(-1)
+    numel, count = mask.numel(), positions.numel()
+    num_bits = num_bits_bytes(numel)
+    if count * value_bytes + min(num_bits, count) >= numel * value_bytes:
+        return Kind.ALL, torch.empty(0, dtype=torch.uint8)
+    if count < num_bits:
+        gaps = encode_gaps(positions)
+        if gaps.numel() <= num_bits:
+            return Kind.GAPS, gaps
+    return Kind.BITS, pack_bits(mask)
+
+
+def decode(kind: Kind, encoded: Tensor, numel: int) -> Tensor | slice:
+    """Return what `encode` encoded as an index: positions, or a slice for all.
+
+    Raises:
+        ValueError: it encodes no set of positions below ``numel``.
+    """
+    if kind is Kind.ALL:
+        positions: Tensor | slice = slice(0, numel)
+        is_right = not encoded.numel()
+    elif kind is Kind.BITS:
+        is_right = encoded.numel() == num_bits_bytes(numel)
+        positions = unpack_bits(encoded, encoded.numel() * _LITTLE).nonzero().view(-1)
+        is_right = is_right and (not positions.numel() or int(positions[-1]) < numel)
+    else:
+        positions = decode_gaps(encoded)
+        is_right = not encoded.numel() or int(encoded[-1]) != _MORE
+        is_right = is_right and (not positions.numel() or int(positions[-1]) < numel)
+    if not is_right:
+        raise ValueError(f"{encoded.numel()} bytes of {kind} encode no positions below {numel}")
+    return positions
