@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
+from zero_core.checkpoint.safetensors_files import bytes_of
 from zero_core.sharded.changes.positions import Kind
 
 METADATA_KEY = "zero_patch"
@@ -99,6 +101,12 @@ def positions_key(name: str, start: int) -> str:
 def values_key(name: str, start: int) -> str:
     """Return the name of a piece's values in the file."""
     return f"{name}:{start}:values"
+
+
+def crc_of(values: Tensor) -> int:
+    """Return the crc32 of a tensor's bytes."""
+    data = values.contiguous()  # alive while its bytes are read
+    return zlib.crc32(bytes_of(data))
 
 
 def to_metadata(document: Document) -> dict[str, str]:

@@ -21,13 +21,13 @@ from zero_core.checkpoint.patches.document import (
     PatchedTensor,
     Piece,
     WeightPatch,
+    crc_of,
     positions_key,
     values_key,
 )
 from zero_core.checkpoint.safetensors_files import (
     DTYPES,
     StoredTensor,
-    bytes_of,
     first_error,
     read_open,
 )
@@ -76,7 +76,7 @@ class ReceivedPatch:
             CheckpointCorruptError: something is not as it was written.
         """
         for key in self._stored:
-            if self.document.crcs.get(key) != zlib.crc32(bytes_of(self._read(key))):
+            if self.document.crcs.get(key) != crc_of(self._read(key)):
                 raise CheckpointCorruptError(f"{self.name}: {key} is damaged; {_ADVICE}")
         for tensor in self.document.tensors:
             for _ in self.changes(tensor):

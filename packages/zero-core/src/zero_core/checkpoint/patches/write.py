@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,11 +23,12 @@ from zero_core.checkpoint.patches.document import (
     PatchedTensor,
     Piece,
     WeightPatch,
+    crc_of,
     positions_key,
     to_metadata,
     values_key,
 )
-from zero_core.checkpoint.safetensors_files import bytes_of, dtype_name
+from zero_core.checkpoint.safetensors_files import dtype_name
 from zero_core.checkpoint.storage.disk import no_room
 from zero_core.errors import PatchGapError
 from zero_core.layout.arithmetic import Segment
@@ -59,7 +59,7 @@ class _Collected:
         self.pieces.setdefault(name, []).append(piece)
         keys = positions_key(name, piece.start), values_key(name, piece.start)
         for key, part in zip(keys, (positions, values), strict=True):
-            self.crcs[key] = zlib.crc32(bytes_of(part))
+            self.crcs[key] = crc_of(part)
             self.buffer.add(key, part)
 
     def describe(self) -> tuple[PatchedTensor, ...]:
@@ -137,10 +137,7 @@ class PatchWriter:
         """Note which buffers of rank 0 have other values, as of ``version``."""
         if self._state.control.rank != 0:
             return False
-        found = {
-            name: zlib.crc32(bytes_of(value.contiguous()))
-            for name, value in self._state.buffers().items()
-        }
+        found = {name: crc_of(value) for name, value in self._state.buffers().items()}
         known = {name: crc for name, (crc, _) in self._buffers.items()}
         changed = {name: (crc, version) for name, crc in found.items() if known.get(name) != crc}
         self._buffers.update(changed)

@@ -42,8 +42,9 @@ def changed_positions(old: Tensor, new: Tensor) -> Tensor:
     groups = (a[:whole].view(torch.int64) != b[:whole].view(torch.int64)).nonzero().view(-1)
     if groups.numel() > whole // 8:
         return (a != b).nonzero().view(-1)
-    near = (groups[:, None] * 4 + torch.arange(4, device=a.device)).view(-1)
-    found = near[a[near] != b[near]]
+    differs = a[:whole].view(-1, 4)[groups] != b[:whole].view(-1, 4)[groups]
+    near = groups[:, None] * 4 + torch.arange(4, device=a.device)
+    found = near.masked_select(differs)
     rest = (a[whole:] != b[whole:]).nonzero().view(-1)
     return torch.cat([found, rest + whole]) if rest.numel() else found
 
