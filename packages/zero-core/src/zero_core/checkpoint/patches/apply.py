@@ -65,10 +65,13 @@ def _patch_model(model: nn.Module, patch: ReceivedPatch, version: int | None) ->
     check_version(document, known, version, "the model")
     targets = _targets(model, document)
     with torch.no_grad():
-        for tensor in document.tensors:
-            for index, values in patch.changes(tensor):
+        for is_trial in (True, False):
+            for tensor in document.tensors:
                 for target in targets[tensor.names[0]]:
-                    _write(target, index, values)
+                    flat = target.contiguous().view(-1)
+                    patch.apply(tensor, flat, is_trial=is_trial)
+                    if not (is_trial or target.is_contiguous()):
+                        target.copy_(flat.view(target.shape))
     setattr(model, _VERSION, Version(engine=document.engine, version=document.version))
 
 
@@ -120,15 +123,3 @@ def _check_whole(params: dict[str, nn.Parameter], found: dict[str, list[Tensor]]
             f"the patch has all values of the training's model, and none for {lacking[:4]}: use "
             "the model of the training"
         )
-
-
-def _write(target: Tensor, index: Tensor | slice, values: Tensor) -> None:
-    values = values.to(target.device)
-    if isinstance(index, Tensor):
-        index = index.to(target.device)
-    if target.is_contiguous():
-        target.view(-1)[index] = values
-    else:
-        dense = target.contiguous().view(-1)
-        dense[index] = values
-        target.copy_(dense.view(target.shape))

@@ -155,7 +155,6 @@ def _rewrite(
         for name, tensor in ordered:
             values = tensor.value().view(-1)
             if name in changed:
-                for index, of_piece in patch.changes(changed[name]):
-                    values[index] = of_piece
+                patch.apply(changed[name], values)
             write_all(file, bytes_of(values))
         os.fsync(file.fileno())

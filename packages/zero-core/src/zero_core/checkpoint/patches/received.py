@@ -33,7 +33,7 @@ from zero_core.checkpoint.safetensors_files import (
 )
 from zero_core.checkpoint.storage.disk import open_regular
 from zero_core.errors import CheckpointCorruptError, CheckpointError
-from zero_core.sharded.changes.positions import decode
+from zero_core.sharded.changes.positions import Form, decode, from_low_bits
 
 _ADVICE = "copy it again, or take all by engine.weight_patch(since=None)"
 
@@ -75,36 +75,60 @@ class ReceivedPatch:
         Raises:
             CheckpointCorruptError: something is not as it was written.
         """
-        for key in self._stored:
-            if self.document.crcs.get(key) != crc_of(self._read(key)):
-                raise CheckpointCorruptError(f"{self.name}: {key} is damaged; {_ADVICE}")
         for tensor in self.document.tensors:
-            for _ in self.changes(tensor):
-                pass
+            for piece in tensor.pieces:
+                with self._named(tensor):
+                    self._content(tensor, piece)
 
-    def changes(self, tensor: PatchedTensor) -> Iterator[tuple[Tensor | slice, Tensor]]:
-        """Yield index into the flattened tensor and new values, of each piece."""
-        numel = math.prod(tensor.shape)
+    def apply(self, tensor: PatchedTensor, values: Tensor, *, is_trial: bool = False) -> None:
+        """Write the changes of ``tensor`` to ``values``, flattened.
+
+        ``is_trial``: write nothing, but check that it can be done.
+
+        Raises:
+            CheckpointError: they are not those of a version that the patch applies to.
+        """
         for piece in tensor.pieces:
-            try:
-                if piece.start + piece.numel > numel:
-                    raise ValueError(f"{piece.numel} elements from {piece.start} on, of {numel}")
-                yield self._change(tensor, piece)
-            except (ValueError, KeyError) as error:
-                raise CheckpointCorruptError(
-                    f"{self.name}: {tensor.names[0]}: {error}; {_ADVICE}"
-                ) from error
+            with self._named(tensor):
+                index, sent = self._content(tensor, piece)
+            part = values[piece.start : piece.start + piece.numel]
+            place = index.to(values.device) if isinstance(index, Tensor) else index
+            new = sent
+            if piece.form is not Form.VALUES:
+                new = from_low_bits(part[place].cpu(), sent, piece.form)
+            if crc_of(new) != piece.result_crc:
+                raise CheckpointError(
+                    f"{self.name}: {tensor.names[0]} has not the values of the version that it is "
+                    "taken for: something else has changed it; apply a patch of all values "
+                    "(since=None)"
+                )
+            if not is_trial:
+                part[place] = new.to(values.device)
 
-    def _change(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
-        name = tensor.names[0]
-        values = self._read(values_key(name, piece.start))
-        index = decode(piece.kind, self._read(positions_key(name, piece.start)), piece.numel)
+    def _content(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
+        """Return the positions in a piece, and what was sent of their values."""
+        positions, sent = self._read(positions_key(piece)), self._read(values_key(piece))
+        if crc_of(positions, sent) != piece.data_crc:
+            raise ValueError("its checksum is wrong")
+        if piece.start + piece.numel > math.prod(tensor.shape):
+            raise ValueError(f"{piece.numel} elements from {piece.start} on")
+        index = decode(piece.kind, positions, piece.numel)
         count = index.numel() if isinstance(index, Tensor) else piece.numel
-        if not count == piece.count == values.numel() or values.dtype != DTYPES[tensor.dtype]:
-            raise ValueError(f"{values.numel()} values, {values.dtype}, for {count} positions")
-        if isinstance(index, Tensor):
-            return index + piece.start, values
-        return slice(piece.start, piece.start + piece.numel), values
+        is_whole = piece.form is Form.VALUES
+        num_sent = count if is_whole else -(-count * piece.form.num_bits // 8)
+        dtype = DTYPES[tensor.dtype] if is_whole else torch.uint8
+        if sent.numel() != num_sent or sent.dtype != dtype:
+            raise ValueError(f"{sent.numel()} values, {sent.dtype}, for {count} positions")
+        return index, sent
+
+    @contextmanager
+    def _named(self, tensor: PatchedTensor) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError) as error:
+            raise CheckpointCorruptError(
+                f"{self.name} is damaged: {tensor.names[0]}: {error}; {_ADVICE}"
+            ) from error
 
     def _read(self, key: str) -> Tensor:
         stored: StoredTensor = self._stored[key]

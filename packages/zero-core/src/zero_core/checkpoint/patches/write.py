@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from uuid import uuid4
 
 import torch
@@ -32,11 +32,11 @@ from zero_core.checkpoint.safetensors_files import dtype_name
 from zero_core.checkpoint.storage.disk import no_room
 from zero_core.errors import PatchGapError
 from zero_core.layout.arithmetic import Segment
-from zero_core.sharded.changes.positions import Kind, encode
+from zero_core.sharded.changes.positions import Form, Kind, encode, form_of, to_low_bits
 from zero_core.sharded.sharded_state import ShardedState
 
 _NONE = torch.empty(0, dtype=torch.uint8)
-_Facts = tuple[list[tuple[int, object]], list[int]]
+_Facts = tuple[list[tuple[int, list[Any]]], list[int]]
 """Slots and pieces of a rank's shard, and the bytes of each one's positions and values."""
 
 
@@ -51,16 +51,16 @@ class _Collected:
     buffer: TensorBuffer
     tensors: dict[str, PatchedTensor] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    crcs: dict[str, int] = field(default_factory=dict)
+    num_pieces: int = 0
 
     def add(self, tensor: PatchedTensor, piece: Piece, positions: Tensor, values: Tensor) -> None:
         name = tensor.names[0]
+        piece = piece._replace(number=self.num_pieces)
+        self.num_pieces += 1
         self.tensors[name] = tensor
         self.pieces.setdefault(name, []).append(piece)
-        keys = positions_key(name, piece.start), values_key(name, piece.start)
-        for key, part in zip(keys, (positions, values), strict=True):
-            self.crcs[key] = crc_of(part)
-            self.buffer.add(key, part)
+        self.buffer.add(positions_key(piece), positions)
+        self.buffer.add(values_key(piece), values)
 
     def describe(self) -> tuple[PatchedTensor, ...]:
         return tuple(
@@ -168,7 +168,6 @@ class PatchWriter:
                 since=since,
                 version=version,
                 tensors=collected.describe(),
-                crcs=collected.crcs,
             )
             return _finish(collected.buffer, to_metadata(document), path)
 
@@ -200,7 +199,7 @@ class PatchWriter:
             own, parts = self._own_pieces(segment, since)
             data = torch.cat(parts) if parts else _NONE.to(self._state.device)
             sizes = [part.numel() for part in parts]
-            facts = json.dumps([[(n, p.model_dump(mode="json")) for n, p in own], sizes])
+            facts = json.dumps([own, sizes])
             found = [json.loads(of_rank) for of_rank in control.gather_bytes(facts.encode())]
             if not any(pieces for pieces, _ in found):
                 continue
@@ -219,30 +218,30 @@ class PatchWriter:
         """Return slot and piece of each changed part of this rank's shard, and their bytes."""
         flat = self._state.params[segment.index]
         low, high = segment.shard_range(flat.rank)
-        mask = None
+        numel, size = segment.shard_numel, segment.dtype.itemsize
+        masks: list[tuple[Form, Tensor | None]] = [(Form.VALUES, None)]
         if since is not None:
             assert self._state.changes is not None
-            mask = self._state.changes.changed(segment.index, since, segment.shard_numel)
-            if mask is None:
+            changed = self._state.changes.changed(segment.index, since, numel)
+            if changed is None:
                 return [], []
+            near = form_of(changed.num_updates, size)
+            masks = [(near, changed.near), (Form.VALUES, changed.far)]
+            if near is Form.VALUES:
+                masks = [(near, changed.near | changed.far)]
         shard = flat.read_shard().detach()
         pieces: list[tuple[int, Piece]] = []
         parts: list[Tensor] = []
         for number, slot in enumerate(segment.slots):
             first, last = slot.common(low, high)
-            base, numel = slot.start + first - low, last - first
-            changed = None if mask is None else mask[base : base + numel]
-            if not numel or (changed is not None and not bool(changed.any())):
-                continue
-            values = shard[base : base + numel]
-            kind, positions = Kind.ALL, _NONE
-            if changed is not None:
-                kind, positions = encode(changed, values.itemsize)
-                if kind is not Kind.ALL:
-                    values = values[changed.to(values.device)]
-            piece = Piece(start=first, numel=numel, kind=kind, count=values.numel())
-            pieces.append((number, piece))
-            parts += [positions.to(self._state.device), _as_bytes(values).to(self._state.device)]
+            base = slot.start + first - low
+            for form, mask in masks:
+                part = None if mask is None else mask[base : base + last - first]
+                if first == last or (part is not None and not bool(part.any())):
+                    continue
+                piece, own = _encode(first, shard[base : base + last - first], part, form)
+                pieces.append((number, piece))
+                parts += [tensor.to(self._state.device) for tensor in own]
         return pieces, parts
 
     def _unpack(
@@ -261,7 +260,11 @@ class PatchWriter:
                 pieces=(),
             )
             positions, values = next(parts).clone(), next(parts).clone()
-            yield tensor, Piece.model_validate(facts), positions, values.view(spec.dtype)
+            first, kind, form = facts[:3], Kind(facts[3]), Form(facts[4])
+            piece = Piece(*first, kind, form, *facts[5:])
+            if piece.form == Form.VALUES:
+                values = values.view(spec.dtype)
+            yield tensor, piece, positions, values
 
     def _buffer_pieces(
         self, since: int | None
@@ -271,8 +274,24 @@ class PatchWriter:
                 continue
             kind = dtype_name(value.dtype, name)
             tensor = PatchedTensor(names=(name,), shape=tuple(value.shape), dtype=kind, pieces=())
-            piece = Piece(start=0, numel=value.numel(), kind=Kind.ALL, count=value.numel())
-            yield tensor, piece, _NONE, value.contiguous().view(-1)
+            flat = value.contiguous().view(-1)
+            crcs = crc_of(flat), crc_of(flat)
+            yield tensor, Piece(0, 0, value.numel(), Kind.ALL, Form.VALUES, *crcs), _NONE, flat
+
+
+def _encode(
+    start: int, values: Tensor, mask: Tensor | None, form: Form
+) -> tuple[Piece, tuple[Tensor, Tensor]]:
+    """Return a piece of the ``values`` that ``mask`` has, or of all, with its bytes."""
+    numel, kind, positions = values.numel(), Kind.ALL, _NONE
+    if mask is not None:
+        # Unchanged ones do no harm, but low bits are wrong for what moved far.
+        kind, positions = encode(mask, values.itemsize if form is Form.VALUES else None)
+        if kind is not Kind.ALL:
+            values = values[mask.to(values.device)]
+    sent = _as_bytes(values) if form is Form.VALUES else to_low_bits(values, form)
+    crcs = crc_of(positions, sent), crc_of(values)
+    return Piece(0, start, numel, kind, form, *crcs), (positions, sent)
 
 
 def _as_bytes(values: Tensor) -> Tensor:

@@ -6,6 +6,9 @@ engine's start. What changes between two of them belongs to the later one. The l
 positions, not the values: a patch has the newest values at all positions that changed since the
 receiver's version. A position that is logged late, or twice, only makes a patch longer.
 
+For a few updates it is known how far values have moved: where none was by more than `NEAR`, a patch
+has low bits alone ([Note: low bits] in `positions`).
+
 [Note: how changes are found]
 A *compared* shard is 16-bit, and is not its own master weight. The state tier does not write it: it
 sees a shard on the meta device, and hands new values to this log as to any
@@ -20,6 +23,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -30,6 +34,7 @@ from zero_core.sharded.changes.positions import (
     changed_positions,
     decode_gaps,
     encode_gaps,
+    far_positions,
     num_bits_bytes,
     pack_bits,
     unpack_bits,
@@ -102,6 +107,50 @@ def _mask_of(numel: int, positions: Tensor) -> Tensor:
     return mask
 
 
+class ShardChanges:
+    """Changes of one shard in one version.
+
+    Attributes:
+        all: the changed positions.
+        far: those of them that may have moved by more than `NEAR` at once.
+        num_updates: how often a value may have changed.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.all, self.far = Marks(numel), Marks(numel)
+        self.num_updates = 0
+        self._starts: list[int] = []  # of what the last update has written, sorted
+        self._stops: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self.all.nbytes + self.far.nbytes
+
+    def note_update(self, start: int, stop: int) -> None:
+        """Count a write of ``[start, stop)``: the next update begins where two of them overlap."""
+        place = bisect_right(self._stops, start)
+        is_again = place < len(self._starts) and self._starts[place] < stop
+        if is_again or not self._starts:
+            self.num_updates += 1
+            self._starts, self._stops, place = [], [], 0
+        self._starts.insert(place, start)
+        self._stops.insert(place, stop)
+
+
+@dataclass(frozen=True)
+class ChangedShard:
+    """Changes of one shard since a version.
+
+    Attributes:
+        near: mask of the positions that moved by `NEAR` at most in each of ``num_updates``.
+        far: mask of the other changed ones.
+    """
+
+    near: Tensor
+    far: Tensor
+    num_updates: int
+
+
 class ChangeLog:
     """Writes compared shards, and remembers what changed. See the notes above.
 
@@ -136,8 +185,8 @@ class ChangeLog:
         self._store = store
         self._num_versions = num_versions
         self._max_bytes = max_bytes
-        self._open: dict[int, Marks] = {}
-        self._closed: list[dict[int, Marks]] = []  # of the versions after `oldest`
+        self._open: dict[int, ShardChanges] = {}
+        self._closed: list[dict[int, ShardChanges]] = []  # of the versions after `oldest`
         self._seen: dict[int, int] = {}  # version of the flat parameters that are not compared
         self._lock = threading.Lock()
 
@@ -170,17 +219,16 @@ class ChangeLog:
         low, high = max(first, own[0]), min(first + old.numel(), own[1])
         if low < high:  # at stage 0 other ranks have written the same elsewhere
             part = slice(low - first, high - first)
-            positions = changed_positions(old[part], new[part]).cpu()
-            with self._lock:
-                marks = self._marks(self._open, segment)
-                marks.add(low - own[0], high - own[0], positions)
+            positions = changed_positions(old[part], new[part])
+            if positions.numel():
+                far = far_positions(old[part], new[part], positions).cpu()
+                with self._lock:
+                    changes = self._open.setdefault(segment, ShardChanges(own[1] - own[0]))
+                    start, stop = low - own[0], high - own[0]
+                    changes.note_update(start, stop)
+                    changes.all.add(start, stop, positions.cpu())
+                    changes.far.add(start, stop, far)
         old.copy_(new)
-
-    def _marks(self, of: dict[int, Marks], segment: int) -> Marks:
-        if segment not in of:
-            low, high = self._shards[segment][2]
-            of[segment] = Marks(high - low)
-        return of[segment]
 
     # ------------------------------------------------------------ between two steps
 
@@ -210,8 +258,9 @@ class ChangeLog:
             for start, stop in ranges:
                 first, last = max(start, low), min(stop, high)
                 if first < last:
-                    marks = self._open.setdefault(segment.index, Marks(high - low))
-                    marks.add_range(first - low, last - low)
+                    changes = self._open.setdefault(segment.index, ShardChanges(high - low))
+                    changes.all.add_range(first - low, last - low)
+                    changes.far.add_range(first - low, last - low)
 
     def close(self) -> None:
         """End a version. What changes from now on belongs to the next one."""
@@ -230,10 +279,10 @@ class ChangeLog:
         """Bytes of the positions."""
         return sum(m.nbytes for of in (*self._closed, self._open) for m in of.values())
 
-    def changed(self, segment: int, since: int, numel: int) -> Tensor | None:
-        """Return the mask of a shard's positions that changed after version ``since``, or None.
+    def changed(self, segment: int, since: int, numel: int) -> ChangedShard | None:
+        """Return which of a shard's ``numel`` elements changed after version ``since``.
 
-        ``numel``: the shard's elements. None stands for no change.
+        None stands for no change.
         """
         assert since >= self.oldest, "checked by the caller, for all ranks"
         with self._lock:
@@ -241,7 +290,8 @@ class ChangeLog:
             found = [of[segment] for of in versions if segment in of]
         if not found:
             return None
-        mask = torch.zeros(numel, dtype=torch.bool)
-        for marks in found:
-            marks.mark(mask)
-        return mask
+        near, far = (torch.zeros(numel, dtype=torch.bool) for _ in range(2))
+        for changes in found:
+            changes.all.mark(near)
+            changes.far.mark(far)
+        return ChangedShard(near & ~far, far, sum(changes.num_updates for changes in found))

@@ -6,6 +6,12 @@ A set of positions in ``[0, numel)`` is encoded as one of
   255 of them and no position. About a byte per position where a fiftieth or less is in the set.
 - *bits*: uint8, one bit per position, the lowest first.
 - *all*: nothing.
+
+[Note: low bits]
+A changed 16-bit value is mostly a neighbour of the old one. *Ordered*, as the integers that count
+the values of a dtype from the lowest on, both then differ by little, and the lowest bits of the new
+one are enough for somebody who has the old one, or any in between: the new one is the nearest with
+these bits. 4 bits serve a distance up to 7, and 8 bits one up to 127.
 """
 
 from __future__ import annotations
@@ -27,6 +33,68 @@ class Kind(StrEnum):
     GAPS = "gaps"
     BITS = "bits"
     ALL = "all"
+
+
+class Form(StrEnum):
+    """What is sent of values."""
+
+    VALUES = "values"
+    LOW4 = "low4"
+    LOW8 = "low8"
+
+    @property
+    def num_bits(self) -> int:
+        return 4 if self is Form.LOW4 else 8
+
+
+NEAR = 7
+"""Largest distance at which a change is near."""
+
+
+def form_of(num_changes: int, value_bytes: int) -> Form:
+    """Return what is to be sent of values that changed ``num_changes`` times by `NEAR` at most."""
+    if value_bytes != 2:
+        return Form.VALUES
+    if num_changes <= 1:
+        return Form.LOW4
+    return Form.LOW8 if num_changes * NEAR < 128 else Form.VALUES
+
+
+def _ordered(values: Tensor) -> Tensor:
+    bits = values.view(torch.int16).to(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFF, bits)
+
+
+def far_positions(old: Tensor, new: Tensor, positions: Tensor) -> Tensor:
+    """Return those of ``positions`` at which two 16-bit tensors are further apart than `NEAR`."""
+    distance = _ordered(new[positions]) - _ordered(old[positions])
+    return positions[distance.abs() > NEAR]
+
+
+def to_low_bits(values: Tensor, form: Form) -> Tensor:
+    """Return the lowest bits of 16-bit ``values``, uint8: in `Form.LOW4` two in a byte."""
+    ordered = _ordered(values)
+    if form is Form.LOW8:
+        return (ordered & 0xFF).to(torch.uint8)
+    padded = torch.nn.functional.pad(ordered & 0xF, (0, ordered.numel() % 2))
+    return (padded[0::2] | padded[1::2] << 4).to(torch.uint8)
+
+
+def from_low_bits(old: Tensor, codes: Tensor, form: Form) -> Tensor:
+    """Return the values next to ``old``, 16-bit, that have the lowest bits ``codes``.
+
+    Raises:
+        ValueError: there are not as many codes.
+    """
+    if codes.numel() != -(-old.numel() * form.num_bits // 8):
+        raise ValueError(f"{codes.numel()} bytes of {form} for {old.numel()} positions")
+    low = codes.to(torch.int32)
+    if form is Form.LOW4:
+        low = torch.stack([low & 0xF, low >> 4], 1).view(-1)[: old.numel()]
+    ordered, half = _ordered(old), 1 << (form.num_bits - 1)
+    new = ordered + ((low - ordered + half) & (2 * half - 1)) - half
+    bits = torch.where(new < 0, new ^ 0x7FFF, new)
+    return bits.to(torch.int16).view(old.dtype)
 
 
 def changed_positions(old: Tensor, new: Tensor) -> Tensor:
@@ -87,16 +155,17 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     return ((packed[:, None] >> bits) & 1).view(-1)[:numel].bool()
 
 
-def encode(mask: Tensor, value_bytes: int) -> tuple[Kind, Tensor]:
+def encode(mask: Tensor, value_bytes: int | None = None) -> tuple[Kind, Tensor]:
     """Return the shortest encoding of the positions that ``mask`` has.
 
-    A value of ``value_bytes`` bytes goes with each position: so all of them may be shorter than
-    bits and those that are meant.
+    If ``value_bytes`` is given, others may be added: so many bytes go with each position, and all
+    of them may be shorter than bits and those that are meant.
     """
     positions = mask.nonzero().view(-1)
     numel, count = mask.numel(), positions.numel()
     num_bits = num_bits_bytes(numel)
-    if count * value_bytes + min(num_bits, count) >= numel * value_bytes:
+    size = value_bytes or 0
+    if count == numel or (size and (numel - count) * size <= min(num_bits, count)):
         return Kind.ALL, torch.empty(0, dtype=torch.uint8)
     if count < num_bits:
         gaps = encode_gaps(positions)
