@@ -11,7 +11,7 @@ from zero_core.sharded.changes.log import Marks
 from zero_core.sharded.changes.positions import (
     Form,
     Kind,
-    changed_positions,
+    compare,
     decode,
     decode_gaps,
     encode,
@@ -55,8 +55,11 @@ def test_a_comparison_finds_every_differing_bit(bits, data):
         new[place] ^= flip
     shift = data.draw(st.integers(0, min(3, numel - 1)))
     for dtype in (torch.bfloat16, torch.float16):  # NaNs of all kinds among them
-        found = changed_positions(old.view(dtype)[shift:], new.view(dtype)[shift:])
-        assert found.tolist() == [place - shift for place in where if place >= shift]
+        changed, far = compare(old.view(dtype)[shift:], new.view(dtype)[shift:])
+        found = changed.nonzero().view(-1).tolist()
+        assert found == [place - shift for place in where if place >= shift]
+        moved = (old.to(torch.int32) - new.to(torch.int32)).abs()[shift:]
+        assert not bool((~far & (moved > 7)).any())
 
 
 @given(st.integers(1, 2000), st.lists(masks(), min_size=1, max_size=8), st.randoms())
@@ -65,21 +68,23 @@ def test_marks_are_the_union_of_what_was_added(numel, added, random):
     for mask in added:
         start = random.randrange(numel)
         part = mask[: numel - start]
-        marks.add(start, start + part.numel(), part.nonzero().view(-1))
+        marks.add(start, part)
         expected[start : start + part.numel()] |= part
-    found = torch.zeros_like(expected)
-    marks.mark(found)
-    assert torch.equal(found, expected)
+    for _ in range(2):
+        found = torch.zeros_like(expected)
+        marks.mark(found)
+        assert torch.equal(found, expected)
+        assert marks.is_marked == bool(expected.any())
+        marks.compact()
 
 
-def test_marks_take_a_bit_per_element_and_a_little():
+@pytest.mark.parametrize(("share", "most"), [(0.01, 0.012), (0.5, 0.125)])
+def test_compact_marks_take_a_byte_per_position_or_a_bit_per_element(share, most):
     numel = 1 << 20
     marks = Marks(numel)
-    for seed in range(40):
-        generator = torch.Generator().manual_seed(seed)
-        mask = torch.rand(numel, generator=generator) < 0.02
-        marks.add(0, numel, mask.nonzero().view(-1))
-        assert marks.nbytes <= numel // 8 + numel // 32
+    marks.add(0, torch.rand(numel, generator=torch.Generator().manual_seed(0)) < share)
+    marks.compact()
+    assert marks.nbytes <= numel * most
 
 
 @pytest.mark.parametrize(

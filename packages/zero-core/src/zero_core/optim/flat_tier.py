@@ -18,7 +18,7 @@ from zero_core.config import master_dtype
 from zero_core.protocols import ParamStore
 
 MASTER = "master_weight"
-_STORED_NUMEL = 1 << 22  # rounded at a time for a store
+_STORED_NUMEL = 1 << 18  # rounded at a time for a store: they stay in the cache
 
 
 class Chunked:

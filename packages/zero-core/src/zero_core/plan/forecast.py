@@ -298,8 +298,8 @@ class Forecast:
         if settings is None:
             return 0
         numel = sum(s.shard_numel for *_, s in self._spans if s.dtype.itemsize == 2)
-        most = (settings.versions + 1) * numel // 8 + numel // 32
-        return most if settings.max_bytes is None else min(most, settings.max_bytes + numel // 6)
+        being_made, most = numel // 4, settings.versions * numel * 5 // 32
+        return being_made + (most if settings.max_bytes is None else min(most, settings.max_bytes))
 
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
         """Return the bytes of the engine's own tier over ``[start, stop)``."""

@@ -55,7 +55,7 @@ class _Collected:
 
     def add(self, tensor: PatchedTensor, piece: Piece, positions: Tensor, values: Tensor) -> None:
         name = tensor.names[0]
-        piece = piece._replace(number=self.num_pieces)
+        piece = Piece(self.num_pieces, *piece[1:])
         self.num_pieces += 1
         self.tensors[name] = tensor
         self.pieces.setdefault(name, []).append(piece)
@@ -247,7 +247,7 @@ class PatchWriter:
     def _unpack(
         self,
         segment: Segment,
-        found: Sequence[tuple[list[tuple[int, object]], list[int]]],
+        found: Sequence[_Facts],
         data: Tensor,
     ) -> Iterator[tuple[PatchedTensor, Piece, Tensor, Tensor]]:
         parts = iter(torch.split(data, [size for _, sizes in found for size in sizes]))
@@ -260,8 +260,8 @@ class PatchWriter:
                 pieces=(),
             )
             positions, values = next(parts).clone(), next(parts).clone()
-            first, kind, form = facts[:3], Kind(facts[3]), Form(facts[4])
-            piece = Piece(*first, kind, form, *facts[5:])
+            place, kind, form, crcs = facts[:3], Kind(facts[3]), Form(facts[4]), facts[5:]
+            piece = Piece(*place, kind, form, *crcs)
             if piece.form == Form.VALUES:
                 values = values.view(spec.dtype)
             yield tensor, piece, positions, values

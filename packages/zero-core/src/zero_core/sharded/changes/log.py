@@ -9,6 +9,9 @@ receiver's version. A position that is logged late, or twice, only makes a patch
 For a few updates it is known how far values have moved: where none was by more than `NEAR`, a patch
 has low bits alone ([Note: low bits] in `positions`).
 
+While a version is open a compared shard has two bits per element: a weight that changed, and one
+that moved far. Afterwards it has about a byte per changed weight, and a bit and a quarter at most.
+
 [Note: how changes are found]
 A *compared* shard is 16-bit, and is not its own master weight. The state tier does not write it: it
 sees a shard on the meta device, and hands new values to this log as to any
@@ -31,10 +34,9 @@ from torch import Tensor
 
 from zero_core.protocols import ParamStore
 from zero_core.sharded.changes.positions import (
-    changed_positions,
+    compare,
     decode_gaps,
     encode_gaps,
-    far_positions,
     num_bits_bytes,
     pack_bits,
     unpack_bits,
@@ -46,43 +48,31 @@ _DEVICE_NUMEL = 1 << 25
 
 
 class Marks:
-    """Set of changed positions of a shard of ``numel`` elements.
-
-    Memory is at most a bit per element, and a quarter of one while gaps are waiting.
-    """
+    """Set of positions of a shard of ``numel`` elements: a bit for each, or gaps once compact."""
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
         self._ranges: list[tuple[int, int]] = []
-        self._gaps: list[tuple[int, int, Tensor]] = []
         self._bits: Tensor | None = None
-        self._gap_bytes = 0
+        self._gaps: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._gap_bytes + (0 if self._bits is None else self._bits.numel())
+        return sum(0 if kept is None else kept.numel() for kept in (self._bits, self._gaps))
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a position is in the set."""
+        has_bits = self._bits is not None and bool(self._bits.any())
+        return bool(self._ranges) or has_bits or bool(self._gaps is not None and self._gaps.numel())
 
     def add_range(self, start: int, stop: int) -> None:
         """Mark ``[start, stop)``."""
         if (start, stop) not in self._ranges:
             self._ranges.append((start, stop))
 
-    def add(self, start: int, stop: int, positions: Tensor) -> None:
-        """Mark ``positions`` (int64, CPU, in order, relative to ``start``) of ``[start, stop)``."""
-        if not positions.numel():
-            return
-        if positions.numel() * 8 >= stop - start:
-            self._set_bits(start, _mask_of(stop - start, positions))
-            return
-        gaps = encode_gaps(positions)
-        self._gaps.append((start, stop, gaps))
-        self._gap_bytes += gaps.numel()
-        if self._gap_bytes > max(num_bits_bytes(self.numel) // 4, 4096):
-            waiting, self._gaps, self._gap_bytes = self._gaps, [], 0
-            for low, high, encoded in waiting:
-                self._set_bits(low, _mask_of(high - low, decode_gaps(encoded)))
-
-    def _set_bits(self, start: int, mask: Tensor) -> None:
+    def add(self, start: int, mask: Tensor) -> None:
+        """Mark the positions of ``mask``, bool on the CPU, which begins at ``start``."""
         if self._bits is None:
             self._bits = torch.zeros(num_bits_bytes(self.numel), dtype=torch.uint8)
         before = start % 8
@@ -91,20 +81,24 @@ class Marks:
         packed = pack_bits(mask)
         self._bits[start // 8 : start // 8 + packed.numel()] |= packed
 
+    def compact(self) -> None:
+        """Keep gaps in place of bits, if these are shorter. Nothing is added any more."""
+        if self._bits is None:
+            return
+        positions = unpack_bits(self._bits, self.numel).nonzero().view(-1)
+        if positions.numel() < self._bits.numel():
+            gaps = encode_gaps(positions)
+            if gaps.numel() < self._bits.numel():
+                self._bits, self._gaps = None, gaps
+
     def mark(self, mask: Tensor) -> None:
         """Set the bool ``mask`` of the shard at the marked positions."""
         for start, stop in self._ranges:
             mask[start:stop] = True
         if self._bits is not None:
             mask |= unpack_bits(self._bits, self.numel)
-        for start, stop, gaps in self._gaps:
-            mask[start:stop][decode_gaps(gaps)] = True
-
-
-def _mask_of(numel: int, positions: Tensor) -> Tensor:
-    mask = torch.zeros(numel, dtype=torch.bool)
-    mask[positions] = True
-    return mask
+        if self._gaps is not None:
+            mask[decode_gaps(self._gaps)] = True
 
 
 class ShardChanges:
@@ -112,21 +106,49 @@ class ShardChanges:
 
     Attributes:
         all: the changed positions.
-        far: those of them that may have moved by more than `NEAR` at once.
+        far: those of them that may have moved by more than `NEAR` at once. None: all of them.
         num_updates: how often a value may have changed.
     """
 
     def __init__(self, numel: int) -> None:
-        self.all, self.far = Marks(numel), Marks(numel)
+        self.all = Marks(numel)
+        self.far: Marks | None = Marks(numel)
         self.num_updates = 0
         self._starts: list[int] = []  # of what the last update has written, sorted
         self._stops: list[int] = []
 
     @property
     def nbytes(self) -> int:
-        return self.all.nbytes + self.far.nbytes
+        return self.all.nbytes + (0 if self.far is None else self.far.nbytes)
 
-    def note_update(self, start: int, stop: int) -> None:
+    @property
+    def is_changed(self) -> bool:
+        """Whether a position is marked."""
+        return self.all.is_marked
+
+    def add(self, start: int, changed: Tensor, far: Tensor) -> None:
+        """Mark what an update changed, by masks that begin at ``start``."""
+        self._note_update(start, start + changed.numel())
+        self.all.add(start, changed)
+        if self.far is not None:
+            self.far.add(start, far)
+
+    def add_range(self, start: int, stop: int) -> None:
+        """Mark ``[start, stop)``, whose values may be any."""
+        for marks in (self.all, self.far):
+            if marks is not None:
+                marks.add_range(start, stop)
+
+    def compact(self) -> None:
+        """End the version: keep little. Many far positions are not told from others."""
+        self.all.compact()
+        if self.far is not None:
+            self.far.compact()
+            if self.far.nbytes > self.all.numel // 32:
+                self.far = None
+        self._starts, self._stops = [], []
+
+    def _note_update(self, start: int, stop: int) -> None:
         """Count a write of ``[start, stop)``: the next update begins where two of them overlap."""
         place = bisect_right(self._stops, start)
         is_again = place < len(self._starts) and self._starts[place] < stop
@@ -219,15 +241,10 @@ class ChangeLog:
         low, high = max(first, own[0]), min(first + old.numel(), own[1])
         if low < high:  # at stage 0 other ranks have written the same elsewhere
             part = slice(low - first, high - first)
-            positions = changed_positions(old[part], new[part])
-            if positions.numel():
-                far = far_positions(old[part], new[part], positions).cpu()
-                with self._lock:
-                    changes = self._open.setdefault(segment, ShardChanges(own[1] - own[0]))
-                    start, stop = low - own[0], high - own[0]
-                    changes.note_update(start, stop)
-                    changes.all.add(start, stop, positions.cpu())
-                    changes.far.add(start, stop, far)
+            masks = compare(old[part], new[part])
+            with self._lock:
+                changes = self._open.setdefault(segment, ShardChanges(own[1] - own[0]))
+                changes.add(low - own[0], *(mask.cpu() for mask in masks))
         old.copy_(new)
 
     # ------------------------------------------------------------ between two steps
@@ -242,7 +259,7 @@ class ChangeLog:
     def collect(self, params: Sequence[FlatParams]) -> bool:
         """Note which other shards changed. Return whether anything did since the last version."""
         self._collect(params)
-        return bool(self._open)
+        return any(changes.is_changed for changes in self._open.values())
 
     def _collect(self, params: Sequence[FlatParams]) -> None:
         for flat in params:
@@ -259,14 +276,15 @@ class ChangeLog:
                 first, last = max(start, low), min(stop, high)
                 if first < last:
                     changes = self._open.setdefault(segment.index, ShardChanges(high - low))
-                    changes.all.add_range(first - low, last - low)
-                    changes.far.add_range(first - low, last - low)
+                    changes.add_range(first - low, last - low)
 
     def close(self) -> None:
         """End a version. What changes from now on belongs to the next one."""
         with self._lock:
-            self._closed.append(self._open)
-            self._open = {}
+            closed, self._open = self._open, {}
+        for changes in closed.values():
+            changes.compact()
+        self._closed.append(closed)
         self.version += 1
         while len(self._closed) > self._num_versions or (
             self._max_bytes is not None and self.nbytes > self._max_bytes and self._closed
@@ -293,5 +311,5 @@ class ChangeLog:
         near, far = (torch.zeros(numel, dtype=torch.bool) for _ in range(2))
         for changes in found:
             changes.all.mark(near)
-            changes.far.mark(far)
+            (changes.all if changes.far is None else changes.far).mark(far)
         return ChangedShard(near & ~far, far, sum(changes.num_updates for changes in found))
