@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 _TRAINING_VERBS = frozenset(
     {
+        "patch_version",
+        "weight_patch",
         *("backward", "clip_grad_norm_", "no_sync", "optimizer", "save_checkpoint", "scale"),
         *("idle_backward", "idle_step", "set_gradient_accumulation_boundary", "step"),
         *("set_is_last_backward", "set_requires_gradient_sync", "async_save", "resume"),

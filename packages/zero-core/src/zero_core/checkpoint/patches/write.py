@@ -260,8 +260,8 @@ class PatchWriter:
                 pieces=(),
             )
             positions, values = next(parts).clone(), next(parts).clone()
-            place, kind, form, crcs = facts[:3], Kind(facts[3]), Form(facts[4]), facts[5:]
-            piece = Piece(*place, kind, form, *crcs)
+            first, start, numel, kind, form, data_crc, result_crc = facts
+            piece = Piece(first, start, numel, Kind(kind), Form(form), data_crc, result_crc)
             if piece.form == Form.VALUES:
                 values = values.view(spec.dtype)
             yield tensor, piece, positions, values
