@@ -149,6 +149,8 @@ EXAMPLES: dict[str, Any] = {
     "memory_checkpoint.every": 5,
     "memory_checkpoint.copies": 0,
     "memory_checkpoint.path": "/dev/shm/job",
+    "weight_patches.versions": 16,
+    "weight_patches.max_bytes": 2**28,
     "step_records.max_bytes": 2**20,
     "step_records.detail_every": 10,
 }

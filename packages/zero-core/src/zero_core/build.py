@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
+from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
@@ -202,6 +203,7 @@ def build(
             pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
             optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
             quantized=found.quantized,
+            changes=memory.changes,
         )
         if pretrained is None:
             rounds = resolved.data_types.master_weights_from == "rounded"
@@ -259,11 +261,17 @@ def build(
             ranks.exchange_beside(control.watch),
         )
         if is_training:
+            patches = PatchWriter(state)
             driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
             if resolved.zero_optimization.stage == 0:
                 installed.append(gradient.param_grads.serve())
             engine: ShardedModel = Engine(
-                parts, optimizer=driven, gradient=gradient, seeds=seeds, copies=copies
+                parts,
+                optimizer=driven,
+                gradient=gradient,
+                seeds=seeds,
+                copies=copies,
+                patches=patches,
             )
         else:
             engine = ShardedModel(parts)
@@ -274,6 +282,8 @@ def build(
             except Exception:
                 engine.close()  # another build() may follow, from the right file
                 raise
+        if is_training:
+            patches.start()
         control.place.enter(OUTSIDE)
         records = resolved.step_records
         if isinstance(engine, Engine) and records is not None:

@@ -426,6 +426,19 @@ class StepRecordsConfig(_Block):
     """Steps between two whose course is recorded span by span."""
 
 
+class WeightPatchesConfig(_Block):
+    """``weight_patches``: what `zero_core.Engine.weight_patch` knows of earlier versions.
+
+    Not in DeepSpeed's configuration.
+    """
+
+    versions: PositiveInt = 4
+    """Versions between which changes are known: one per patch. A version takes at most an eighth of
+    a byte per parameter over all ranks, in host memory."""
+    max_bytes: PositiveInt | None = None
+    """Of one rank's positions of all versions. Older versions are dropped. None sets no limit."""
+
+
 class Config(_Block):
     """Resolved configuration."""
 
@@ -472,6 +485,9 @@ class Config(_Block):
     """Copies in memory, kept after every step. Not in DeepSpeed's configuration."""
     step_records: StepRecordsConfig | None = None
     """Records of steps, which a report is made of. Not in DeepSpeed's configuration."""
+    weight_patches: WeightPatchesConfig | None = None
+    """Log of the changed weights, for `zero_core.Engine.weight_patch`. Not in DeepSpeed's
+    configuration."""
     steps_per_print: PositiveInt | None = None
     """Steps between log lines of step, loss scale and learning rate. None disables them."""
 
