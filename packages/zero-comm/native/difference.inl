@@ -23,7 +23,7 @@ template <>
 struct Word<std::uint32_t> {
   using Signed = std::int32_t;
   static constexpr int kBits = 32, kNumStarts = 4, kNumBounds = 10;
-  static constexpr std::uint32_t kBounds[kNumBounds] = {3,     18,  273,   65808, 15,
+  static constexpr std::uint32_t kBounds[kNumBounds] = {3,   18,    273, 65808, 15,
                                                         270, 65805, 255, 65790, 65535};
 };
 
@@ -93,8 +93,8 @@ ZERO_COMM_INLINE int count_bits(std::uint64_t word) {
 #if defined(_MSC_VER)
   word = word - ((word >> 1) & 0x5555555555555555ull);
   word = (word & 0x3333333333333333ull) + ((word >> 2) & 0x3333333333333333ull);
-  return static_cast<int>((((word + (word >> 4)) & 0x0f0f0f0f0f0f0f0full) *
-                           0x0101010101010101ull) >> 56);
+  return static_cast<int>(
+      (((word + (word >> 4)) & 0x0f0f0f0f0f0f0f0full) * 0x0101010101010101ull) >> 56);
 #else
   return __builtin_popcountll(word);
 #endif
@@ -213,7 +213,8 @@ ZERO_COMM_INLINE int keep_from(const T* x, int n, T least, T* kept) {
   return found;
 }
 
-// Sets the bits of the elements that changed, and fills `values` with their z - 1. Returns how many.
+// Sets the bits of the elements that changed, and fills `values` with their z - 1. Returns how
+// many.
 template <class T>
 ZERO_COMM_INLINE int collect(const T* old, const T* now, std::uint8_t* bitmap, T* values) {
   using L = Lanes<T>;
@@ -277,8 +278,7 @@ ZERO_COMM_INLINE void count_longer(const T* ZERO_COMM_RESTRICT values, int n, in
     for (int k = i; k < i + kVector; ++k) largest = values[k] > largest ? values[k] : largest;
   }
   for (int number = 0; number < Word<T>::kNumBounds; ++number) {
-    const T least =
-        static_cast<T>(Word<T>::kBounds[number] - static_cast<std::uint32_t>(offset));
+    const T least = static_cast<T>(Word<T>::kBounds[number] - static_cast<std::uint32_t>(offset));
     T found = 0;  // a block has 256 elements: 16 bits hold the count
     for (int i = 0; i < n && largest >= least; i += kVector) {
       for (int k = i; k < i + kVector; ++k) found = static_cast<T>(found + (values[k] >= least));
@@ -497,8 +497,8 @@ ZERO_COMM_INLINE bool read_levels(const std::uint8_t* codes, const std::uint8_t*
 
 // ---- blocks ----------------------------------------------------------------------------------
 
-// The smallest of the modes from `first_mode` on as bytes << 4 | mode: after `prefix` bytes levels of
-// n integers, of which `counts` are longer than the bounds.
+// The smallest of the modes from `first_mode` on as bytes << 4 | mode: after `prefix` bytes levels
+// of n integers, of which `counts` are longer than the bounds.
 template <class T>
 ZERO_COMM_INLINE int smallest(int n, const int* counts, int prefix, int first_mode, int best) {
   for (int start = 0; start < Word<T>::kNumStarts; ++start) {

@@ -35,7 +35,8 @@ std::int64_t run_encode_difference(const DifferenceTable& table, std::int64_t it
         table.encode(old + offset, now + offset, std::min(kGrainNumel, numel - first),
                      descriptors + grain * kGrainBlocks, codes + offset);
   };
-  share_grains(num_grains, std::min<std::int64_t>(num_threads, numel / kThreadNumel), [&] { return run; });
+  share_grains(num_grains, std::min<std::int64_t>(num_threads, numel / kThreadNumel),
+               [&] { return run; });
   std::int64_t end = 0;
   for (std::int64_t grain = 0; grain < num_grains; ++grain) {
     const auto length = lengths[static_cast<std::size_t>(grain)];
@@ -70,7 +71,8 @@ bool run_decode_difference(const DifferenceTable& table, std::int64_t itemsize,
       is_good.store(false, std::memory_order_relaxed);
     }
   };
-  share_grains(num_grains, std::min<std::int64_t>(num_threads, numel / kThreadNumel), [&] { return run; });
+  share_grains(num_grains, std::min<std::int64_t>(num_threads, numel / kThreadNumel),
+               [&] { return run; });
   return is_good.load();
 }
 

@@ -105,8 +105,8 @@ bool decode_difference(int isa, std::int64_t itemsize, std::uint64_t codes, std:
 std::int64_t checksum(int isa, std::uint64_t words, std::int64_t count, std::uint64_t odd) {
   const KernelTable& table = table_of(isa);
   const py::gil_scoped_release released;
-  const std::uint64_t sum = table.checksum(pointer<const std::uint64_t>(words), count,
-                                           pointer<const std::uint64_t>(odd));
+  const std::uint64_t sum =
+      table.checksum(pointer<const std::uint64_t>(words), count, pointer<const std::uint64_t>(odd));
   return static_cast<std::int64_t>(sum);
 }
 

@@ -23,8 +23,7 @@ void share_grains(std::int64_t num_grains, std::int64_t num_threads, const MakeR
   try {
     const std::int64_t helpers = std::min(num_threads, num_grains) - 1;
     for (std::int64_t k = 0; k < helpers; ++k) {
-      threads.emplace_back(
-          [&take_grains, run = make_run()]() mutable { take_grains(run); });
+      threads.emplace_back([&take_grains, run = make_run()]() mutable { take_grains(run); });
     }
   } catch (const std::exception&) {
     // Out of threads or memory: those that exist, and the caller, do the work.
