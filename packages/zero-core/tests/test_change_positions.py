@@ -62,6 +62,13 @@ def test_a_comparison_finds_every_differing_bit(bits, data):
         assert not bool((~far & (moved > 7)).any())
 
 
+def test_values_that_changed_their_sign_are_far():
+    """The largest NaN and the smallest negative number are neighbours as 16-bit integers."""
+    ends = torch.tensor([0x7FFF, 0x7FFE, -0x7FFF, -0x8000], dtype=torch.int32).to(torch.int16)
+    changed, far = compare(ends, ends.flip(0))
+    assert changed.tolist() == far.tolist() == [True, True, True, True]
+
+
 @given(st.integers(1, 2000), st.lists(masks(), min_size=1, max_size=8), st.randoms())
 def test_marks_are_the_union_of_what_was_added(numel, added, random):
     marks, expected = Marks(numel), torch.zeros(numel, dtype=torch.bool)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_core
@@ -277,6 +277,49 @@ def test_a_folder_is_replaced_file_by_file(tmp_path, monkeypatch, num_files):
     if num_files > 1:
         monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 34_000)
     simulate(_to_folder, 2, tmp_path / "model", num_files)
+
+
+def _whole_into_folder(ranks: SimulatedRanks, folder: Path) -> None:
+    """Two engines without a log: their patches have one number, 0."""
+    for seed in range(2):
+        engine = _build_mlp(ranks, 0, weight_patches=None)
+        if not seed:
+            engine.export_safetensors(folder)
+        for _ in range(2):
+            _train(engine, 1 + seed)
+            patch = engine.weight_patch()
+            assert patch.version == 0
+            zero_core.apply_patch(folder, patch)
+            found = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+            for name, value in engine.full_state_dict().items():
+                assert torch.equal(found[name], value)
+    with pytest.raises(zero_core.CheckpointError, match="pass the folder that has the files"):
+        zero_core.apply_patch(next(folder.glob("*.safetensors")), patch)
+    path = next(folder.glob("*.safetensors"))
+    held = load_file(path)
+    save_file({**held, "foreign": torch.ones(3)}, path)
+    with pytest.raises(zero_core.CheckpointError, match="none for foreign"):
+        zero_core.apply_patch(folder, patch)
+    assert all(torch.equal(value, load_file(path)[name]) for name, value in held.items())
+
+
+@pytest.mark.parametrize("num_files", [1, 4])
+def test_patches_of_one_number_are_all_applied_to_a_folder(tmp_path, monkeypatch, num_files):
+    if num_files > 1:
+        monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 34_000)
+    simulate(_whole_into_folder, 1, tmp_path / "model")
+
+
+def _asks_differently(ranks: SimulatedRanks) -> None:
+    engine = _build_mlp(ranks, 2)
+    _train(engine)
+    with pytest.raises(ValueError, match="differs between ranks"):
+        engine.weight_patch(since=9 * ranks.rank)
+    assert engine.weight_patch(since=0).version == 1
+
+
+def test_versions_that_differ_between_ranks_are_one_error_on_all():
+    simulate(_asks_differently, 2)
 
 
 def test_a_folder_in_which_nothing_could_be_written_keeps_its_values(tmp_path, monkeypatch):

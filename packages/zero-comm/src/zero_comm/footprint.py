@@ -229,10 +229,10 @@ class CommFootprint:
             if gather.format == LOSSLESS:
                 found["message"] = max_message_nbytes(numel, dtype.itemsize)
             return found
-        if gather.format is not None:
-            found["message"] = gather.across_nbytes
         if gather.format == LOSSLESS:
             found["message"] = max_message_nbytes(numel, dtype.itemsize)
+        elif gather.format is not None:
+            found["message"] = gather.across_nbytes
         if gather.format == DIFFERENCE:
             found["change"] = numel * _FP32_NBYTES
         if size > 1:  # slices of the groups are interleaved in the gathered buffer

@@ -10,11 +10,15 @@ Sender and receivers must hold the same earlier values. With **secondary shards*
 gathers write to them. A buffer that is **kept** by the engine, as the parameters of stages 1 and 2
 are, holds the earlier values too, but others may have written to it: an edit of a weight, equal on
 all ranks or not. So each rank takes the checksum of what it holds, with its own slice as it
-published it, and the ranks compare them as they exchange the messages' lengths. Where one differs,
-nothing was published before, or differences would be no shorter, all ranks send whole values.
+published it, and the ranks compare them with the lengths of the messages and the versions that
+they lead from. Where one differs, nothing was published before, or differences would be no shorter,
+all ranks send whole values. This exchange is part of every gather, so that a rank that has lost
+what it kept is never in another collective than the others.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,6 +30,9 @@ from zero_comm.differences.message import (
     unpack_difference,
 )
 from zero_comm.quantizer.checksum import checksums
+
+_NONE: Final = -1
+"""Sent for a version where nothing is kept."""
 
 
 class LosslessSecondaryGather(SecondaryGather):
@@ -42,15 +49,16 @@ class LosslessSecondaryGather(SecondaryGather):
     ) -> None:
         grid, device, (before, now) = self._grid, shard.device, versions
         own, length = secondary[grid.group], 0
+        most = max_message_nbytes(shard.numel(), shard.element_size())
+        message = self._take_bytes("message", (most,), device)
         if before is not None:
-            most = max_message_nbytes(shard.numel(), shard.element_size())
-            message = self._take_bytes("message", (most,), device)
             length = pack_difference(own, shard, message, versions=(before, now))
-            lengths = torch.empty(grid.num_groups, dtype=torch.int64, device=device)
-            sent = torch.tensor([length], device=device)
-            grid.gather_inter_group(lengths, sent, unit=unit, backward=backward)
-            length = int(lengths.max())
-        if before is None or length >= shard.nbytes:
+        sent = torch.tensor([length, _NONE if before is None else before], device=device)
+        found = torch.empty(grid.num_groups, 2, dtype=torch.int64, device=device)
+        grid.gather_inter_group(found, sent, unit=unit, backward=backward)
+        lengths, held = zip(*found.tolist(), strict=True)
+        length = max(lengths)
+        if before is None or len(set(held)) > 1 or length >= shard.nbytes:
             grid.gather_inter_group(secondary, shard, unit=unit, backward=backward)
             return
         rows = self._take_bytes("messages", (grid.num_groups, length), device)
@@ -75,7 +83,7 @@ class PublishedGather(WeightGather):
     ) -> None:
         entry = self._entry(unit, shard.numel(), shard.dtype, shard.device)
         before, entry.version = entry.version, None
-        if before is None or not self._send_differences(
+        if not self._send_differences(
             out, shard, entry.values, versions=(before, version), unit=unit, backward=backward
         ):
             self._transport.all_gather(
@@ -84,42 +92,48 @@ class PublishedGather(WeightGather):
         entry.values.copy_(shard)
         entry.version = version
 
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Never sent: it need not be where transfers are fastest.
+        with torch.inference_mode(False):
+            return torch.zeros(numel, dtype=dtype, device=device)
+
     def _send_differences(
         self,
         out: Tensor,
         shard: Tensor,
         published: Tensor,
         *,
-        versions: tuple[int, int],
+        versions: tuple[int | None, int],
         unit: int,
         backward: bool,
     ) -> bool:
         """Update the other ranks' slices of ``out``. Returns whether all ranks could."""
         grid, device, rank = self._grid, shard.device, self._transport.rank
-        slices = out.view(self._transport.world_size, -1)
+        slices, (before, now) = out.view(self._transport.world_size, -1), versions
         most = max_message_nbytes(shard.numel(), shard.element_size())
         message = self._take_bytes("message", (most,), device)
-        length = pack_difference(published, shard, message, versions=versions)
-        held = [published if number == rank else part for number, part in enumerate(slices)]
-        facts = torch.stack([torch.tensor(length, device=device), _checksum(held)])
-        found = torch.empty(2 * len(slices), dtype=torch.int64, device=device)
+        length, held = 0, torch.zeros((), dtype=torch.int64, device=device)
+        if before is not None:
+            length = pack_difference(published, shard, message, versions=(before, now))
+            held = _checksum([published if n == rank else part for n, part in enumerate(slices)])
+        known = torch.tensor([length, _NONE if before is None else before], device=device)
+        found = torch.empty(3 * len(slices), dtype=torch.int64, device=device)
         self._transport.all_gather(
-            found, facts, unit=unit, version=versions[1], backward=backward
+            found, torch.cat([known, held[None]]), unit=unit, version=now, backward=backward
         ).wait()
-        lengths, sums = zip(*found.view(-1, 2).tolist(), strict=True)
+        lengths, *same = zip(*found.view(-1, 3).tolist(), strict=True)
         length = max(lengths)
-        if len(set(sums)) > 1 or length >= shard.nbytes:
+        if before is None or any(len(set(of)) > 1 for of in same) or length >= shard.nbytes:
             return False
         groups, size = grid.num_groups, grid.group_size
         rows = self._take_bytes("messages", (groups, length), device)
         grid.gather_inter_group(rows, message[:length], unit=unit, backward=backward)
         arrived = self._take_bytes("all messages", (size, groups, length), device)
         grid.gather_intra_group(arrived, rows, unit=unit, backward=backward)
-        for sender, (row, values) in enumerate(
-            zip(arrived.transpose(0, 1).flatten(0, 1), slices, strict=True)
-        ):
+        for sender, values in enumerate(slices):
             if sender != rank:
-                unpack_difference(row, values, versions=versions, sender=sender)
+                row = arrived[sender % size, sender // size]
+                unpack_difference(row, values, versions=(before, now), sender=sender)
         return True
 
 

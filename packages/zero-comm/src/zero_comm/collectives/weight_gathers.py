@@ -140,8 +140,11 @@ class WeightGather(ABC):
             kept = entry.values
             if (kept.numel(), kept.dtype, kept.device) == (numel, dtype, device):
                 return entry
-        entry = self._entries[unit] = _Entry(self._transport.zeros(numel, dtype, device))
+        entry = self._entries[unit] = _Entry(self._allocate(numel, dtype, device))
         return entry
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._transport.zeros(numel, dtype, device)
 
     def _take_bytes(self, purpose: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         return self._scratch.take(purpose, math.prod(shape), torch.uint8, device).view(shape)

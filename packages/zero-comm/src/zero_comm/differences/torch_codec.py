@@ -58,7 +58,9 @@ class TorchCodec:
         for first in range(0, num_blocks(numel), _CHUNK_BLOCKS):
             chunk = slice(first, first + _CHUNK_BLOCKS)
             elements = slice(first * BLOCK_NUMEL, (first + _CHUNK_BLOCKS) * BLOCK_NUMEL)
-            block = _Blocks(codes, descriptors[chunk], offsets[chunk], values[elements])
+            begin, nbytes = int(offsets[first]), int(lengths[chunk].sum())
+            own = codes[begin : begin + nbytes]
+            block = _Blocks(own, descriptors[chunk], offsets[chunk] - begin, values[elements])
             if not block.decode():
                 return False
         return True
@@ -221,7 +223,7 @@ class _Blocks:
     """Some blocks of a buffer, to be decoded.
 
     Args:
-        codes: uint8, of all blocks of the buffer.
+        codes: uint8, of these blocks.
         descriptors: int64, of these blocks.
         offsets: of these in ``codes``.
         values: their elements; changed.

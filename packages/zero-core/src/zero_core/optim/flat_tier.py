@@ -157,8 +157,9 @@ class FlatTier:
         for start, master, shard in copies:
             if shard.is_meta:
                 assert self._store is not None, "whoever gives meta shards gives a store"
-                for low in range(0, master.numel(), _STORED_NUMEL):
-                    part = master[low : low + _STORED_NUMEL]
+                at_once = _STORED_NUMEL if master.is_cpu else master.numel()
+                for low in range(0, master.numel(), max(at_once, 1)):
+                    part = master[low : low + at_once]
                     self._store.write(start + low, part.to(shard.dtype))
             elif shard.device == master.device or master.is_cpu:
                 shard.copy_(master)

@@ -73,7 +73,7 @@ def traffic_choices(
 ) -> tuple[TrafficChoice, ...]:
     """Return the configuration as it is, and with each key that would change its traffic.
 
-    On one node there is nothing to choose, and below stage 3 only gradients have a choice. Choices
+    On one node there is nothing to choose, and stage 0 has a choice for gradients alone. Choices
     that need a package which is not installed are left out.
     """
     if links.num_nodes == 1:
@@ -84,17 +84,17 @@ def traffic_choices(
         changed = config.model_copy(update={"zero_optimization": zero})
         if settings and changed == config:
             continue
-        between = []
-        for is_worst_case in (True, False):
+        between, kept = [], {}
+        for is_worst_case in (False, True):
             footprint = footprints.collectives(
                 changed, layout.world_size, links.ranks_per_node, is_worst_case=is_worst_case
             )
             sent = step_traffic(layout, changed, links, footprint)
             between.append(sum(t.between_nodes_bytes for t in sent))
+            kept = collectives_memory(footprint, layout, changed)
         if footprint is None and zero.quantized_key is not None:
             continue
-        kept = collectives_memory(footprint, layout, changed)
-        most, expected = between
+        expected, most = between
         found.append(TrafficChoice(name, settings, expected, most, sum(kept.values())))
     return tuple(found) if len(found) > 1 else ()
 

@@ -141,7 +141,12 @@ class Forecast:
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": self._further_shard_bytes(),
             "parameter gradient": self._largest_gradient_bytes(),
-            **collectives_memory(self.collectives, self._layout, config),
+            # Buffers grow to the longest message there has been.
+            **collectives_memory(
+                footprints.collectives(config, world_size, ranks_per_node, is_worst_case=True),
+                self._layout,
+                config,
+            ),
             **other_bytes,
         }
 

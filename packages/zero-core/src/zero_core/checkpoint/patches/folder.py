@@ -39,12 +39,17 @@ from zero_core.checkpoint.storage.disk import (
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 
 _KEY = "zero_patch_version"
-_VERSION_SUFFIX = re.compile(r"-patch\d+$")
+_VERSION_SUFFIX = re.compile(r"-patch(\d+)$")
 
 
 def patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> None:
     """Apply ``patch`` to the files in ``folder``. See `zero_core.apply_patch`."""
     document = patch.document
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"apply_patch() takes a model or a folder of safetensors files, found {folder}: pass "
+            "the folder that has the files"
+        )
     files = model_files(folder)
     is_indexed = files != [folder / "model.safetensors"]
     stored: dict[Path, dict[str, StoredTensor]] = {}
@@ -60,6 +65,8 @@ def patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> Non
         kept = metadata[files[0]].get(_KEY)
     check_version(document, _read_version(folder, kept), version, str(folder))
     changed = _changed(folder, stored, document)
+    if document.since is None:
+        _check_whole(folder, stored, changed)
     mark = Version(engine=document.engine, version=document.version).model_dump_json()
     try:
         if is_indexed:
@@ -111,6 +118,26 @@ def _changed(
     return found
 
 
+def _check_whole(
+    folder: Path,
+    stored: Mapping[Path, Mapping[str, StoredTensor]],
+    changed: Mapping[Path, Mapping[str, PatchedTensor]],
+) -> None:
+    """Refuse a patch of all values that leaves some of a folder's out."""
+    for path, tensors in stored.items():
+        for name, tensor in tensors.items():
+            if tensor.dtype.is_floating_point and name not in changed.get(path, {}):
+                raise CheckpointError(
+                    f"the patch of all values has none for {name} in {path}: {folder} holds "
+                    "another model than the training's"
+                )
+
+
+def _next_number(path: Path) -> int:
+    found = _VERSION_SUFFIX.search(path.stem)
+    return 1 if found is None else int(found[1]) + 1
+
+
 def _replace_indexed(
     folder: Path,
     index: dict[str, Any],
@@ -123,9 +150,8 @@ def _replace_indexed(
     new_names: dict[str, str] = {}
     for path, tensors in changed.items():
         stem = _VERSION_SUFFIX.sub("", path.stem)
-        name = f"{stem}-patch{patch.document.version}{path.suffix}"
-        if name == path.name:  # the same patch again: what is there is whole, and has its values
-            continue
+        # A new name each time: versions of two engines may have one number.
+        name = f"{stem}-patch{_next_number(path)}{path.suffix}"
         _rewrite(stored[path], folder / name, metadata[path], tensors, patch)
         new_names[path.name] = name
     weights = {t: new_names.get(name, name) for t, name in index["weight_map"].items()}

@@ -30,7 +30,7 @@ from zero_core.checkpoint.patches.document import (
 )
 from zero_core.checkpoint.safetensors_files import dtype_name
 from zero_core.checkpoint.storage.disk import no_room
-from zero_core.errors import PatchGapError
+from zero_core.errors import CheckpointError, PatchGapError
 from zero_core.layout.arithmetic import Segment
 from zero_core.sharded.changes.positions import Form, Kind, encode, form_of, to_low_bits
 from zero_core.sharded.sharded_state import ShardedState
@@ -88,16 +88,16 @@ class PatchWriter:
         """Begin with the current values."""
         if self._state.changes is not None:
             self._state.changes.restart(self._state.params)
-            self._note_buffers(self.version)
+            self._buffers.update(self._changed_buffers(self.version))
 
     def write(self, since: int | None, path: Path | None) -> WeightPatch:
         """Write what changed since a version to ``path``. See `zero_core.Engine.weight_patch`."""
         control, changes = self._state.control, self._state.changes
-        self._check_since(since)
         for flat in self._state.params:
             flat.wait_update()
         has_changed = changes is not None and changes.collect(self._state.params)
-        has_changed |= self._note_buffers(self.version + 1)
+        new_buffers = self._changed_buffers(self.version + 1)
+        has_changed |= bool(new_buffers)
         oldest = 0 if changes is None else changes.oldest
         own = torch.tensor([has_changed, oldest, -1 if since is None else since])
         facts = control.gather(own).view(-1, 3)
@@ -106,6 +106,7 @@ class PatchWriter:
                 f"weight_patch(since=...) differs between ranks: {facts[:, 2].tolist()} (-1 is "
                 "None): pass the same version on all of them"
             )
+        self._check_since(since)
         if since is not None and since < (oldest := int(facts[:, 1].max())):
             raise PatchGapError(
                 f"weight_patch(since={since}): changes are known since version {oldest} alone; "
@@ -113,7 +114,13 @@ class PatchWriter:
                 "weight_patches.max_bytes"
             )
         is_new = changes is not None and bool(facts[:, 0].any())
-        patch = self._write(since, self.version + is_new, path)
+        known = dict(self._buffers)
+        self._buffers.update(new_buffers)
+        try:
+            patch = self._write(since, self.version + is_new, path)
+        except BaseException:
+            self._buffers = known  # the next patch has them
+            raise
         if is_new:
             assert changes is not None
             changes.close()
@@ -133,15 +140,13 @@ class PatchWriter:
                 "version of an earlier patch of this engine, 0 for its start, or None for all"
             )
 
-    def _note_buffers(self, version: int) -> bool:
-        """Note which buffers of rank 0 have other values, as of ``version``."""
+    def _changed_buffers(self, version: int) -> dict[str, tuple[int, int]]:
+        """Return the buffers of rank 0 that have other values as of ``version``."""
         if self._state.control.rank != 0:
-            return False
+            return {}
         found = {name: crc_of(value) for name, value in self._state.buffers().items()}
         known = {name: crc for name, (crc, _) in self._buffers.items()}
-        changed = {name: (crc, version) for name, crc in found.items() if known.get(name) != crc}
-        self._buffers.update(changed)
-        return bool(changed)
+        return {name: (crc, version) for name, crc in found.items() if known.get(name) != crc}
 
     def _write(self, since: int | None, version: int, path: Path | None) -> WeightPatch:
         control = self._state.control
@@ -150,12 +155,19 @@ class PatchWriter:
         failure: list[Exception] = []
         raw = control.together("weight_patch: open", lambda: self._open(path))
         collected = _Collected(TensorBuffer(raw))
-        for added in self._changes(since):  # a collective: to the end, after an error too
-            try:
-                if not failure:
-                    collected.add(*added)
-            except OSError as error:
-                failure.append(no_room(path, error))
+        try:
+            for added in self._changes(since):  # a collective: to the end, after an error too
+                try:
+                    if not failure:
+                        collected.add(*added)
+                except OSError as error:
+                    failure.append(no_room(path, error))
+        except CheckpointError as error:  # of rank 0, past the last exchange: all must hear of it
+            failure.append(error)
+        except BaseException:
+            raw.close()
+            _remove(path)
+            raise
 
         def finish() -> Path | bytes | None:
             if failure:
