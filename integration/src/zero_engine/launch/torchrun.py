@@ -87,6 +87,6 @@ def _exit_code(error: ChildFailedError) -> int:
 
 def _line(failure: ProcessFailure) -> str:
     """Return class and first line of the error that the rank wrote to its file, "" if none."""
-    # torch's own text, where there is no file, is not a dict.
-    message = failure.message["message"] if isinstance(failure.message, dict) else ""
-    return message.partition("\n")[0]
+    message = failure.error_file_data["message"]  # torch's own text, where there is no file
+    line = message["message"] if isinstance(message, dict) else ""
+    return str(line).partition("\n")[0]
