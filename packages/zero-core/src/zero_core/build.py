@@ -52,6 +52,7 @@ from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.states import StateAccess
 from zero_core.watch.place import OUTSIDE
+from zero_core.watch.under_way import under_way
 
 
 @overload
@@ -162,7 +163,7 @@ def build(
     shared = share_memory(control, ranks, per_node)
     is_invariant = resolved.world_size_invariant
     transport = make_transport(ranks, per_node, shared, meter, is_sequential=is_invariant)
-    with _ended_on_failure(transport):
+    with _ended_on_failure(transport), under_way("zero_core.build", rank=ranks.rank):
         used = make_collectives(collectives, transport, resolved, layout, per_node)
         communicator = Communicator(used, control, layout.describe_segments())
 
