@@ -49,6 +49,16 @@ PROBE = """
       back: getComputedStyle(document.body).backgroundColor,
       text: getComputedStyle(document.body).color,
       axis: getComputedStyle(document.querySelector(".role-axis-label text")).fill,
+      compared: [...document.querySelectorAll("section")].filter(
+        (section) => section.querySelector("h2")?.textContent === "A and B, axis by axis"
+      ).flatMap((section) => [
+        ...[...section.querySelectorAll("table")].map((table) => [...table.rows].map(
+          (row) => [...row.cells].map((cell) => cell.innerText))),
+        ...[...section.querySelectorAll(".chart")].map((chart) => [
+          [...chart.querySelectorAll(".role-title-text text")].map((text) => text.textContent),
+          [...chart.querySelectorAll(".role-legend-label text, .role-axis-label text")].map(
+            (text) => text.textContent)]),
+      ]),
       requests: performance.getEntriesByType("resource").map((entry) => entry.name),
     }), "*");
   }, 50);
@@ -66,7 +76,7 @@ FRAME = """
 """
 
 
-def check_page(page: Path, folder: Path, theme: str, width: int) -> None:
+def check_page(page: Path, folder: Path, theme: str, width: int) -> list[list[list[str]]]:
     """Assert that all charts of ``page`` are drawn as they should be.
 
     Nothing is written to the console, nothing is fetched, nothing is wider than the page, and no
@@ -77,6 +87,10 @@ def check_page(page: Path, folder: Path, theme: str, width: int) -> None:
         folder: for the browser's files, new.
         theme: "light" or "dark".
         width: of the page, in pixels.
+
+    Returns:
+        What compares two runs, as it is shown: rows of each table, and title and labels of each
+        chart.
     """
     probed, frame = folder / "probed.html", folder / "frame.html"
     text = page.read_text(encoding="utf-8")
@@ -96,6 +110,8 @@ def check_page(page: Path, folder: Path, theme: str, width: int) -> None:
     assert (_brightness(found["back"]) < 0.3) is (theme == "dark")
     for name in ("text", "axis"):
         assert abs(_brightness(found[name]) - _brightness(found["back"])) > 0.35
+    compared: list[list[list[str]]] = found["compared"]
+    return compared
 
 
 def _look(frame: Path, profile: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ from torch import nn
 
 import zero_core
 from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
+from zero_engine.report import charts
+from zero_engine.report.compose import bounds
+from zero_engine.report.measured import measure
+from zero_engine.report.run import read_run
 from zero_offload import OffloadedOptimizer, create_tier
 
 STEPS = 4
@@ -102,3 +107,45 @@ def _step_on_the_second_device() -> None:
 
 def test_no_thread_touches_another_device() -> None:
     run_alone(_step_on_the_second_device)
+
+
+def _record(folder: Path) -> None:
+    late_device.load()
+    late_device.set_delays(kernel_s=2e-5, copy_s=1e-3)
+    simulate(_train_recorded, 1, folder, device="late")
+
+
+def _train_recorded(ranks: Any, folder: Path) -> None:
+    case = _case(False, 1.0, stage=2)
+    engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+    engine.record(folder, detail_every=2)
+    for step in range(10):
+        inputs = batch(step, 0, ranks.rank)
+        engine.backward(engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"])
+        engine.step()
+    engine.close()
+
+
+def test_report_has_a_lane_of_copies(tmp_path: Path) -> None:
+    """In the steps whose course is recorded, in both directions, by events of their streams."""
+    run_alone(_record, tmp_path)
+    found = measure(read_run(tmp_path))
+    (rank,) = found.run.ranks
+    detailed = {detail.step: detail for detail in rank.details}
+    for step in rank.steps:
+        assert ("copies" in step.lanes) is (step.step in detailed)
+    for number in (4, 6, 8, 10):
+        spans = [span for span in detailed[number].spans if span[0] == "copies"]
+        assert {name for _, name, *_ in spans} == {
+            "gradients to the host",
+            "parameters to the device",
+        }
+        (step,) = [step for step in rank.steps if step.step == number]
+        assert (
+            0.0 < step.lanes["copies"] <= sum(stop - start for *_, start, stop, _ in spans) + 1e-4
+        )
+    timed = [s.lanes["copies"] for s in rank.steps if s.step in (4, 6, 8, 10)]
+    assert min(timed) <= found.lane("copies") <= max(timed)
+    assert bounds(found)["copies"] == found.lane("copies")
+    (spec,) = charts.lanes(found.run.ranks)
+    assert {"compute", "copies"} <= set(spec["encoding"]["y"]["sort"])

@@ -263,8 +263,8 @@ def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
         "as configured",
         "zero_hpz_partition_size 4",
         "zero_quantized_weights",
-        "zero_lossless_weights",
         "zero_quantized_gradients",
+        "zero_lossless_weights",
         "lossless weights, quantized gradients",
         "all of these",
         "4-bit mode",
@@ -272,6 +272,7 @@ def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
     for choice in found.traffic_choices:
         changed = planned(model, 8, 4, choice.settings)
         assert choice.between_nodes_bytes == between_nodes(changed)
+        assert choice.traffic == changed.traffic
         kinds = (
             *("secondary shards", "quantized weights", "published weights", "message buffers"),
             "error feedback",
@@ -285,30 +286,44 @@ def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
         assert (choice.most_between_nodes_bytes == choice.between_nodes_bytes) == is_exact
     (table,) = [t for t in found.tables() if t.title.startswith("Traffic choices")]
     assert [row[0] for row in table.rows] == names
+    each = [found.traffic, *(choice.traffic for choice in found.traffic_choices)]
     said = found.to_json().count('"between_nodes_bytes')
-    assert said == len(found.traffic) + len(names)
+    assert said == sum(map(len, each)) + len(names)
 
 
 def test_choices_of_traffic_fit_the_stage_the_nodes_and_what_is_configured() -> None:
     model = wide_blocks(2, 64)
-    assert planned(model, 4, 4).traffic_choices == ()
+    assert planned(model, 1, 1).traffic_choices == ()
+    on_one_node = planned(model, 4, 4).traffic_choices
+    assert [c.name for c in on_one_node] == [
+        "as configured",
+        "zero_quantized_weights",
+        "zero_quantized_gradients",
+        "all of these",
+    ]
+    assert {c.between_nodes_bytes for c in on_one_node} == {0}
+    assert on_one_node[0].within_node_bytes > max(c.within_node_bytes for c in on_one_node[1:])
     at_stage_2 = planned(model, 4, 2, stage=2).traffic_choices
     assert [c.name for c in at_stage_2] == [
         "as configured",
-        "zero_lossless_weights",
         "zero_quantized_gradients",
+        "zero_lossless_weights",
         "lossless weights, quantized gradients",
     ]
     alone = planned(model, 4, 1).traffic_choices
     assert not any("partition" in choice.name for choice in alone)
     configured = {**FOUR_BIT, "zero_hpz_partition_size": 2}
     given = planned(model, 4, 2, configured).traffic_choices
+    keys = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
     assert [c.name for c in given] == [
         "as configured",
         "plain",
+        *(f"without {key}" for key in keys),
         "zero_lossless_weights",
         "lossless weights, quantized gradients",
     ]
+    for choice in given:
+        assert choice.traffic == planned(model, 4, 2, {**configured, **choice.settings}).traffic
     assert given[1].between_nodes_bytes == between_nodes(planned(model, 4, 2))
 
 

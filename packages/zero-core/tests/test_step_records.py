@@ -128,6 +128,11 @@ def test_times_of_places_and_waits_make_up_the_step(tmp_path: Path) -> None:
         spans = [span for span in detail.spans if span[0] == "compute"]
         assert all(a[3] <= b[2] + 1e-6 for a, b in itertools.pairwise(spans))
         assert any(name.startswith("backward of unit 2") for _, _, name in detail.memory)
+        seconds = next(step.seconds for step in steps if step.step == detail.step)
+        assert detail.memory[0][0] == 0.0
+        assert detail.memory[-1][0] == pytest.approx(seconds, abs=0.01)
+        assert all(before[0] <= after[0] for before, after in itertools.pairwise(detail.memory))
+    assert all(step.peak_bytes >= step.memory_bytes for step in steps)
     assert [e.what for e in _of(tmp_path, 0, EventRecord)] == ["ended"]
 
 

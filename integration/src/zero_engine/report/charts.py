@@ -28,9 +28,10 @@ _COLORS = {
     "wait": "#d62728",
     "gather": "#cc79a7",
     "reduce": "#e69f00",
+    "copies": "#8a63d2",
     "host": "#009e73",
 }
-LANES = ("compute", "gather", "reduce", "ranks", "host", "file")
+LANES = ("compute", "gather", "reduce", "copies", "ranks", "host", "file")
 
 
 def _chart(height: int, values: Sequence[Mapping[str, Any]], **parts: Any) -> Spec:

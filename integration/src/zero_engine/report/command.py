@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zero_core.errors import ConfigError, ZeroError
 from zero_engine.machine import parse_bytes
-from zero_engine.progress import working
+from zero_engine.progress import quiet, working
 from zero_engine.report import write_report
 from zero_engine.report.compose import first_sentence
 from zero_engine.report.run import read_run
@@ -20,7 +20,7 @@ def run_report(
     """Write the page and print where it is. Returns the exit code."""
     try:
         limit = None if memory is None else _bytes(memory)
-        with working("report"):
+        with working("report"), quiet():
             page = write_report(runs, output or Path(runs[0], "report.html"), memory_limit=limit)
             sentences = {run: first_sentence(read_run(Path(run)), limit) for run in runs}
     except ZeroError as error:

@@ -11,9 +11,9 @@ from typing import Any
 from zero_core.plan.result import format_bytes
 from zero_engine.report import charts
 from zero_engine.report.configuration import differences
-from zero_engine.report.diagnosis import Cause, show_s, transient_bytes
+from zero_engine.report.diagnosis import show_s, transient_bytes
 from zero_engine.report.measured import WAITS, Measured, RankStep, kept_bytes, sent_bytes
-from zero_engine.report.page import Block, Chart, Table, Text
+from zero_engine.report.page import Block, Chart, Move, Table, Text
 from zero_engine.report.run import Rank
 
 NAMES = ("A", "B")
@@ -23,10 +23,8 @@ _MAX_RANKS = 16
 _Figure = float | None
 
 
-def compare(
-    first: Measured, second: Measured, causes: Sequence[Sequence[Cause]]
-) -> Iterator[Block]:
-    """Yield the blocks that compare two runs. ``causes`` limit each of them, the first one most."""
+def compare(first: Measured, second: Measured, moves: Sequence[Sequence[Move]]) -> Iterator[Block]:
+    """Yield the blocks that compare two runs. ``moves`` are the next ones of each."""
     both = (first, second)
     yield Text(_summary(first, second))
     yield _table("time of a usual step", _times(both), show_s)
@@ -58,7 +56,7 @@ def compare(
     for name, each in zip(NAMES, both, strict=True):
         for failure in each.run.failures:
             yield Text(f"{name}: {failure}.")
-    yield _next_moves(causes)
+    yield _next_moves(moves)
     yield from _differing("configuration", [dict(differences(m.run.run)) for m in both], "default")
     yield from _differing("model", [_texts(m.run.run.model) for m in both], "")
     yield from _differing("environment", [_texts(m.run.run.environment) for m in both], "")
@@ -78,6 +76,8 @@ def _summary(first: Measured, second: Measured) -> str:
 
 def _more(after: float, before: float, what: str, more: str, less: str) -> str:
     change = after / before - 1.0 if before else math.inf if after else 0.0
+    if before and not after:
+        return f"no {what}"
     if abs(change) < _SAME:
         return f"as much {what}" if less == "less" else f"as many {what}"
     if math.isinf(change):
@@ -94,6 +94,7 @@ def _table(caption: str, rows: Iterable[_Row], show: Callable[[float], str]) -> 
         [
             [title, *("" if v is None else show(v) for v in values), _change(*values)]
             for title, values in rows
+            if any(value is not None for value in values)
         ],
     )
 
@@ -128,6 +129,7 @@ def _training(both: Sequence[Measured]) -> Iterator[_Row]:
         yield f"loss at step {step}", losses
     yield "last loss", [_last(charts.loss_series(m.run.ranks)) for m in both]
     yield "last loss on held-out text", [_last(m.run.held_out) for m in both]
+    yield "last loss scale", [_last(_loss_scales(m)) for m in both]
 
 
 def _loss_scales(found: Measured) -> Sequence[tuple[int, float]]:
@@ -155,11 +157,11 @@ def _events(both: Sequence[Measured]) -> Iterator[_Row]:
     yield "ranks without records", [len(m.run.absent) for m in both]
 
 
-def _next_moves(causes: Sequence[Sequence[Cause]]) -> Table:
-    changes = list(dict.fromkeys(cause.change for of_run in causes for cause in of_run))
-    gains = [{cause.change: cause.gain_text for cause in of_run} for of_run in causes]
+def _next_moves(moves: Sequence[Sequence[Move]]) -> Table:
+    changes = list(dict.fromkeys(move.change for of_run in moves for move in of_run))
+    gains = [{move.change: move.gain for move in of_run} for of_run in moves]
     rows = [[change, *(of_run.get(change, "") for of_run in gains)] for change in changes]
-    return Table(["next move and what it is predicted to save", *NAMES], rows or [["none", "", ""]])
+    return Table(["next move, and what is predicted", *NAMES], rows or [["none", "", ""]])
 
 
 def _by_key(tables: Sequence[Mapping[str, float]]) -> Iterator[_Row]:

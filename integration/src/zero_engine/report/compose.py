@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zero_core.errors import ZeroError
-from zero_core.plan.result import Plan, format_bytes
+from zero_core.plan.result import format_bytes
 from zero_engine.report import charts
 from zero_engine.report.comparison import NAMES, compare
 from zero_engine.report.configuration import differences, without_effect
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
-from zero_engine.report.further import further_moves
-from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure, sent_bytes
+from zero_engine.report.further import NUM_MOVES, next_moves
+from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure
 from zero_engine.report.page import (
     Block,
     Chart,
@@ -30,10 +28,10 @@ from zero_engine.report.page import (
     Text,
     Verdict,
 )
+from zero_engine.report.planned import Planned, plan_of, planned_memory, sent_and_planned
 from zero_engine.report.run import Run
 
 _MAX_ROWS = 50
-_MOVES = 3
 
 
 def compose(runs: Sequence[Run], memory_limit: int | None) -> Page:
@@ -41,17 +39,19 @@ def compose(runs: Sequence[Run], memory_limit: int | None) -> Page:
     found = [measure(run) for run in runs]
     judged = [judge(each, memory_limit) for each in found]
     verdicts = [verdict for verdict, _ in judged]
-    sections = list(_sections(found[0], judged[0][1]))
+    planned, moves = [], []
+    for each, (_, causes) in zip(found, judged, strict=True):
+        limit = memory_limit or memory_of(each)
+        planned.append(plan_of(each.run, limit))
+        moves.append(next_moves(each, causes, planned[-1], limit))
+    sections = list(_sections(found[0], planned[0], moves[0]))
     names = [str(run.folder) for run in runs]
     if len(runs) > 1:
         first, second = found
         names = [f"{short}: {name}" for short, name in zip(NAMES, names, strict=True)]
         verdicts = [replace(v, name=name) for v, name in zip(verdicts, names, strict=True)]
         sections = [
-            Section(
-                "A and B, axis by axis",
-                list(compare(first, second, [causes for _, causes in judged])),
-            ),
+            Section("A and B, axis by axis", list(compare(first, second, moves))),
             *(replace(section, title=f"A: {section.title}") for section in sections),
         ]
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
@@ -97,6 +97,7 @@ def bounds(found: Measured) -> dict[str, float]:
         "compute": rank.compute_s,
         "gathers": found.lane("gather"),
         "reductions": found.lane("reduce"),
+        "copies": found.lane("copies"),
         "host updates": max(found.lane("host") - found.lane("file wait"), 0.0),
         "file": found.lane("file"),
     }
@@ -173,42 +174,19 @@ def _upper(text: str) -> str:
 # -------------------------------------------------------------------- sections
 
 
-def _sections(found: Measured, causes: Sequence[Cause]) -> Iterator[Section]:
-    plan, why_no_plan = _plan(found.run)
-    yield Section("Memory", list(_memory(found, plan, why_no_plan)))
+def _sections(found: Measured, planned: Planned, moves: Sequence[Move]) -> Iterator[Section]:
+    yield Section("Memory", list(_memory(found, planned)))
     yield Section("One step", list(_step(found)))
-    yield Section("Bytes sent", list(_bytes(found, plan)))
+    yield Section("Bytes sent", list(sent_and_planned(found, planned.plan)))
     yield Section("Training", list(_training(found)))
     yield Section("Ranks side by side", list(_side_by_side(found)))
     yield Section("Checkpoints, failures, resumes", list(_events(found)))
     yield Section("Configuration", list(_configuration(found)))
-    yield Section("Next moves", list(_moves(found, causes, plan)))
+    yield Section("Next moves", list(_moves(moves)))
     yield Section("Environment", list(_environment(found)))
 
 
-def _plan(run: Run) -> tuple[Plan | None, str]:
-    """Return the plan of the run's configuration, or why there is none."""
-    from zero_core.plan.plan import plan
-
-    if not run.run.model:
-        return None, "no plan: the model has no Hugging Face configuration to make it from"
-    is_host = run.run.environment.get("device") == "cpu"
-    try:
-        return (
-            plan(
-                dict(run.run.model),
-                run.settings,
-                run.run.world_size,
-                ranks_per_node=run.run.ranks_per_node,
-                device_type="cpu" if is_host else "accelerator",
-            ),
-            "",
-        )
-    except ZeroError as error:
-        return None, f"no plan: {error}"
-
-
-def _memory(found: Measured, plan: Plan | None, why_no_plan: str) -> Iterator[Block]:
+def _memory(found: Measured, planned: Planned) -> Iterator[Block]:
     transient, moment = transient_bytes(found)
     if transient:
         yield Text(
@@ -217,19 +195,7 @@ def _memory(found: Measured, plan: Plan | None, why_no_plan: str) -> Iterator[Bl
         )
     for spec in charts.memory_over_step(found.run.ranks):
         yield Chart(spec)
-    rows = []
-    kept, planned = kept_bytes(found.run.ranks[0]), Counter[str]()
-    if plan is not None:
-        planned = Counter(plan.memory.device) + Counter(plan.memory.host)
-    for kind in dict.fromkeys([*kept, *planned]):
-        if kept.get(kind) or planned.get(kind):
-            in_plan = format_bytes(planned.get(kind, 0)) if plan is not None else "no plan"
-            in_run = format_bytes(kept[kind]) if kind in kept else "not measured by kind"
-            rows.append([kind, in_plan, in_run])
-    if rows:
-        yield Table(["bytes of rank 0 by kind", "planned", "measured"], rows)
-    if plan is None:
-        yield Text(why_no_plan)
+    yield from planned_memory(kept_bytes(found.run.ranks[0]), planned)
     yield Table(
         ["rank", "after a step", "most"],
         [
@@ -257,6 +223,8 @@ def _step(found: Measured) -> Iterator[Block]:
             for name, seconds in sorted(bounds(found).items(), key=lambda item: -item[1])
         ],
     )
+    if not found.lane("copies"):
+        yield Text(f"There is no lane of copies: {_why_no_copies(found)}.")
     yield Text(
         "A step is never shorter than its longest lane needs. Red is time in which the program "
         "waits. A trace for ui.perfetto.dev is beside this page."
@@ -270,55 +238,12 @@ def _step(found: Measured) -> Iterator[Block]:
         )
 
 
-def _bytes(found: Measured, plan: Plan | None) -> Iterator[Block]:
-    sent = sent_bytes(found.run.ranks[0])
-    rows = [{"collective": name, "link": link, "mib": n / 2**20} for name, link, n in sent]
-    spec = charts.bars(rows, "mib", "collective", "link", "MiB that rank 0 sends in a step")
-    if spec is None:
-        yield Text("Nothing is sent: there is one rank.")
-    else:
-        yield Chart(spec)
-        yield Table(
-            ["collective", "link", "bytes in a step"],
-            [[name, link, format_bytes(n)] for name, link, n in sent],
-        )
-    if plan is None:
-        return
-    yield from _planned_bytes(sent, plan)
-    if plan.traffic_choices:
-        yield Text("What a rank sends to other nodes in a step, with and without each flag:")
-        yield Table(
-            ["flags", "between nodes", "memory for it"],
-            [
-                [c.name, format_bytes(c.between_nodes_bytes), format_bytes(c.kept_bytes)]
-                for c in plan.traffic_choices
-            ],
-        )
-
-
-def _planned_bytes(sent: Sequence[tuple[str, str, int]], plan: Plan) -> Iterator[Block]:
-    planned: Counter[tuple[str, str]] = Counter()
-    for row in plan.traffic:
-        name = f"{row.collective}: {row.content}"
-        planned[name, "within a node"] += row.within_node_bytes
-        planned[name, "between nodes"] += row.between_nodes_bytes
-    measured = {(name, link): nbytes for name, link, nbytes in sent}
-    keys = [
-        key for key in dict.fromkeys([*measured, *planned]) if measured.get(key) or planned[key]
-    ]
-    if keys:
-        yield Table(
-            ["collective", "link", "planned", "measured"],
-            [
-                [*key, format_bytes(planned[key]), format_bytes(measured.get(key, 0))]
-                for key in keys
-            ],
-        )
-    if not plan.traffic_choices and keys:
-        yield Text(
-            "On one node no flag sends less: quantized and lossless messages and secondary shards "
-            "save what crosses nodes."
-        )
+def _why_no_copies(found: Measured) -> str:
+    if found.run.run.environment.get("device") == "cpu":
+        return "ranks compute on the host, where nothing is copied to a device and back"
+    if not found.run.run.shares.get("host"):
+        return "the host updates nothing, so that gradients and states stay on the device"
+    return "the state tier has timed none"
 
 
 def _training(found: Measured) -> Iterator[Block]:
@@ -417,20 +342,15 @@ def _configuration(found: Measured) -> Iterator[Block]:
         yield Text("Every key that was given has an effect.")
 
 
-def _moves(found: Measured, causes: Sequence[Cause], plan: Plan | None) -> Iterator[Block]:
-    if not causes:
-        yield Text("No cause costs more than a twelfth of a step.")
-    moves = [
-        Move(
-            _upper(cause.change),
-            cause.gain_text,
-            cause.paste,
-            f"Predicted from this run: {cause.why}.",
+def _moves(moves: Sequence[Move]) -> Iterator[Block]:
+    if len(moves) < NUM_MOVES:
+        said = f"Only {_count(len(moves), 'move')}" if moves else "No move"
+        yield Text(
+            f"{said}: for anything else neither the run's times, nor its plan, nor a layer "
+            "measured here predicts a gain that is worth a change."
         )
-        for cause in causes
-    ]
-    moves += further_moves(found, plan)
-    yield Moves(moves[:_MOVES])
+    if moves:
+        yield Moves(moves)
 
 
 def _environment(found: Measured) -> Iterator[Block]:

@@ -178,13 +178,19 @@ def _usual(rank: Rank) -> RankStep:
         seconds=_mean(step.seconds for step in middle),
         places=_means([step.places for step in inner]),
         waits=_means([step.waits for step in inner]),
-        lanes=_means([step.lanes for step in middle]),
+        lanes=_means([step.lanes for step in middle]) | _copies(inner),
         outside=_means([step.outside for step in middle]),
         held_bytes=held[len(held) // 2] if held else 0,
         peak_bytes=max((step.peak_bytes for step in steps), default=0),
         samples=round(_mean(step.samples for step in middle)),
         micro_steps=round(_mean(step.micro_steps for step in middle)),
     )
+
+
+def _copies(detailed: Sequence[StepRecord]) -> dict[str, float]:
+    """Return the mean time of copies, which are timed in steps whose places are."""
+    found = _means([step.lanes for step in detailed])
+    return {"copies": found["copies"]} if "copies" in found else {}
 
 
 def _mean(values: Iterable[float]) -> float:

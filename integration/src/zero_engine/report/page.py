@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -18,6 +19,9 @@ from markupsafe import Markup
 
 from zero_core.errors import MissingPartError
 from zero_engine.report.charts import Spec
+
+_FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
+"""A number with its unit, which stay on one line."""
 
 
 class Block(Protocol):
@@ -132,6 +136,7 @@ def render(page: Page) -> str:
     """
     numbered, charts = _number_charts(page.sections)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
     shown = Page(page.title, page.verdicts, numbered, page.footer)
     return template.render(

@@ -28,6 +28,7 @@ from torch import nn
 from zero_core.config import OptimizerConfig
 from zero_core.optim.factory import is_elementwise, make_optimizer
 from zero_core.record.environment import available_cores
+from zero_core.record.records import RunRecord
 from zero_engine.machine import cache_bytes
 from zero_engine.report.measured import Measured
 
@@ -114,10 +115,16 @@ def _size(found: Measured) -> tuple[int, int, int] | None:
     return max(rows, tokens), run.matrix[0], run.matrix[1]
 
 
-def _is_here(found: Measured) -> bool:
-    environment = found.run.run.environment
-    is_same = environment.get("host") == platform.node() and environment.get("device") == "cpu"
+def is_of_this_machine(run: RunRecord) -> bool:
+    """Whether a run was recorded on this host, with as many cores as there are now."""
+    environment = run.environment
+    is_same = environment.get("host") == platform.node()
     return is_same and environment.get("cores") == available_cores()
+
+
+def _is_here(found: Measured) -> bool:
+    run = found.run.run
+    return is_of_this_machine(run) and run.environment.get("device") == "cpu"
 
 
 def _copies(found: Measured, rows: int, layer: int) -> int:

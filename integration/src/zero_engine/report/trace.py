@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_engine.report.run import Run
 
-_LANES = {"compute": 0, "gather": 1, "reduce": 2, "ranks": 3, "host": 4, "file": 5}
+_LANES = {"compute": 0, "gather": 1, "reduce": 2, "copies": 3, "ranks": 4, "host": 5, "file": 6}
 
 
 def write_trace(run: Run, path: Path) -> None:

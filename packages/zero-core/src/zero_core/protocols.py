@@ -452,6 +452,19 @@ class TimedTier(StateTier, Protocol):
     def recent_updates(self) -> Sequence[tuple[float, float]]:
         """Start and end of the last updates by the host, of `time.perf_counter`, in order."""
 
+    def time_copies(self, *, is_on: bool) -> None:
+        """Time later copies between the device and the host, or no longer.
+
+        On a CPU there are none.
+        """
+
+    def take_copies(self) -> Sequence[tuple[str, torch.Event, torch.Event]]:
+        """Return the copies that were timed since the last call.
+
+        Each is what it carries and events before and after it, which can be timed and may not have
+        fired yet.
+        """
+
     def host_memory_bytes(self) -> Mapping[str, int]:
         """Bytes of host memory that it keeps now, by kind, as of a plan's ``memory.host``."""
 

@@ -1,4 +1,4 @@
-"""Changes of a configuration that a plan tries: traffic between nodes, and placements.
+"""Changes of a configuration that a plan tries: traffic between ranks, and placements.
 
 Each choice is the configuration with a few keys changed; nothing else about the run changes.
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_core.comm.meter import Links
+from zero_core.comm.meter import Links, Traffic
 from zero_core.config import Config, ZeroConfig
 from zero_core.layout.arithmetic import Layout
 from zero_core.plan.footprints import Footprints
@@ -24,8 +24,10 @@ from zero_core.plan.forecast import collectives_memory
 from zero_core.plan.traffic import step_traffic
 from zero_core.step.gradient import updates_in_backward
 
-_WEIGHTS = {"zero_quantized_weights": True, "zero_lossless_weights": False}
+_WEIGHTS = {"zero_quantized_weights": True}
 _LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}
+_ROUNDED = {"zero_lossless_weights": False}
+"""With quantized weights: they round what the other key sends exactly."""
 _GRADIENTS = {"zero_quantized_gradients": True}
 _PLAIN = {
     "zero_quantized_weights": False,
@@ -55,14 +57,18 @@ class TrafficChoice:
     Attributes:
         name: "as configured", "plain", or what is turned on.
         settings: keys of ``zero_optimization`` that make it, on top of the configuration.
-        between_nodes_bytes: bytes that a rank sends to other nodes; expected ones, where they
-            depend on the weights' values.
-        most_between_nodes_bytes: the most that it may send.
+        traffic: its transfers; copies between a device and its host are left out. Expected ones,
+            where they depend on the weights' values.
+        within_node_bytes: bytes that a rank sends within its node.
+        between_nodes_bytes: bytes that a rank sends to other nodes.
+        most_between_nodes_bytes: the most that it may send to them.
         kept_bytes: memory for it: secondary shards, messages and errors.
     """
 
     name: str
     settings: Mapping[str, Any]
+    traffic: tuple[Traffic, ...]
+    within_node_bytes: int
     between_nodes_bytes: int
     most_between_nodes_bytes: int
     kept_bytes: int
@@ -73,48 +79,61 @@ def traffic_choices(
 ) -> tuple[TrafficChoice, ...]:
     """Return the configuration as it is, and with each key that would change its traffic.
 
-    On one node there is nothing to choose, and stage 0 has a choice for gradients alone. Choices
-    that need a package which is not installed are left out.
+    One rank has nothing to choose, and stage 0 has a choice for gradients alone. Choices that need
+    a package which is not installed are left out.
     """
-    if links.num_nodes == 1:
+    if links.world_size == 1:
         return ()
     found = []
-    for name, settings in _choices(config.zero_optimization.stage, links.ranks_per_node):
+    for name, settings in _choices(config.zero_optimization, links):
         zero = config.zero_optimization.model_copy(update=settings)
         changed = config.model_copy(update={"zero_optimization": zero})
         if settings and changed == config:
             continue
-        between, kept = [], {}
+        traffic, kept = [], {}
         for is_worst_case in (False, True):
             footprint = footprints.collectives(
                 changed, layout.world_size, links.ranks_per_node, is_worst_case=is_worst_case
             )
-            sent = step_traffic(layout, changed, links, footprint)
-            between.append(sum(t.between_nodes_bytes for t in sent))
+            traffic.append(step_traffic(layout, changed, links, footprint))
             kept = collectives_memory(footprint, layout, changed)
         if footprint is None and zero.quantized_key is not None:
             continue
-        expected, most = between
-        found.append(TrafficChoice(name, settings, expected, most, sum(kept.values())))
+        near, far = (sum(n) for n in zip(*(_sent(t) for t in traffic[0]), strict=True))
+        most = sum(t.between_nodes_bytes for t in traffic[1])
+        kept_bytes = sum(kept.values())
+        found.append(TrafficChoice(name, settings, traffic[0], near, far, most, kept_bytes))
     return tuple(found) if len(found) > 1 else ()
 
 
-def _choices(stage: int, ranks_per_node: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    partition = {"zero_hpz_partition_size": ranks_per_node}
+def _sent(row: Traffic) -> tuple[int, int]:
+    return row.within_node_bytes, row.between_nodes_bytes
+
+
+def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each flag turned on, or off where it is on, and all of them."""
     yield "as configured", {}
     yield "plain", _PLAIN
-    if stage == 3:
-        if ranks_per_node > 1:
-            yield f"zero_hpz_partition_size {ranks_per_node}", partition
-        yield "zero_quantized_weights", _WEIGHTS
-    if stage > 0:
+    has_nodes = links.num_nodes > 1
+    every: dict[str, Any] = {}
+    if zero.stage == 3 and has_nodes and links.ranks_per_node > 1:
+        every = {"zero_hpz_partition_size": links.ranks_per_node}
+    every |= {**_WEIGHTS, **_GRADIENTS} if zero.stage == 3 else _GRADIENTS
+    for key, value in every.items():
+        settings = {key: value, **(_ROUNDED if key in _WEIGHTS else {})}
+        yield (f"{key} {value}" if value is not True else key), settings
+        if getattr(zero, key) != _PLAIN[key]:
+            loco = {"zeropp_loco_param": None} if key in _GRADIENTS else {}
+            yield f"without {key}", {key: _PLAIN[key], **loco}
+    if zero.stage > 0 and has_nodes:
         yield "zero_lossless_weights", _LOSSLESS
-    yield "zero_quantized_gradients", _GRADIENTS
-    if stage > 0:
         yield "lossless weights, quantized gradients", {**_LOSSLESS, **_GRADIENTS}
-    if stage == 3:
-        yield "all of these", {**partition, **_WEIGHTS, **_GRADIENTS}
-        yield "4-bit mode", {**partition, **_WEIGHTS, **_GRADIENTS, **_FOUR_BIT}
+    if zero.zero_lossless_weights:
+        yield "without zero_lossless_weights", _ROUNDED
+    if zero.stage == 3:
+        yield "all of these", {**every, **_ROUNDED}
+    if zero.stage == 3 and has_nodes:
+        yield "4-bit mode", {**every, **_ROUNDED, **_FOUR_BIT}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ configuration that fits is found. `zero_core.plan.planner` has the choices.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -107,6 +108,10 @@ def _model_of(config: Any) -> nn.Module:
     try:
         if isinstance(config, Mapping):
             config = transformers.AutoConfig.for_model(**config)
+        else:
+            config = copy.deepcopy(config)
+        # Else transformers looks for padding in inputs that have no values on the meta device.
+        config.pad_token_id = None
         is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
         with torch.device("meta"):

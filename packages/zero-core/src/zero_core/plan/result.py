@@ -156,7 +156,7 @@ class Plan:
         configured: the configuration as it was given.
         memory: its bytes by kind.
         traffic: its transfers in one optimizer step.
-        traffic_choices: what it would send between nodes with other keys; empty on one node.
+        traffic_choices: what it would send with other keys; empty for one rank.
         choices: every stage without offload, with all of it, and with the least that fits; and
             those of other micro-batches and with recomputation that were looked at.
         best: the smallest change that fits, ``configured`` itself if it does; with a calibration
@@ -240,18 +240,25 @@ class Plan:
         return _table("Bytes sent per rank and step", headings, rows)
 
     def _saving_table(self) -> Table:
-        now = max(self.traffic_choices[0].between_nodes_bytes, 1)
+        first = self.traffic_choices[0]
+
+        def sent(choice: TrafficChoice) -> int:  # over the slower link
+            is_far = first.between_nodes_bytes > 0
+            return choice.between_nodes_bytes if is_far else choice.within_node_bytes
+
         rows = [
             (
-                c.name,
-                c.between_nodes_bytes,
-                f"{c.between_nodes_bytes / now:.1%}",
+                *(c.name, c.within_node_bytes, c.between_nodes_bytes),
+                f"{sent(c) / max(sent(first), 1):.1%}",
                 c.most_between_nodes_bytes,
                 c.kept_bytes,
             )
             for c in self.traffic_choices
         ]
-        headings = ("choice", "between nodes", "of now", "at most", "memory for it")
+        headings = (
+            *("choice", "within a node", "between nodes", "of now", "between nodes at most"),
+            "memory for it",
+        )
         return _table("Traffic choices, per rank and step", headings, rows)
 
     def _choice_table(self) -> Table:

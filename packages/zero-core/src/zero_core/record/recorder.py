@@ -84,6 +84,7 @@ class _Pending:
     kinds: Mapping[str, int]
     host_kinds: Mapping[str, int]
     updates: Sequence[tuple[float, float]]
+    copies: Sequence[tuple[str, torch.Event, torch.Event]]
 
 
 class Recorder:
@@ -183,6 +184,8 @@ class Recorder:
         copied = (0, 0) if self._tier is None else self._tier.copied_bytes()
         detailed = self._tier if self._is_detailed else None
         held = self._memory.held()
+        if self._is_detailed:
+            self._memory_trail.append((now - self._begun, held, place.doing))
         micro_steps = max(micro_steps, self._num_backwards + self._num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
         pending = _Pending(
@@ -216,6 +219,7 @@ class Recorder:
             kinds=self._kinds() if self._is_detailed else {},
             host_kinds={} if detailed is None else detailed.host_memory_bytes(),
             updates=() if detailed is None else tuple(detailed.recent_updates()),
+            copies=() if detailed is None else tuple(detailed.take_copies()),
         )
         self._work, self._copied = work, copied
         if self._is_host:
@@ -235,7 +239,11 @@ class Recorder:
         )
         self._losses, self._num_backwards, self._num_idle = [], 0, 0
         self._memory_trail: list[tuple[float, int, str]] = []
+        if self._is_detailed:
+            self._memory_trail.append((0.0, self._memory.held(), self._subject.place.doing))
         self._begun, self._begun_at = now, time.time() + now - time.perf_counter()
+        if self._tier is not None:
+            self._tier.time_copies(is_on=self._is_detailed)
         if self._is_host or self._is_detailed:
             if not self._is_host:
                 self._clock.restart(self._subject.place.doing)
@@ -264,12 +272,15 @@ class Recorder:
                 own = [(a, b) for what, a, b in carried if _lane_of(what) == lane]
                 if own:
                     lanes[lane] = _covered(own)
+            copies = [(what, *pending.marks.of_events(a, b)) for what, a, b in pending.copies]
+            if copies:
+                lanes["copies"] = _covered([(a, b) for _, a, b in copies])
             record |= {"places": places, "waits": waits}
             if self._is_host:
                 record["seconds"] = spans[-1].stop
         self._put(StepRecord(**record))
         if pending.is_detailed and pending.marks is not None:
-            self._put(_detail(pending, record["step"], spans, carried))
+            self._put(_detail(pending, record["step"], spans, carried, copies))
 
     def _put(self, record: Record) -> None:
         """Write a record. If it fails, warn and stop recording: the training goes on."""
@@ -318,6 +329,8 @@ class Recorder:
 
     def _stop(self) -> None:
         self._subject.place.clock = None
+        if self._tier is not None:
+            self._tier.time_copies(is_on=False)
         self._losses, self._pending = [], None
         if self._release.detach() is not None:
             _close(self._sampler, self._file, self._memory)
@@ -429,7 +442,8 @@ class _MemoryMeter:
             import resource
 
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else peak * 1024
+            # The system's own count may lag behind.
+            return max(held, peak if sys.platform == "darwin" else peak * 1024)
         return held
 
     def close(self) -> None:
@@ -527,6 +541,7 @@ def _detail(
     step: int,
     spans: Sequence[Span],
     carried: Sequence[tuple[str, float, float]],
+    copies: Sequence[tuple[str, float, float]],
 ) -> DetailRecord:
     assert pending.marks is not None
     found: list[tuple[str, str, float, float, bool]] = []
@@ -535,6 +550,7 @@ def _detail(
         name = span.waits_for or span.doing
         found.append(("compute", name, span.start, span.stop, is_wait))
     found += [(_lane_of(what), what, a, b, False) for what, a, b in carried]
+    found += [("copies", what, a, b, False) for what, a, b in copies]
     for begun, ended in pending.updates:
         start = pending.marks.since_start(begun)
         if start is not None and start + ended - begun > 0.0:

@@ -91,7 +91,8 @@ class StepRecord:
         waits: seconds in which it waited, by what for: "all_gather", "reduce_scatter", "ranks"
             (small exchanges), "update" (of parameters, by the host).
         lanes: seconds in which something else was at work: "gather" and "reduce" (collectives under
-            way), "host" (updates), "file" (reads and writes), "file wait" (updates that wait).
+            way), "host" (updates), "file" (reads and writes), "file wait" (updates that wait),
+            "copies" (between an accelerator and its host, in steps whose course is recorded).
         sent: rows of `zero_core.Engine.comm_report`: collective, content, calls, bytes within the
             node, bytes between nodes.
         copied: bytes to the host and from the host.
@@ -132,7 +133,7 @@ class DetailRecord:
         step: its number.
         started_at: when it began, in seconds since the epoch.
         spans: lane, name, start, stop, and whether the rank waited.
-        memory: time, bytes and place at each change of the place.
+        memory: time, bytes and place at the step's begin, each change of the place, and its end.
         kinds: bytes in long-lived memory of the device by kind, after the step.
         host_kinds: bytes of optimizer state and copies of gradients in host memory, if it is kept
             there.

@@ -122,6 +122,16 @@ class StepMarks:
             return []
         return [(what, start - begin, stop - begin) for what, start, stop in self._carried]
 
+    def of_events(self, begun: torch.Event, ended: torch.Event) -> tuple[float, float]:
+        """Return start and stop, in seconds since the step began, of what lies between two events.
+
+        Wait for the second. On an accelerator alone.
+        """
+        begin = self._marks[0][2]
+        assert isinstance(begin, torch.Event)
+        ended.synchronize()
+        return begin.elapsed_time(begun) / 1e3, begin.elapsed_time(ended) / 1e3
+
     def since_start(self, time: float) -> float | None:
         """Return seconds since the step began of a `time.perf_counter`, on a host."""
         begin = self._marks[0][2]

@@ -24,10 +24,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
+TimedCopy = tuple[str, torch.Event, torch.Event]
+"""What is copied, and events of a stream before and after it."""
+_TO_HOST, _TO_DEVICE = "gradients to the host", "parameters to the device"
+_MAX_COPIES = 4096
+"""Timed copies that are kept until they are taken."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 500e-6
 
 
@@ -58,7 +65,17 @@ def enter_device(device: torch.device) -> None:
 
 
 class HostStreams:
-    """Copies on a CPU: immediate, without events."""
+    """Copies on a CPU: immediate, without events.
+
+    Attributes:
+        is_timing: whether later copies are timed, on an accelerator.
+    """
+
+    is_timing = False
+
+    def take_copies(self) -> list[TimedCopy]:
+        """Return the copies that were timed since the last call, in each direction in order."""
+        return []
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event | None:
         """Copy a gradient to its host buffer and return an event, or None if it is complete."""
@@ -105,6 +122,26 @@ class AcceleratorStreams(HostStreams):
         self.down = down
         self.up = up
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients that down reads
+        self._copies: deque[TimedCopy] = deque(maxlen=_MAX_COPIES)  # of two threads
+
+    def take_copies(self) -> list[TimedCopy]:
+        found = []
+        with suppress(IndexError):
+            while True:
+                found.append(self._copies.popleft())
+        return found
+
+    @contextmanager
+    def _timed(self, what: str, stream: torch.Stream) -> Iterator[None]:
+        """Note when the stream begins and ends what is enqueued on it within, if that is asked."""
+        if not self.is_timing:
+            yield
+            return
+        start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._copies.append((what, start, end))
 
     def current(self) -> torch.Stream:
         """Return the caller's stream."""
@@ -113,7 +150,7 @@ class AcceleratorStreams(HostStreams):
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
         """Enqueue on down. The event fires when the gradient has arrived."""
         self.down.wait_event(self.current().record_event())  # 1: down waits for the producer
-        with self.down:
+        with self.down, self._timed(_TO_HOST, self.down):
             target.copy_(source, non_blocking=True)
         event = self.down.record_event()
         while self._reading and self._reading[0][0].query():
@@ -139,7 +176,7 @@ class AcceleratorStreams(HostStreams):
 
     def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
         """Enqueue on up. The event fires when the values have arrived."""
-        with self.up:
+        with self.up, self._timed(_TO_DEVICE, self.up):
             target.copy_(source, non_blocking=True)
         target.record_stream(self.up)  # nobody else keeps it if its engine is dropped meanwhile
         return self.up.record_event()

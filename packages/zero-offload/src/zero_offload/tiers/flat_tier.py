@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_groups, split_runs
 from zero_offload.flat.grads import GradLedger, add_up
+from zero_offload.memory.streams import TimedCopy
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
 from zero_offload.steppers.stepper import Stepper
@@ -106,6 +107,14 @@ class FlatTier(ABC):
     def recent_updates(self) -> list[tuple[float, float]]:
         """Return start and end of the last updates, of `time.perf_counter`."""
         return list(self._worker.updates)
+
+    def time_copies(self, *, is_on: bool) -> None:
+        """Time later copies between the device and the host, or no longer."""
+        self._mover.time_copies(is_on=is_on)
+
+    def take_copies(self) -> list[TimedCopy]:
+        """Return the copies that were timed since the last call."""
+        return self._mover.take_copies()
 
     def drain(self) -> float:
         """Wait for the steps under way.

@@ -39,7 +39,7 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.memory.streams import HostStreams, open_streams
+from zero_offload.memory.streams import HostStreams, TimedCopy, open_streams
 from zero_offload.protocols import ParamStore
 from zero_offload.rules.rule import KERNEL_DTYPES
 
@@ -163,6 +163,14 @@ class Mover(ABC):
     @abstractmethod
     def arrive(self, event: torch.Event) -> None:
         """Make the caller's current stream wait for a `publish`."""
+
+    @abstractmethod
+    def time_copies(self, *, is_on: bool) -> None:
+        """Time later copies between the device and the host, or no longer."""
+
+    @abstractmethod
+    def take_copies(self) -> list[TimedCopy]:
+        """Return the copies that were timed since the last call."""
 
 
 class _Staging:
@@ -377,6 +385,12 @@ class HostMover(Mover):
     def arrive(self, event: torch.Event) -> None:
         self._streams.arrive(event)
 
+    def time_copies(self, *, is_on: bool) -> None:
+        self._streams.is_timing = is_on
+
+    def take_copies(self) -> list[TimedCopy]:
+        return self._streams.take_copies()
+
 
 class DeviceMover(Mover):
     """Uses gradients in place and writes parameters directly.
@@ -437,3 +451,9 @@ class DeviceMover(Mover):
 
     def arrive(self, event: torch.Event) -> None:
         torch.accelerator.current_stream(self.device).wait_event(event)
+
+    def time_copies(self, *, is_on: bool) -> None:
+        """Return at once: gradients and parameters stay on the device."""
+
+    def take_copies(self) -> list[TimedCopy]:
+        return []

@@ -26,6 +26,7 @@ from zero_offload.errors import OffloadError
 from zero_offload.flat.geometry import Geometry, check_active
 from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.storage import BlockFile
+from zero_offload.memory.streams import TimedCopy
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import FlatTier, TierReport
@@ -157,6 +158,17 @@ class TwinTier:
         """Return start and end of the host's last updates, of `time.perf_counter`."""
         tiers = [p.tier for p in self._parts if p.is_host and isinstance(p.tier, FlatTier)]
         return [span for tier in tiers for span in tier.recent_updates()]
+
+    def time_copies(self, *, is_on: bool) -> None:
+        """Time later copies between the device and the host, or no longer. None are on a CPU."""
+        for part in self._parts:
+            if isinstance(part.tier, FlatTier):
+                part.tier.time_copies(is_on=is_on)
+
+    def take_copies(self) -> list[TimedCopy]:
+        """Return what was copied since the last call, and events before and after each copy."""
+        tiers = [part.tier for part in self._parts if isinstance(part.tier, FlatTier)]
+        return [copy for tier in tiers for copy in tier.take_copies()]
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return bytes of host memory by kind, without parameter shards and their copies."""

@@ -1,0 +1,190 @@
+"""The plan of a run's configuration, and planned bytes beside measured ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_core.comm.meter import Traffic
+from zero_core.errors import ConfigError, ZeroError
+from zero_core.plan.choices import TrafficChoice
+from zero_core.plan.plan import plan
+from zero_core.plan.rates import Calibration
+from zero_core.plan.result import Plan, format_bytes
+from zero_engine.calibration.kept import kept_rates
+from zero_engine.report import charts
+from zero_engine.report.measured import Measured, sent_bytes
+from zero_engine.report.page import Block, Chart, Table, Text
+from zero_engine.report.probe import is_of_this_machine
+from zero_engine.report.run import Run
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a run.
+
+    Attributes:
+        plan: its bytes, with times where the rates of this machine are kept and the run is of it.
+        note: why there is no plan, or what it leaves out; empty if it is whole.
+    """
+
+    plan: Plan | None
+    note: str = ""
+
+    @property
+    def activation_bytes(self) -> int:
+        """Planned bytes of activations, 0 if they are not known."""
+        return 0 if self.plan is None else self.plan.memory.device.get("activations", 0)
+
+
+def plan_of(run: Run, limit: int | None, changes: Mapping[str, Any] | None = None) -> Planned:
+    """Return the plan of a run's configuration.
+
+    Args:
+        run: whose model has a Hugging Face configuration.
+        limit: bytes that one rank may take, None if unknown.
+        changes: keys of the configuration that differ from the run's.
+    """
+    if not run.run.model:
+        return Planned(None, "no plan: the model has no Hugging Face configuration to make it from")
+    is_host = run.run.environment.get("device") == "cpu"
+    settings = {**run.settings, **(changes or {})}
+
+    def make(inputs: Mapping[str, Any] | None, rates: Calibration | None) -> Plan:
+        return plan(
+            dict(run.run.model),
+            settings,
+            run.run.world_size,
+            device_memory=None if is_host else limit,
+            host_memory=limit * run.run.ranks_per_node if is_host and limit else None,
+            ranks_per_node=run.run.ranks_per_node,
+            example_inputs=inputs,
+            device_type="cpu" if is_host else "accelerator",
+            calibration=rates,
+        )
+
+    note = ""
+    try:
+        inputs, rates = _inputs(run), _rates(run, is_host=is_host)
+        if inputs is None:
+            return Planned(make(None, None), "Activations are not planned: no tokens are recorded.")
+        if rates is not None:
+            try:
+                return Planned(make(inputs, rates))
+            except ConfigError as error:
+                note = f"Times are not planned: {error}."
+        try:
+            return Planned(make(inputs, None), note)
+        except ConfigError as error:
+            return Planned(make(None, None), f"Activations are not planned: {error}.")
+    except ZeroError as error:
+        return Planned(None, f"no plan: {error}")
+
+
+def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
+    """Return inputs of a micro-batch as recorded, if the model is a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    steps, micro = run.ranks[0].steps, run.run.config["train_micro_batch_size_per_gpu"]
+    shape = tuple(steps[-1].input_shape) if steps else ()
+    is_causal = run.run.model.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_causal or len(shape) != 2 or shape[0] != micro:
+        return None
+    ids = torch.zeros(shape, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def _rates(run: Run, *, is_host: bool) -> Calibration | None:
+    """Return the kept rates, if the run is of this machine and of the device they are of."""
+    found = kept_rates().calibration if is_of_this_machine(run.run) else None
+    of_cpu = found is not None and found.rates[0].cores is not None
+    return found if of_cpu == is_host else None
+
+
+# ----------------------------------------------------------------------- bytes
+
+
+def planned_memory(measured: Mapping[str, int], planned: Planned) -> Iterator[Block]:
+    """Yield long-lived bytes of a rank by kind, and what the plan leaves out."""
+    found = planned.plan
+    in_plan = Counter[str]()
+    if found is not None:
+        in_plan = Counter(found.memory.device) + Counter(found.memory.host)
+    rows = [
+        [
+            kind,
+            "no plan" if found is None else format_bytes(in_plan.get(kind, 0)),
+            format_bytes(measured[kind]) if kind in measured else "not measured by kind",
+        ]
+        for kind in dict.fromkeys([*measured, *in_plan])
+        if measured.get(kind) or in_plan.get(kind)
+    ]
+    if rows:
+        yield Table(["bytes of rank 0 by kind", "planned", "measured"], rows)
+    if planned.note:
+        yield Text(planned.note)
+
+
+def sent_and_planned(found: Measured, plan: Plan | None) -> Iterator[Block]:
+    """Yield bytes of a step by collective and link, measured and planned, and for each flag."""
+    sent = sent_bytes(found.run.ranks[0])
+    rows = [{"collective": name, "link": link, "mib": n / 2**20} for name, link, n in sent]
+    spec = charts.bars(rows, "mib", "collective", "link", "MiB that rank 0 sends in a step")
+    if spec is None:
+        yield Text("Nothing is sent: there is one rank.")
+    else:
+        yield Chart(spec)
+        planned = {} if plan is None else _by_collective(plan.traffic)
+        measured = {(name, link): n for name, link, n in sent}
+        yield Table(
+            ["collective", "link", "planned", "measured"],
+            [
+                [
+                    *key,
+                    "no plan" if plan is None else format_bytes(planned.get(key, 0)),
+                    format_bytes(measured.get(key, 0)),
+                ]
+                for key in dict.fromkeys([*measured, *planned])
+            ],
+        )
+    if plan is not None and plan.traffic_choices:
+        yield Text("What a rank sends in a step: measured, and planned with each flag on and off.")
+        yield _flags(sent, plan.traffic_choices)
+
+
+def _by_collective(traffic: Sequence[Traffic]) -> dict[tuple[str, str], int]:
+    """Return planned bytes by collective and link, named as in `sent_bytes`, none that are 0."""
+    names = {"to_host": "copies to the host", "to_device": "copies to the device"}
+    found: Counter[tuple[str, str]] = Counter()
+    for row in traffic:
+        name = names.get(row.collective, f"{row.collective}: {row.content}")
+        found[name, "within a node"] += row.within_node_bytes
+        found[name, "between nodes"] += row.between_nodes_bytes
+        found[name, "host link"] += row.host_link_bytes
+    return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+
+def _flags(sent: Sequence[tuple[str, str, int]], choices: Sequence[TrafficChoice]) -> Table:
+    """Return bytes by content and link: a row that is measured, and one of each choice."""
+    exchanged = {(name, link): n for name, link, n in sent if link != "host link"}
+    rows = [("measured", _by_content(exchanged), "")]
+    rows += [
+        (choice.name, _by_content(_by_collective(choice.traffic)), format_bytes(choice.kept_bytes))
+        for choice in choices
+    ]
+    keys = list(dict.fromkeys(key for _, table, _ in rows for key in table))
+    return Table(
+        ["flags", *(f"{content}, {link}" for content, link in keys), "memory for it"],
+        [[name, *(format_bytes(table[key]) for key in keys), kept] for name, table, kept in rows],
+    )
+
+
+def _by_content(sent: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for (name, link), nbytes in sent.items():
+        found[name.partition(": ")[2], link] += nbytes
+    return found
