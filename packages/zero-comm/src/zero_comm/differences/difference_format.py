@@ -32,7 +32,7 @@ An encoder takes the mode of the fewest bytes, of several the lowest. So there i
 
 Differences of one step of Adam are nearly geometric in their binary logarithm: of the weights near
 zero, half as many are in each binade, and their neighbours are half as far away. So codes that
-double their width cost about 0.3 bits more than the entropy (the project's docs/benchmarks.md,
+double their width cost 0.1 to 0.5 bits more than the entropy (the project's docs/benchmarks.md,
 "Lossless differences of weights").
 """
 
