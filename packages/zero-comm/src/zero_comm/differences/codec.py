@@ -55,13 +55,8 @@ class DifferenceCodec(Protocol):
 
 
 def find_codec(device: torch.device) -> DifferenceCodec:
-    """Return the codec for tensors on ``device``. Raises the errors of `zero_comm.backend`.
-
-    Accelerators, whose quantizer has Triton kernels, take plain torch: it gives the same bytes, in
-    more passes and with a workspace of 64-bit integers.
-    """
-    name = find_backend_name(device)
-    return _load("torch" if name == "triton" else name)
+    """Return the codec for tensors on ``device``. Raises the errors of `zero_comm.backend`."""
+    return _load(find_backend_name(device))
 
 
 def encode_difference(old: Tensor, new: Tensor) -> Tensor:
@@ -87,7 +82,7 @@ def encode_difference(old: Tensor, new: Tensor) -> Tensor:
             f"new must be as old, {list(old.shape)} of {old.dtype} on {old.device}, got "
             f"{list(new.shape)} of {new.dtype} on {new.device}"
         )
-    old, new = (x.detach().contiguous().view(-1) for x in (old, new))
+    old, new = (_flat(x.detach().contiguous()) for x in (old, new))
     nbytes = max_difference_nbytes(old.numel(), old.element_size())
     out = torch.empty(nbytes, dtype=torch.uint8, device=old.device)
     length = find_codec(old.device).encode(old, new, out)
@@ -115,7 +110,7 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
     if difference.device != values.device:
         raise ValueError(f"difference must be on {values.device}, got {difference.device}")
     buffer = difference if difference.data_ptr() % 2 == 0 else difference.clone()
-    if not find_codec(values.device).decode(buffer.contiguous(), values.detach().view(-1)):
+    if not find_codec(values.device).decode(buffer.contiguous(), _flat(values.detach())):
         raise ValueError(
             f"difference is damaged, or of another tensor: its {difference.numel()} bytes do not "
             f"describe {values.numel()} elements of {values.dtype}"
@@ -125,6 +120,11 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
 def _check_itemsize(name: str, x: Tensor) -> None:
     if x.element_size() not in ITEMSIZES:
         raise ValueError(f"{name} must have elements of 2 or 4 bytes, got {x.dtype}")
+
+
+def _flat(x: Tensor) -> Tensor:
+    """View contiguous ``x`` as one dimension. A single element may have any stride till then."""
+    return x.as_strided((x.numel(),), (1,))
 
 
 @cache
