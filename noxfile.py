@@ -180,7 +180,7 @@ def tests(session: nox.Session, part: str) -> None:
     elif part == "together":
         test_together(session)
     elif part == "slow":
-        install_everything(session, *TEST_TOOLS, extras="[test]")
+        install_everything(session, *TEST_TOOLS, extras="[ray,test]")
         with session.chdir("integration"):
             run_tests(session, *longest_first("slow", "tests/slow"))
     else:

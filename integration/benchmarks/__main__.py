@@ -20,6 +20,7 @@ EXPERIMENTS = {
     "diagnose": "ten spoilt configurations: is the cause named, and its gain right?",
     "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
     "comm_convergence": "the loss of a small GPT with quantized communication; hours",
+    "differences": "lossless differences of weights: codecs, and bytes over whole runs",
     "cpu_adam": "one optimizer step on host memory, beside other libraries' kernels",
     "cpu_adam_convergence": "the loss of a GPT-2 with 8- and 16-bit optimizer states",
     "gpu": "one accelerator, part by part: correct, and how fast",
@@ -29,6 +30,7 @@ EXPERIMENTS = {
 }
 MODULES = {
     "comm": "comm.race",
+    "differences": "differences.program",
     "gpu": "gpu.program",
     "document": "gpu.program",
     "offload_cuda": "gpu.offload",

@@ -1,60 +1,60 @@
 """The engine in Ray Train: two workers here; with RAY_ADDRESS=auto, wherever Ray has them.
 
 python integration/examples/ray_train.py
+
+If a worker is lost, all start again from the newest checkpoint, as many as there is room for.
 """
 
 import argparse
 import inspect
 import os
+import sys
 import tempfile
+from functools import partial
 
 import ray
 import torch
-from ray.train import Checkpoint, RunConfig, ScalingConfig, get_context, report
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, get_context, report
 from ray.train.torch import TorchTrainer
 from torch import nn
 
 import zero_core
 
-WIDTH, CONTEXT, STEPS = 128, 8, 64
+WIDTH, CONTEXT, BATCH, STEPS = 128, 8, 128, 64
 
 
-def train(settings):  # on every worker, within the process group that Ray has made
-    rank = get_context().get_world_rank()
+def train(zero, folder):  # on every worker, within the process group that Ray has made
+    rank, world_size = get_context().get_world_rank(), get_context().get_world_size()
+    torch.manual_seed(0)
     first = [nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten(), nn.Linear(WIDTH, WIDTH)]
     blocks = [nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-    model = nn.Sequential(*first, *blocks, nn.Linear(WIDTH, 256))
-    engine = zero_core.build(model, settings["zero"])
+    engine = zero_core.build(nn.Sequential(*first, *blocks, nn.Linear(WIDTH, 256)), zero)
     text = torch.tensor(list(inspect.getsource(argparse).encode()), device=engine.device)
     windows = text.unfold(0, CONTEXT + 1, 1)
-    generator = torch.Generator().manual_seed(rank)
-    losses = []
-    for _ in range(STEPS):
-        window = windows[torch.randint(len(windows), (64,), generator=generator)]
+    losses = (engine.resume(folder) or {"losses": []})["losses"]
+    for step in range(len(losses), STEPS):
+        seeded = torch.Generator().manual_seed(step)  # one batch, however many workers share it
+        window = windows[torch.randint(len(windows), (BATCH,), generator=seeded)[rank::world_size]]
         loss = nn.functional.cross_entropy(engine(window[:, :-1]), window[:, -1])
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    place = engine.save_checkpoint(settings["folder"])  # by all ranks, in shards
-    metrics = {"first": sum(losses[:5]) / 5, "last": sum(losses[-5:]) / 5}
-    report(metrics, checkpoint=Checkpoint.from_directory(str(place)) if rank == 0 else None)
+        if step % 16 == 15:  # by all workers, in shards; a copy is Ray's
+            place = engine.save_checkpoint(folder, client_state={"losses": losses}, keep_last=2)
+            means = {"first": sum(losses[:5]) / 5, "last": sum(losses[-5:]) / 5}
+            report(means, Checkpoint.from_directory(str(place)) if rank == 0 else None)
 
 
 if __name__ == "__main__":
     if "RAY_ADDRESS" not in os.environ:
         ray.init(num_cpus=2, object_store_memory=100 * 1000**2, include_dashboard=False)
-    zero = {
-        "train_micro_batch_size_per_gpu": 64,
-        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    }
-    folder = tempfile.mkdtemp()  # on a cluster: one that all of its machines share
-    trainer = TorchTrainer(
-        train,
-        train_loop_config={"zero": zero, "folder": folder},
-        scaling_config=ScalingConfig(num_workers=2, use_gpu=torch.cuda.is_available()),
-        run_config=RunConfig(storage_path=folder),
-    )
-    metrics = trainer.fit().metrics
+    zero = {"train_batch_size": BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 5e-3}}}
+    zero["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    # On a cluster: a folder that all of its machines share.
+    folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
+    scaling = ScalingConfig(num_workers=(1, 2), use_gpu=torch.cuda.is_available())
+    run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=3))
+    work = partial(train, zero, os.path.join(folder, "checkpoints"))
+    metrics = TorchTrainer(work, scaling_config=scaling, run_config=run).fit().metrics
     assert metrics["last"] < metrics["first"] - 1.0, metrics
     print(f"loss {metrics['first']:.2f} -> {metrics['last']:.2f}")

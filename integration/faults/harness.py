@@ -48,7 +48,7 @@ class Program:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        for pid in self._descendants():
+        for pid in self.descendants():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self._output.parent)
@@ -84,7 +84,7 @@ class Program:
         for pid in [*self.ranks(), self.pid] if not self.has_ended else []:
             os.kill(pid, signal.SIGKILL)
 
-    def _descendants(self) -> list[int]:
+    def descendants(self) -> list[int]:
         """Return the processes that inherited this program's environment, in any session."""
         mark = f"{MARK}={self._output}".encode()
         found = []

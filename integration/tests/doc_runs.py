@@ -65,6 +65,7 @@ ELSEWHERE = {
         "tests/slow/bench/test_late.py::test_every_case_has_the_bits_of_the_cpu"
     ),
     "nox -s bench -- comm": _LINK,
+    "python integration/benchmarks/run.py comm --lr 1e-5": _LINK,
     "nox -s bench -- comm --rate 200 --ranks-per-node 2 --only bare --only fsdp2"
     " --only zero-3-all": _LINK,
     "python integration/benchmarks/run.py gpu --dry-run --out DIR": (
@@ -113,13 +114,14 @@ NOT_RUN = {
         _GPU_ALONE
     ),
     "python integration/benchmarks/run.py gpu --only single --only correct": _GPU_ALONE,
+    "python integration/benchmarks/run.py differences": "trains sixteen runs for half an hour",
     "python integration/benchmarks/run.py offload_cuda": _GPU_ALONE,
     "python integration/benchmarks/run.py comm_cuda": _GPU_ALONE,
     "torchrun --nproc-per-node gpu train.py": "needs a GPU; the line after it runs",
-    "zero-engine plan models/mine --rates rates.json --world-size 8 --seq-length 1024"
-    " --batch-size 64 --device-memory 24GB --fit fit.json": (
-        "needs the speeds of a GPU, as a CPU has no device memory; integration/README.md plans with"
-        " those of a CPU, which runs"
+    "zero-engine plan models/mine --world-size 8 --seq-length 1024 --batch-size 64"
+    " --fit fit.json": (
+        "takes the rates that the user's machine has kept, which tests hide; integration/README.md"
+        " plans with those of a file, which runs"
     ),
     "zero-engine run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d"
     " --rdzv-endpoint host1:29400 train.py": _MACHINES,

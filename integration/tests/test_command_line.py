@@ -6,11 +6,14 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import os
+import pty
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import run_here
+from conftest import command, environment, run_here
 from typer.testing import CliRunner
 
 import zero_engine
@@ -23,7 +26,7 @@ from zero_core.errors import (
 )
 from zero_engine.cli import app, main
 from zero_engine.launch.ranks import fail
-from zero_engine.terminal import working
+from zero_engine.progress import working
 from zero_engine.train.launch import rank_environment
 
 
@@ -85,6 +88,25 @@ def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         shown[is_terminal, rank] = stream.getvalue()
     assert "saving" in shown.pop((True, "0"))
     assert set(shown.values()) == {""}
+
+
+def test_start_of_run_is_shown_before_torch_is_imported(tmp_path: Path) -> None:
+    """The ranks' own output comes after it."""
+    script = tmp_path / "script.py"
+    script.write_text("print('of the script')", encoding="utf-8")
+    first, second = pty.openpty()
+    terminal = {**environment(), "TERM": "xterm", "COLUMNS": "80"}
+    arguments = command("run", "--nproc-per-node=1", str(script))
+    program = subprocess.Popen(arguments, stdout=second, stderr=second, env=terminal)
+    os.close(second)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux: the end of a terminal
+        while text := os.read(first, 4096):
+            shown += text
+    os.close(first)
+    assert program.wait(60) == 0, shown
+    assert 0 <= shown.find(b"starting") < shown.find(b"of the script"), shown
+    assert b"starting" not in shown[shown.find(b"of the script") :], "it is removed"
 
 
 @pytest.mark.parametrize(

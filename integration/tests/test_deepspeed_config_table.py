@@ -103,6 +103,7 @@ EXAMPLES: dict[str, Any] = {
     "zero_optimization.zero_quantized_gradients_hadamard": True,
     "zero_optimization.zero_quantized_stochastic_rounding": True,
     "zero_optimization.zero_quantized_checksum": True,
+    "zero_optimization.zero_lossless_weights": True,
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_optimizer.nvme_path": "/elsewhere",
     "zero_optimization.offload_optimizer.ratio": 0.5,
@@ -149,6 +150,8 @@ EXAMPLES: dict[str, Any] = {
     "memory_checkpoint.every": 5,
     "memory_checkpoint.copies": 0,
     "memory_checkpoint.path": "/dev/shm/job",
+    "weight_patches.versions": 16,
+    "weight_patches.max_bytes": 2**28,
     "step_records.max_bytes": 2**20,
     "step_records.detail_every": 10,
 }

@@ -264,6 +264,8 @@ def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
         "zero_hpz_partition_size 4",
         "zero_quantized_weights",
         "zero_quantized_gradients",
+        "zero_lossless_weights",
+        "lossless weights, quantized gradients",
         "all of these",
         "4-bit mode",
     ]
@@ -271,15 +273,22 @@ def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
         changed = planned(model, 8, 4, choice.settings)
         assert choice.between_nodes_bytes == between_nodes(changed)
         assert choice.traffic == changed.traffic
-        kinds = ("secondary shards", "quantized weights", "message buffers", "error feedback")
+        kinds = (
+            *("secondary shards", "quantized weights", "published weights", "message buffers"),
+            "error feedback",
+        )
         assert choice.kept_bytes == sum(changed.memory.device.get(kind, 0) for kind in kinds)
     sent = [choice.between_nodes_bytes for choice in found.traffic_choices]
     assert sent[0] > max(sent[1:])
     assert sent[-1] == min(sent)
+    for choice in found.traffic_choices:
+        is_exact = not choice.settings.get("zero_lossless_weights")
+        assert (choice.most_between_nodes_bytes == choice.between_nodes_bytes) == is_exact
     (table,) = [t for t in found.tables() if t.title.startswith("Traffic choices")]
     assert [row[0] for row in table.rows] == names
     each = [found.traffic, *(choice.traffic for choice in found.traffic_choices)]
-    assert found.to_json().count("between_nodes_bytes") == sum(map(len, each)) + len(names)
+    said = found.to_json().count('"between_nodes_bytes')
+    assert said == sum(map(len, each)) + len(names)
 
 
 def test_choices_of_traffic_fit_the_stage_the_nodes_and_what_is_configured() -> None:
@@ -295,13 +304,24 @@ def test_choices_of_traffic_fit_the_stage_the_nodes_and_what_is_configured() -> 
     assert {c.between_nodes_bytes for c in on_one_node} == {0}
     assert on_one_node[0].within_node_bytes > max(c.within_node_bytes for c in on_one_node[1:])
     at_stage_2 = planned(model, 4, 2, stage=2).traffic_choices
-    assert [c.name for c in at_stage_2] == ["as configured", "zero_quantized_gradients"]
+    assert [c.name for c in at_stage_2] == [
+        "as configured",
+        "zero_quantized_gradients",
+        "zero_lossless_weights",
+        "lossless weights, quantized gradients",
+    ]
     alone = planned(model, 4, 1).traffic_choices
     assert not any("partition" in choice.name for choice in alone)
     configured = {**FOUR_BIT, "zero_hpz_partition_size": 2}
     given = planned(model, 4, 2, configured).traffic_choices
     keys = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
-    assert [c.name for c in given] == ["as configured", "plain", *(f"without {k}" for k in keys)]
+    assert [c.name for c in given] == [
+        "as configured",
+        "plain",
+        *(f"without {key}" for key in keys),
+        "zero_lossless_weights",
+        "lossless weights, quantized gradients",
+    ]
     for choice in given:
         assert choice.traffic == planned(model, 4, 2, {**configured, **choice.settings}).traffic
     assert given[1].between_nodes_bytes == between_nodes(planned(model, 4, 2))
@@ -315,3 +335,24 @@ def test_other_stages_are_planned_without_what_they_do_not_serve() -> None:
         (choice,) = [c for c in found.choices if (c.stage, c.ratio) == (stage, 0.0)]
         alike = planned(wide_blocks(2, 64), 4, 2, gradients, stage=stage, device_type="accelerator")
         assert choice.device_bytes == alike.memory.device_bytes
+
+
+def test_lossless_weights_are_planned_by_the_learning_rate() -> None:
+    """At most what plain stages send; at 1e-5 about one of the 16 bits of a weight."""
+    model = wide_blocks(3, 256)
+    for stage in (1, 2, 3):
+        plain, lossless = (
+            planned(
+                *(model, 4, 2, zero),
+                stage=stage,
+                optimizer={"type": "AdamW", "params": {"lr": 1e-5}},
+            )
+            for zero in ({}, {"zero_lossless_weights": True})
+        )
+        sent = [rows(found)["all_gather of parameters"][2] for found in (plain, lossless)]
+        gathers = 1 if stage < 3 else 2  # of which the second stays within the node
+        assert 0.055 < sent[1] / (sent[0] / gathers) < 0.085
+        (choice,) = [c for c in plain.traffic_choices if c.name == "zero_lossless_weights"]
+        assert choice.between_nodes_bytes == between_nodes(lossless)
+        assert choice.between_nodes_bytes < choice.most_between_nodes_bytes
+        assert choice.most_between_nodes_bytes <= between_nodes(plain)

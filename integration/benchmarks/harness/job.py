@@ -23,6 +23,12 @@ FOUR_BITS: Mapping[str, Any] = {
     "zero_quantized_gradients_hadamard": True,
 }
 """ZeRO++'s flags, and all of its bits that this engine can save but for hpZ."""
+LOSSLESS: Mapping[str, Any] = {"zero_lossless_weights": True}
+LOSSLESS_FOUR_BITS: Mapping[str, Any] = {
+    **{key: value for key, value in FOUR_BITS.items() if "weights" not in key},
+    **LOSSLESS,
+}
+"""Exact weights, and gradients of 4 bits between nodes."""
 DRY_SHAPE = GptShape(layers=2, width=64, heads=2, vocab=128, context=16)
 
 

@@ -12,7 +12,8 @@ import torch
 import zero_core
 from zero_core import CheckpointError
 from zero_engine.deepspeed_import.importing import import_checkpoint
-from zero_engine.terminal import refuse, say, working
+from zero_engine.progress import working
+from zero_engine.terminal import refuse, say
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

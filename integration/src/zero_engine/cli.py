@@ -148,9 +148,12 @@ def run(
     zero-engine run accelerate launch --config_file FILE SCRIPT.PY, zero-engine run bash train.sh,
     in which deepspeed is this command. Ends with the exit code of the script.
     """
-    from zero_core.errors import ZeroError
-    from zero_engine.launch.ranks import fail
-    from zero_engine.script.run import run_program
+    from zero_engine.progress import working
+
+    with working("starting"):  # seconds of imports
+        from zero_core.errors import ZeroError
+        from zero_engine.launch.ranks import fail
+        from zero_engine.script.run import run_program
 
     try:
         code = run_program(program)
@@ -238,7 +241,8 @@ def plan(
     Ends with code 1 if nothing fits the memory that was given.
     """
     from zero_core.errors import ZeroError
-    from zero_engine.terminal import quiet, refuse, working
+    from zero_engine.progress import quiet, working
+    from zero_engine.terminal import refuse
 
     given = dict(invocation.params)
     named = given.pop("model_option")
@@ -382,7 +386,8 @@ def doctor(
 ) -> None:
     """Show what is installed, what this machine offers, and what is missing."""
     from zero_core.errors import ZeroError
-    from zero_engine.terminal import quiet, refuse, working
+    from zero_engine.progress import quiet, working
+    from zero_engine.terminal import refuse
 
     if measure:
         try:

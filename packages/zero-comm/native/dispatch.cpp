@@ -56,12 +56,13 @@ bool has_bits(unsigned word, std::initializer_list<int> bits) {
 struct Support {
   bool avx2;
   bool avx512;
+  bool avx512_vbmi2;
 };
 
 // Bits as in Intel's Software Developer's Manual, volume 2A (CPUID) and volume 1, 13.3 (XCR0).
 Support detect() {
   const Registers basic = cpuid(1, 0);
-  if (!has_bits(basic.ecx, {27})) return {false, false};  // OSXSAVE
+  if (!has_bits(basic.ecx, {27})) return {false, false, false};  // OSXSAVE
   const unsigned long long saved = saved_register_state();
   const bool saves_ymm = (saved & 0x6u) == 0x6u;
   const bool saves_zmm = (saved & 0xe6u) == 0xe6u;
@@ -69,7 +70,8 @@ Support detect() {
   const bool avx2 = saves_ymm && has_bits(basic.ecx, {28, 29}) &&  // AVX, F16C
                     has_bits(extended.ebx, {5});
   // Foundation, DQ, BW, VL
-  return {avx2, avx2 && saves_zmm && has_bits(extended.ebx, {16, 17, 30, 31})};
+  const bool avx512 = avx2 && saves_zmm && has_bits(extended.ebx, {16, 17, 30, 31});
+  return {avx2, avx512, avx512 && has_bits(extended.ecx, {6})};
 }
 
 #endif  // ZERO_COMM_HAVE_X86
@@ -80,6 +82,7 @@ std::vector<const KernelTable*> find_tables() {
   const Support support = detect();
   if (support.avx2) tables.push_back(&kAvx2Table);
   if (support.avx512) tables.push_back(&kAvx512Table);
+  if (support.avx512_vbmi2) tables.push_back(&kAvx512Vbmi2Table);
 #endif
   return tables;
 }
@@ -92,6 +95,6 @@ const std::vector<const KernelTable*>& available_tables() {
   return *tables;
 }
 
-std::vector<const char*> known_isas() { return {"generic", "avx2", "avx512"}; }
+std::vector<const char*> known_isas() { return {"generic", "avx2", "avx512", "avx512_vbmi2"}; }
 
 }  // namespace zero_comm

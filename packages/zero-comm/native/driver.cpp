@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <exception>
-#include <thread>
 #include <vector>
+
+#include "threads.h"
 
 namespace zero_comm {
 namespace {
@@ -49,30 +49,14 @@ void share(const Layout& layout, std::int64_t num_rows, std::int64_t work, int n
   const std::int64_t blocks = std::max<std::int64_t>(1, kGrainNumel / layout.format.block_size);
   const std::int64_t grains_per_row = (layout.num_blocks + blocks - 1) / blocks;
   const std::int64_t num_grains = grains_per_row * num_rows;
-  std::atomic<std::int64_t> next{0};
-  const auto take_grains = [&](float* scratch) {
-    for (std::int64_t grain = next++; grain < num_grains; grain = next++) {
+  const auto make_run = [&] {
+    return [&, scratch = Scratch(layout.format)](std::int64_t grain) mutable {
       const std::int64_t first = grain % grains_per_row * blocks;
-      run(grain / grains_per_row, first, std::min(first + blocks, layout.num_blocks), scratch);
-    }
+      run(grain / grains_per_row, first, std::min(first + blocks, layout.num_blocks),
+          scratch.get());
+    };
   };
-  const std::int64_t helpers =
-      std::min({static_cast<std::int64_t>(num_threads), num_grains, work / kThreadNumel}) - 1;
-  Scratch own(layout.format);
-  std::vector<Scratch> others;
-  for (std::int64_t k = 0; k < helpers; ++k) others.emplace_back(layout.format);
-  std::vector<std::thread> threads;
-  threads.reserve(others.size());
-  try {
-    for (Scratch& other : others) {
-      float* const scratch = other.get();
-      threads.emplace_back([&take_grains, scratch] { take_grains(scratch); });
-    }
-  } catch (const std::exception&) {
-    // Out of threads or memory: those that exist, and the caller, do the work.
-  }
-  take_grains(own.get());
-  for (std::thread& thread : threads) thread.join();
+  share_grains(num_grains, std::min<std::int64_t>(num_threads, work / kThreadNumel), make_run);
 }
 
 DecodeRow row_at(const Layout& layout, const Rows& rows, std::int64_t index) {

@@ -10,6 +10,14 @@
 
 namespace {
 #include "codec.inl"
+#include "difference.inl"
 }  // namespace
 
-const zero_comm::KernelTable zero_comm::kAvx512Table = {"avx512", encode, decode, decode_sum};
+const zero_comm::KernelTable zero_comm::kAvx512Table = {
+    "avx512",
+    encode,
+    decode,
+    decode_sum,
+    {encode_blocks<std::uint16_t>, decode_blocks<std::uint16_t>},
+    {encode_blocks<std::uint32_t>, decode_blocks<std::uint32_t>},
+    sum_words};

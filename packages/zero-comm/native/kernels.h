@@ -60,16 +60,47 @@ using DecodeFunction = void (*)(const Format& format, int dtype, const DecodeRow
 using SumFunction = void (*)(const Format& format, const DecodeRow* rows, std::int64_t num_rows,
                              float* out, std::int64_t first, std::int64_t last, float* scratch);
 
+// ---- differences: [Note: the difference buffer] in difference_format.py ----
+
+constexpr int kDifferenceBlock = 256;  // elements
+constexpr int kModeShift = 11;         // a descriptor is mode << 11 | bytes
+enum Mode : int { kSame = 0, kRaw = 1, kList = 2, kBitmap = 6, kDense = 10 };
+
+// Codes the differences between `numel` elements of `old` and `now`: a descriptor per block, and
+// the blocks' bytes one after another. Returns the number of bytes.
+using EncodeDifferenceFunction = std::int64_t (*)(const void* old, const void* now,
+                                                  std::int64_t numel, std::uint16_t* descriptors,
+                                                  std::uint8_t* out);
+
+// Changes `numel` elements by the differences. Returns whether the bytes are those of blocks; some
+// elements are changed even if not. Lengths have been checked.
+using DecodeDifferenceFunction = bool (*)(const std::uint16_t* descriptors,
+                                          const std::uint8_t* codes, std::int64_t numel,
+                                          void* values);
+
+// For elements of one size.
+struct DifferenceTable {
+  EncodeDifferenceFunction encode;
+  DecodeDifferenceFunction decode;
+};
+
+// Sums 64-bit words, each times an odd number of its place: checksum.py. `odd` has 1,024 of them.
+using ChecksumFunction = std::uint64_t (*)(const std::uint64_t* words, std::int64_t count,
+                                           const std::uint64_t* odd);
+
 // Everything that one instruction set offers.
 struct KernelTable {
   const char* name;
   EncodeFunction encode;
   DecodeFunction decode;
   SumFunction decode_sum;
+  DifferenceTable differences_of_16_bits, differences_of_32_bits;
+  ChecksumFunction checksum;
 };
 
 extern const KernelTable kGenericTable;
 extern const KernelTable kAvx2Table;
 extern const KernelTable kAvx512Table;
+extern const KernelTable kAvx512Vbmi2Table;
 
 }  // namespace zero_comm

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "difference_driver.h"
 #include "dispatch.h"
 #include "driver.h"
 
@@ -78,6 +79,37 @@ void decode_sum(int isa, const Shape& shape, std::uint64_t rows, std::int64_t st
                  num_threads);
 }
 
+const DifferenceTable& difference_table_of(int isa, std::int64_t itemsize) {
+  const KernelTable& table = table_of(isa);
+  if (itemsize == 2) return table.differences_of_16_bits;
+  if (itemsize == 4) return table.differences_of_32_bits;
+  throw py::value_error("itemsize: must be 2 or 4");
+}
+
+std::int64_t encode_difference(int isa, std::int64_t itemsize, std::uint64_t old, std::uint64_t now,
+                               std::int64_t numel, std::uint64_t out, int num_threads) {
+  const DifferenceTable& table = difference_table_of(isa, itemsize);
+  const py::gil_scoped_release released;
+  return run_encode_difference(table, itemsize, pointer<const char>(old), pointer<const char>(now),
+                               numel, pointer<std::uint8_t>(out), num_threads);
+}
+
+bool decode_difference(int isa, std::int64_t itemsize, std::uint64_t codes, std::int64_t nbytes,
+                       std::uint64_t values, std::int64_t numel, int num_threads) {
+  const DifferenceTable& table = difference_table_of(isa, itemsize);
+  const py::gil_scoped_release released;
+  return run_decode_difference(table, itemsize, pointer<const std::uint8_t>(codes), nbytes,
+                               pointer<char>(values), numel, num_threads);
+}
+
+std::int64_t checksum(int isa, std::uint64_t words, std::int64_t count, std::uint64_t odd) {
+  const KernelTable& table = table_of(isa);
+  const py::gil_scoped_release released;
+  const std::uint64_t sum =
+      table.checksum(pointer<const std::uint64_t>(words), count, pointer<const std::uint64_t>(odd));
+  return static_cast<std::int64_t>(sum);
+}
+
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
   for (const KernelTable* table : available_tables()) names.emplace_back(table->name);
@@ -102,4 +134,10 @@ PYBIND11_MODULE(_kernels, m) {
         num_threads);
   m.def("decode", &decode, isa, shape, rows, stride, count, out, num_threads);
   m.def("decode_sum", &decode_sum, isa, shape, rows, stride, count, out, num_threads);
+  const auto itemsize = py::arg("itemsize"), numel = py::arg("numel");
+  m.def("encode_difference", &encode_difference, isa, itemsize, py::arg("old"), py::arg("now"),
+        numel, out, num_threads);
+  m.def("decode_difference", &decode_difference, isa, itemsize, py::arg("codes"), py::arg("nbytes"),
+        py::arg("values"), numel, num_threads);
+  m.def("checksum", &checksum, isa, py::arg("words"), count, py::arg("odd"));
 }

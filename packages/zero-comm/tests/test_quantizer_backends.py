@@ -1,14 +1,12 @@
 """Every backend that is there gives the bytes and values of plain torch, and can be asked for."""
 
-import importlib.util
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from forced_backend import HAS_NATIVE, ISAS, forced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantizer_cases import formats as all_formats
@@ -29,30 +27,12 @@ from zero_comm import (
 )
 from zero_comm.quantizer.backend import find_backend
 
-HAS_NATIVE = importlib.util.find_spec("zero_comm._kernels") is not None
 if HAS_NATIVE:
     from zero_comm import _kernels
     from zero_comm.quantizer.native_backend import use_isa
 
-    ISAS: tuple[str, ...] = tuple(_kernels.available_isas())
-else:
-    ISAS = ()
-
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the compiled module isn't there")
 seeds = st.one_of(st.none(), st.integers(0, 2**32 - 1))
-
-
-@contextmanager
-def forced(name: str) -> Iterator[None]:
-    before = os.environ.get("ZERO_COMM_BACKEND")
-    os.environ["ZERO_COMM_BACKEND"] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["ZERO_COMM_BACKEND"]
-        else:
-            os.environ["ZERO_COMM_BACKEND"] = before
 
 
 def made(fmt: Format) -> BlockFormat:
@@ -185,7 +165,9 @@ def test_a_backend_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forced_backend_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["zero_comm.quantizer.backend"], "_load", lambda name: None)
+    monkeypatch.setattr(
+        sys.modules["zero_comm.quantizer.backend"], "_is_available", lambda _: False
+    )
     monkeypatch.setenv("ZERO_COMM_BACKEND", "native")
     with pytest.raises(ValueError, match=r"'native', but the compiled module .* isn't there"):
         zero_comm.backend()

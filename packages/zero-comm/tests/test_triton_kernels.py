@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from difference_cases import MODES
 from quantizer_cases import formats, name_of
 
 HERE = Path(__file__).parent
@@ -38,6 +39,12 @@ def run_program(name: str, folder: Path, **environment: str) -> Any:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_program("triton_program.py", tmp_path_factory.mktemp("triton"), TRITON_INTERPRET="1")
+
+
+@pytest.fixture(scope="module")
+def interpreted_differences(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("triton")
+    return run_program("triton_difference_program.py", folder, TRITON_INTERPRET="1")
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +84,35 @@ def test_decoded_values_stay_in_the_thread_that_stores_them(compiled: Any) -> No
 
 def test_kernels_compile_for_amd_with_ieee_division(compiled: Any) -> None:
     assert "v_div_fixup_f32" in compiled["hip"]["encode rotated"]
+
+
+def test_interpreted_differences_have_the_bytes_and_values_of_plain_torch_in_every_mode(
+    interpreted_differences: Any,
+) -> None:
+    assert interpreted_differences["wrong"] == []
+    for itemsize, modes in MODES.items():
+        assert set(interpreted_differences["modes"][str(itemsize)]) == modes
+
+
+def test_interpreted_differences_refuse_damaged_bytes_as_plain_torch_does(
+    interpreted_differences: Any,
+) -> None:
+    assert interpreted_differences["wrong_of_damaged"] == []
+    refused, damaged = interpreted_differences["refused"], interpreted_differences["damaged"]
+    assert damaged / 4 < refused < damaged  # a flipped code is often a good one
+
+
+def test_difference_kernels_compile_for_each_gpu_and_load_elements_widely(compiled: Any) -> None:
+    texts = compiled["differences"]
+    assert len(texts) == 18
+    for name, text in texts.items():
+        if "decode" not in name:
+            assert re.search(r"ld\.global\.v4\.b32|load_dwordx4", text), name
+
+
+def test_difference_kernels_have_no_atomics(
+    compiled: Any,
+) -> None:
+    """Bytes that several codes share are put together in registers (decision 243)."""
+    for name, text in compiled["differences"].items():
+        assert not re.search(r"\batom\.|\bred\.|_atomic_", text), name

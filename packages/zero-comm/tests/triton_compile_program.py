@@ -12,9 +12,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from zero_comm import BlockFormat
+from zero_comm.differences import triton_blocks, triton_codec
 from zero_comm.quantizer import triton_backend, triton_tiles
 
-CUDA, HIP = GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)
+CUDA, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
+HIP = GPUTarget("hip", "gfx942", 64)
 POINTER = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16"}
 # Between them every function of the kernels.
 ROTATED = BlockFormat("int4", 192, is_symmetric=False, has_rotation=True)
@@ -35,6 +37,7 @@ def assembly(
         (names.index(name),): [["tt.divisibility", 16]]
         for name in arguments
         if name.endswith(("_ptr", "_stride"))
+        and not kernel.params[names.index(name)].do_not_specialize_on_alignment
     }
     source = ASTSource(
         fn=kernel,
@@ -43,7 +46,7 @@ def assembly(
         attrs=aligned,
     )
     found = triton.compile(source, target=target, options=options).asm
-    return str(found["ptx" if target is CUDA else "amdgcn"])
+    return str(found["amdgcn" if target is HIP else "ptx"])
 
 
 def encode(fmt: BlockFormat, dtype: str, target: GPUTarget, *, is_stochastic: bool) -> str:
@@ -85,6 +88,24 @@ def decode_sum(fmt: BlockFormat) -> str:
     )
 
 
+def difference(name: str, itemsize: int, target: GPUTarget) -> str:
+    """One of the kernels of lossless differences."""
+    element = f"*i{8 * itemsize}"
+    places = {"descriptors_ptr": "*i16", "ends_ptr": "*i64", "codes_ptr": "*u8"}
+    both = {"old_ptr": element, "new_ptr": element}
+    kernel, arguments = {
+        "choose": (triton_blocks.choose_kernel, {**both, "descriptors_ptr": "*i16"}),
+        "encode": (triton_blocks.encode_kernel, {**both, **places}),
+        "decode": (
+            triton_blocks.decode_kernel,
+            {**places, "values_ptr": element, "is_bad_ptr": "*i32", "codes_nbytes": "i64"},
+        ),
+    }[name]
+    return assembly(
+        kernel, {**arguments, "numel": "i64"}, triton_codec.constants_of(itemsize), target
+    )
+
+
 def main() -> None:
     """Compile, print."""
     cuda = {
@@ -96,7 +117,13 @@ def main() -> None:
         "decode_sum e4m3": decode_sum(FLOAT8),
     }
     hip = {"encode rotated": encode(ROTATED, "bf16", HIP, is_stochastic=True)}
-    print(json.dumps({"cuda": cuda, "hip": hip}))
+    differences = {
+        f"{name} {8 * itemsize} bits {target.arch}": difference(name, itemsize, target)
+        for name in ("choose", "encode", "decode")
+        for itemsize in (2, 4)
+        for target in (CUDA, HOPPER, HIP)
+    }
+    print(json.dumps({"cuda": cuda, "hip": hip, "differences": differences}))
 
 
 if __name__ == "__main__":

@@ -198,6 +198,7 @@ def _forward_under_autocast(ranks: Any, done: Barrier) -> None:
     model.forward = lambda x: nn.Sequential(*model)(x)  # type: ignore[method-assign]
     top = {"torch_autocast": {"enabled": True}}
     engine = zero_core.build(model, Case(stage=3, top=top).config(), process_group=ranks)
+    done.wait()  # both ranks have built: the other one's build makes 16-bit tensors too
     before = _halves()  # alive, so that no id is another one's later
     done.wait()
     loss = engine(torch.ones(2, 64)).sum()
@@ -211,4 +212,4 @@ def _forward_under_autocast(ranks: Any, done: Barrier) -> None:
 
 
 def test_autocast_at_stage_3_keeps_no_weight_for_backward() -> None:
-    simulate(_forward_under_autocast, 2, Barrier(2))
+    simulate(_forward_under_autocast, 2, Barrier(2, timeout=60.0))

@@ -8,6 +8,7 @@ sees the same samples in every step.
 step        median step time
 comm        communication time: step less that of the bare forward and backward of the same run
 to peer     comm of the faster peer, which sends 16 bits, over this one's: times as fast
+to plain    comm over that of this engine's plain stage 3
 sent        bytes that a node's end of the link has counted, per step; the busier direction
 planned     `zero_core.plan`'s figure for the same; off: by how much the counters differ from it
 link        sent over the rate of the link: no communication over it can be faster
@@ -38,7 +39,7 @@ from benchmarks.experiments.comm.link import (
     sent_bytes,
 )
 from benchmarks.harness import options
-from benchmarks.harness.job import FOUR_BITS, QGZ, QWZ, Job
+from benchmarks.harness.job import FOUR_BITS, LOSSLESS, LOSSLESS_FOUR_BITS, QGZ, QWZ, Job
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.options import RESULTS, Output, of, parse_size
 from benchmarks.harness.ranks import Place, Row, Runner
@@ -62,18 +63,26 @@ CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     "zero-3-qgz": ("zero", QGZ, False),
     "zero-3-all": ("zero", {**QWZ, **QGZ}, True),
     "zero-3-4bit": ("zero", FOUR_BITS, True),
+    "zero-3-lossless": ("zero", LOSSLESS, False),
+    "zero-3-lossless-4bit": ("zero", LOSSLESS_FOUR_BITS, False),
 }
 """Side, keys of ``zero_optimization`` besides stage 3, and whether hpZ is over a node."""
 BITS, MEGA = 8, 1e6
-BARE, PEERS = "bare", ("fsdp2", "deepspeed-3")
+BARE, PLAIN, PEERS = "bare", "zero-3", ("fsdp2", "deepspeed-3")
+FINE_TUNING = "comm_fine_tuning"
+"""Name of the report at the learning rate that lossless differences have bars for."""
 BARS: Mapping[str, Any] = {
     "rate_mbit": 200,
     "ranks_per_node": 2,
     "to_peer": {"zero-3-all": 3.3, "zero-3-4bit": 4.5},
     "deviation": 0.02,
     "loss": 0.01,
+    "fine_tuning_lr": 1e-5,
+    "fine_tuning_to_peer": {"zero-3-lossless": 3.0, "zero-3-lossless-4bit": 9.0},
+    "fine_tuning_to_plain": {"zero-3-lossless": 0.45},
 }
-"""The bars. `to_peer` at that rate and with so many ranks per node."""
+"""The bars. `to_peer` at that rate and with so many ranks per node, those of fine-tuning at that
+learning rate, at any rate."""
 
 
 def main(
@@ -88,17 +97,22 @@ def main(
     ] = None,
     size: Annotated[str, typer.Option(help="LAYERSxWIDTH of the GPT.")] = "8x384",
     context: options.Context = 64,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate; 1e-5: fine-tuning.")] = 3e-4,
     only: Annotated[list[str] | None, of(CONTENDERS, "--only", "--contenders")] = None,
     output: Output = RESULTS,
 ) -> None:
-    """Measure, write ``comm.json`` and ``comm.png``, and print the tables."""
+    """Measure, write ``comm.json`` and ``comm.png``, and print the tables.
+
+    At the learning rate of fine-tuning the files are ``comm_fine_tuning``.
+    """
     shape = parse_size(size, vocab=VOCAB, context=context)
     counts = ranks_per_node or (1, 2)
     reason = missing_for_link()
     try:
         if not reason:
             jobs = {
-                count: jobs_of(only or CONTENDERS, shape, count, steps, warmup) for count in counts
+                count: jobs_of(only or CONTENDERS, shape, count, steps, warmup, lr=lr)
+                for count in counts
             }
             compare(jobs, rate or (200, 1000), rounds=rounds, output=output)
     except LinkError as error:
@@ -108,7 +122,13 @@ def main(
 
 
 def jobs_of(
-    names: Iterable[str], shape: GptShape, ranks_per_node: int, steps: int, warmup: int
+    names: Iterable[str],
+    shape: GptShape,
+    ranks_per_node: int,
+    steps: int,
+    warmup: int,
+    *,
+    lr: float,
 ) -> list[Job]:
     """Return the contenders' jobs, hpZ alone only where a node has several ranks."""
     jobs = []
@@ -120,7 +140,7 @@ def jobs_of(
         job = Job(
             *(name, side, shape, 1, steps, warmup),
             dtype="bf16",
-            lr=3e-4,
+            lr=lr,
             stage=3,
             zero=zero,
             ranks=len(NODES) * ranks_per_node,
@@ -153,7 +173,8 @@ def compare(
             print(title)
             found = race(jobs, rounds, run)
             planned = {job.name: _planned_bytes(job, count) for job in jobs}
-            common = {k: asdict(jobs[0])[k] for k in ("shape", "micro_batch", "steps", "warmup")}
+            names = ("shape", "micro_batch", "steps", "warmup", "lr")
+            common = {name: asdict(jobs[0])[name] for name in names}
             for place, rate in enumerate(rates):
                 rows = {
                     name: summed_up(by_round, place, count, planned[name])
@@ -163,7 +184,9 @@ def compare(
                 job = {**common, "ranks_per_node": count, "rates": list(rates)}
                 runs.append({**about, "job": job, "contenders": rows_of(rows, rate=rate)})
     report = {"rounds": rounds, "bars": BARS, "machine": machine(), "links": links, "runs": runs}
-    publish(output, "comm", report, [section(run) for run in runs])
+    is_tuning = runs[0]["job"]["lr"] == BARS["fine_tuning_lr"]
+    name = FINE_TUNING if is_tuning else "comm"
+    publish(output, name, report, [section(run) for run in runs])
 
 
 def _measure_link(link: Link, rate: int) -> Row:
@@ -286,6 +309,7 @@ def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
             **spread(row["times_s"]),
             "comm_s": comm[name],
             "to_peer": quotient(peer_s, comm[name]),
+            "to_plain": quotient(comm[name], comm.get(PLAIN)),
             **row,
             # Of the direction that differs more.
             "deviation": max(deviations, key=abs, default=None),
@@ -298,13 +322,15 @@ def rows_of(found: Rows, *, rate: int) -> dict[str, Row]:
 
 def section(run: Mapping[str, Any]) -> Section:
     """Return the figures of one size at one rate. See [Note: figures]."""
-    rate, ranks = run["rate_mbit"], run["ranks_per_node"]
+    rate = run["rate_mbit"]
     rows = {name: {"name": name, **row} for name, row in run["contenders"].items()}
     title = f"{run['title']}, a link of {rate} Mbit/s between them"
 
     def is_as_planned(row: Row) -> bool | None:
         deviation = row["deviation"]
-        return None if deviation is None else abs(deviation) <= BARS["deviation"]
+        if deviation is None or "lossless" in row["name"]:  # what is planned is expected
+            return None
+        return bool(abs(deviation) <= BARS["deviation"])
 
     def loss(row: Row) -> str:
         return f"{row['last_loss']:.4f}{' differs' if row['is_loss_close'] is False else ''}"
@@ -314,7 +340,9 @@ def section(run: Mapping[str, Any]) -> Section:
         Column("min", "min_s", ".0f", MS),
         Column("comm", "comm_s", ".0f", MS),
         Column("to peer", "to_peer", ".2f"),
-        Column("", lambda r: verdict(r["name"], r["to_peer"], rate=rate, ranks_per_node=ranks)),
+        Column("", lambda r: verdict(r["name"], r["to_peer"], run=run)),
+        Column("to plain", "to_plain", ".2f"),
+        Column("", lambda r: verdict_to_plain(r["name"], r["to_plain"], run=run)),
         Column("sent", lambda row: max(row["sent_bytes"]), ".2f", MEGA),
         Column("planned", "planned_bytes", ".2f", MEGA),
         Column("off", "deviation", "+.1%"),
@@ -334,10 +362,27 @@ def section(run: Mapping[str, Any]) -> Section:
     return Section(title, rows, columns, caption, "contender", panels)
 
 
-def verdict(name: str, to_peer: float | None, *, rate: int, ranks_per_node: int) -> str:
+def verdict(name: str, to_peer: float | None, *, run: Mapping[str, Any]) -> str:
     """Return the bar of a contender and whether it is met. Empty where there is none."""
     bar = BARS["to_peer"].get(name)
-    is_there = (rate, ranks_per_node) == (BARS["rate_mbit"], BARS["ranks_per_node"])
-    if bar is None or to_peer is None or not is_there:
+    found = run["rate_mbit"], run["ranks_per_node"]
+    if found != (BARS["rate_mbit"], BARS["ranks_per_node"]):
+        bar = None
+    if _is_fine_tuning(run):
+        bar = BARS["fine_tuning_to_peer"].get(name)
+    if bar is None or to_peer is None:
         return ""
     return judged(bar, "g", to_peer >= bar) or ""
+
+
+def verdict_to_plain(name: str, to_plain: float | None, *, run: Mapping[str, Any]) -> str:
+    """Return the bar beside plain stage 3, as `verdict`."""
+    bar = BARS["fine_tuning_to_plain"].get(name) if _is_fine_tuning(run) else None
+    if bar is None or to_plain is None:
+        return ""
+    return judged(bar, "g", to_plain <= bar) or ""
+
+
+def _is_fine_tuning(run: Mapping[str, Any]) -> bool:
+    lr, per_node = run["job"]["lr"], run["ranks_per_node"]
+    return bool(lr == BARS["fine_tuning_lr"] and per_node == BARS["ranks_per_node"])

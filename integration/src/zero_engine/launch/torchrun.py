@@ -11,13 +11,21 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from contextlib import suppress
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    get_error_handler,
+)
 from torch.distributed.run import run
+
+from zero_core.errors import CollectiveError
 
 GRACE_PERIOD_S = 300
 """How long ranks may take to save. torch 2.10 and 2.11 have 30 s, which cannot be changed."""
+_OF_A_PEER = CollectiveError.__name__
 
 
 def pass_on_warnings() -> None:
@@ -57,11 +65,28 @@ def run_ranks(arguments: Namespace) -> int:
 
 
 def _exit_code(error: ChildFailedError) -> int:
-    rank, failure = error.get_first_failure()
+    failures = error.failures
+    # Times are whole seconds. What a rank says of others' absence is not the cause.
+    rank = min(
+        failures, key=lambda r: (failures[r].timestamp, _line(failures[r]).startswith(_OF_A_PEER))
+    )
+    failure = failures[rank]
+    line = _line(failure)
+    if line and "TORCHELASTIC_ERROR_FILE" in os.environ:  # the launcher's own
+        with suppress(OSError):  # the error is named below in any case
+            get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
+    reason = f": {line}" if line else ""
     code = int(failure.exitcode)
-    if code < 0:  # killed by a signal, and so without a word of its own
-        print(f"rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    if code < 0:
+        print(f"rank {rank} was killed by {signal.Signals(-code).name}{reason}", file=sys.stderr)
         return 128 - code
     if code == 1:  # Python's code for an exception that nobody caught
-        print(f"rank {rank} failed first; its traceback is above", file=sys.stderr)
+        print(f"rank {rank} failed first, see above{reason}", file=sys.stderr)
     return code
+
+
+def _line(failure: ProcessFailure) -> str:
+    """Return class and first line of the error that the rank wrote to its file, "" if none."""
+    message = failure.error_file_data["message"]  # torch's own text, where there is no file
+    line = message["message"] if isinstance(message, dict) else ""
+    return str(line).partition("\n")[0]

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from zero_core.errors import ConfigError, ZeroError
 from zero_engine.machine import parse_bytes
+from zero_engine.progress import quiet, working
 from zero_engine.report import write_report
 from zero_engine.report.compose import first_sentence
 from zero_engine.report.run import read_run
-from zero_engine.terminal import DONE, quiet, refuse, say, working
+from zero_engine.terminal import DONE, refuse, say
 
 
 def run_report(

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from zero_engine.script.sharded_ddp import tell_after
+from zero_engine.script.uncaught import record_uncaught
 
 ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
@@ -47,6 +48,7 @@ def install() -> None:
         return
     sys.meta_path.insert(0, _Served())
     sys.excepthook = tell_after(sys.excepthook)
+    record_uncaught()
 
 
 class _Served(MetaPathFinder):

@@ -43,7 +43,7 @@ from zero_engine.launch.ranks import (
     sum_over_ranks,
 )
 from zero_engine.machine import memory_limit_bytes, used_bytes
-from zero_engine.terminal import working
+from zero_engine.progress import working
 from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 from zero_engine.train.metrics import Reporter, StepRecord, last_finished_step
@@ -144,9 +144,9 @@ def train_in(
     """
     corpus = open_corpus(folder.data, settings.seed, device)
     make_deterministic(settings.seed, device)
-    with working("building the model"):
+    with working("making the model"):
         model = build_model(settings, corpus.vocab_size)
-        engine = zero_core.build(model, fill_auto(config, settings.steps))
+    engine = zero_core.build(model, fill_auto(config, settings.steps))  # shows its own progress
     client_state = None
     if should_resume or engine.config.memory_checkpoint is not None:
         last_step = last_finished_step(folder, settings)

@@ -18,12 +18,19 @@ from benchmarks.__main__ import command
 from benchmarks.experiments.comm import link as links
 from benchmarks.experiments.comm import race
 from benchmarks.experiments.comm.link import Link, LinkError, missing_for_link
-from benchmarks.experiments.comm.race import rows_of, section, summed_up, verdict
+from benchmarks.experiments.comm.race import (
+    rows_of,
+    section,
+    summed_up,
+    verdict,
+    verdict_to_plain,
+)
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.ranks import Row, own_environment
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 RATE = 200
+AT_BAR: Row = {"rate_mbit": RATE, "ranks_per_node": 2, "job": {"lr": 3e-4}}
 PYTHON = sys.executable
 KEEP_A_LINK = (
     "import sys\n"
@@ -152,16 +159,24 @@ def test_each_is_held_against_the_faster_peer_and_its_own_plan() -> None:
         "zero-3-qgz": None,
     }
     assert rows["zero-3-qgz"] == {"failure": "failed: out of memory"}
-    run = {"title": "t", "rate_mbit": 200, "ranks_per_node": 2, "contenders": rows}
+    run = {"title": "t", **AT_BAR, "contenders": rows}
     assert section(run).table.row_count == 5
 
 
 def test_bars_are_given_where_they_hold() -> None:
-    at_bar = {"rate": 200, "ranks_per_node": 2}
-    assert verdict("zero-3-all", 3.3, **at_bar) == "3.3 met"
-    assert verdict("zero-3-4bit", 4.4, **at_bar) == "4.5 missed"
-    assert verdict("zero-3-qwz", 9.9, **at_bar) == ""
-    assert verdict("zero-3-all", 9.9, rate=1000, ranks_per_node=2) == ""
+    assert verdict("zero-3-all", 3.3, run=AT_BAR) == "3.3 met"
+    assert verdict("zero-3-4bit", 4.4, run=AT_BAR) == "4.5 missed"
+    assert verdict("zero-3-qwz", 9.9, run=AT_BAR) == ""
+    assert verdict("zero-3-all", 9.9, run={**AT_BAR, "rate_mbit": 1000}) == ""
+
+
+def test_fine_tuning_has_bars_of_its_own_at_any_rate() -> None:
+    run = {"rate_mbit": 1000, "ranks_per_node": 2, "job": {"lr": 1e-5}}
+    assert verdict("zero-3-lossless", 3.1, run=run) == "3 met"
+    assert verdict("zero-3-lossless-4bit", 8.0, run=run) == "9 missed"
+    assert verdict("zero-3-all", 9.9, run=run) == ""
+    assert verdict_to_plain("zero-3-lossless", 0.5, run=run) == "0.45 missed"
+    assert verdict_to_plain("zero-3-lossless", 0.5, run={**run, "ranks_per_node": 1}) == ""
 
 
 def test_link_limits_what_nodes_send_each_other_and_not_what_ranks_of_a_node_do(
@@ -201,7 +216,7 @@ def test_bench_counts_on_the_link_what_the_plan_says(
     monkeypatch.setattr(Link, "plain_rates", lambda *_: [1.0, 1.0])
     monkeypatch.setattr(Link, "plain_rate_within", lambda *_: 1.0)
     shape = GptShape(layers=2, width=256, heads=4, vocab=128, context=16)
-    jobs = race.jobs_of(["zero-3"], shape, 2, steps=2, warmup=1)
+    jobs = race.jobs_of(["zero-3"], shape, 2, steps=2, warmup=1, lr=3e-4)
     race.compare({2: jobs}, [1000], rounds=1, output=tmp_path)
     report = json.loads((tmp_path / "comm.json").read_text())
     (run,) = report["runs"]

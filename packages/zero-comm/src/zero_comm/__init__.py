@@ -12,6 +12,7 @@ from types import ModuleType
 from zero_comm.collectives.feedback import LocoSettings
 from zero_comm.collectives.quantized import create_collectives
 from zero_comm.ddp_hook import ddp_comm_hook
+from zero_comm.differences.codec import apply_difference, encode_difference
 from zero_comm.functional import quantized_all_gather, quantized_reduce_scatter
 from zero_comm.quantizer.backend import backend
 from zero_comm.quantizer.block_format import DEFAULT_BLOCK_SIZE, BlockFormat, quantized_nbytes
@@ -33,12 +34,14 @@ __all__ = [
     "CorruptMessageError",
     "LocoSettings",
     "TorchCollectives",
+    "apply_difference",
     "backend",
     "create_collectives",
     "ddp_comm_hook",
     "dequantize",
     "dequantize_rows",
     "dequantize_sum",
+    "encode_difference",
     "quantize",
     "quantize_rows",
     "quantized_all_gather",

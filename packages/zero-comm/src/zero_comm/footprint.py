@@ -13,6 +13,10 @@ the group. With secondary shards phase 1 runs once per version of the weights, i
 W / G * s elements is kept, and phase 2 carries exact elements. Without them both phases carry
 messages. Where all ranks form one group there is no phase 1 and no secondary shard.
 
+Lossless differences have the same phases. At stage 3 they are phase 1, and secondary shards are
+kept. At stages 1 and 2, where every rank keeps all weights, both phases carry messages; not counted
+are 16 bytes per rank of lengths and checksums.
+
 Gradients are reduced in two **hops**: within the node each rank sends N messages to each of its
 R - 1 neighbours; across nodes it sends one message to the rank of equal place in each other node.
 
@@ -29,7 +33,9 @@ from typing import Any
 import torch
 
 from zero_comm.collectives.feedback import STORED
-from zero_comm.collectives.settings import DIFFERENCE, CommSettings
+from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
+from zero_comm.differences.expectation import expected_message_nbytes
+from zero_comm.differences.message import is_worthwhile, max_message_nbytes
 from zero_comm.quantizer.message import Packing
 
 _FP32_NBYTES = torch.float32.itemsize
@@ -61,7 +67,11 @@ class ReduceFootprint:
 
 
 def comm_footprint(
-    *, config: Mapping[str, Any], world_size: int, ranks_per_node: int
+    *,
+    config: Mapping[str, Any],
+    world_size: int,
+    ranks_per_node: int,
+    learning_rate: float | None = None,
 ) -> CommFootprint:
     """Return the closed forms of the collectives that a configuration asks for.
 
@@ -69,11 +79,17 @@ def comm_footprint(
         config: the resolved ``zero_optimization`` block.
         world_size: number of ranks.
         ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
+        learning_rate: of the optimizer, on which lossless differences depend: see
+            `zero_comm.differences.expectation`. None counts the most that they may take.
 
     Raises:
         ValueError: a setting that makes no sense, by key.
     """
-    return CommFootprint(CommSettings.from_config(config), world_size, ranks_per_node)
+    settings = CommSettings.from_config(config)
+    is_gathered = config.get("stage", 3) == 3
+    return CommFootprint(
+        settings, world_size, ranks_per_node, is_gathered=is_gathered, learning_rate=learning_rate
+    )
 
 
 class CommFootprint:
@@ -84,8 +100,19 @@ class CommFootprint:
         num_groups: W / G.
     """
 
-    def __init__(self, settings: CommSettings, world_size: int, ranks_per_node: int) -> None:
+    def __init__(
+        self,
+        settings: CommSettings,
+        world_size: int,
+        ranks_per_node: int,
+        *,
+        is_gathered: bool = True,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Prepare. ``is_gathered``: stage 3, whose weights are not kept whole."""
         self._settings = settings
+        self._is_gathered = is_gathered
+        self._learning_rate = learning_rate
         self._world_size = world_size
         self._per_node = ranks_per_node
         self._num_nodes = world_size // ranks_per_node
@@ -106,6 +133,15 @@ class CommFootprint:
         if self._world_size == 1:
             return None
         settings = self._settings
+        if settings.is_lossless and is_trainable:
+            if self.num_groups > 1 and is_worthwhile(dtype, numel):
+                across = self._difference_nbytes(numel, dtype)
+                within = numel * dtype.itemsize if self._is_gathered else across
+                return GatherFootprint(
+                    across, self.num_groups * within, LOSSLESS, is_kept=self._is_gathered
+                )
+            if not self._is_gathered:
+                return None
         kind = settings.weights if is_trainable else settings.frozen_weights
         if kind is not None and not settings.weight_packing(kind).shortens(dtype, numel):
             kind = None
@@ -120,6 +156,13 @@ class CommFootprint:
         return GatherFootprint(
             across, self.num_groups * (exact if is_kept else across), kind, is_kept
         )
+
+    def _difference_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a lossless message, expected or at most: a whole shard's."""
+        most = numel * dtype.itemsize
+        if self._learning_rate is None:
+            return most
+        return min(most, expected_message_nbytes(numel, dtype, self._learning_rate))
 
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
         """Return the reduction, or None if the engine's own collective serves it.
@@ -153,8 +196,8 @@ class CommFootprint:
         for numel, dtype, is_trainable in shards:
             gather = self.gather(numel, dtype, is_trainable=is_trainable)
             if gather is not None:
-                kind = "secondary shards" if gather.is_kept else "quantized weights"
-                kept[kind] += gather.within_nbytes if gather.is_kept else gather.across_nbytes
+                kind, nbytes = self._kept(numel, dtype, gather)
+                kept[kind] += nbytes
                 buffers |= self._gather_buffers(numel, dtype, gather)
         for numel, dtype, summed in reduced:
             reduction = self.reduction(numel, dtype)
@@ -164,6 +207,14 @@ class CommFootprint:
                 buffers |= used
         found = {**kept, "message buffers": sum(buffers.values())}
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+    def _kept(self, numel: int, dtype: torch.dtype, gather: GatherFootprint) -> tuple[str, int]:
+        """Return kind and bytes of what is kept of a unit's weights."""
+        if gather.is_kept:
+            return "secondary shards", gather.within_nbytes
+        if gather.format == LOSSLESS:
+            return "published weights", numel * dtype.itemsize
+        return "quantized weights", gather.across_nbytes
 
     def _gather_buffers(
         self, numel: int, dtype: torch.dtype, gather: GatherFootprint
@@ -175,8 +226,12 @@ class CommFootprint:
             found["messages"] = groups * gather.across_nbytes
         if not gather.is_kept:
             found["all messages"] = size * groups * gather.across_nbytes
+            if gather.format == LOSSLESS:
+                found["message"] = max_message_nbytes(numel, dtype.itemsize)
             return found
-        if gather.format is not None:
+        if gather.format == LOSSLESS:
+            found["message"] = max_message_nbytes(numel, dtype.itemsize)
+        elif gather.format is not None:
             found["message"] = gather.across_nbytes
         if gather.format == DIFFERENCE:
             found["change"] = numel * _FP32_NBYTES

@@ -9,6 +9,8 @@ from zero_core.checkpoint.offline import (
     prune_checkpoints,
     verify_checkpoint,
 )
+from zero_core.checkpoint.patches.apply import apply_patch
+from zero_core.checkpoint.patches.document import WeightPatch
 from zero_core.checkpoint.pretrained import Loaded, load_pretrained
 from zero_core.config import Config, load_config
 from zero_core.engine import Engine
@@ -20,6 +22,7 @@ from zero_core.errors import (
     ConfigError,
     EvaluationOnlyError,
     MissingPartError,
+    PatchGapError,
     RankMismatchError,
     UnusedParameterError,
     ZeroError,
@@ -47,12 +50,15 @@ __all__ = [
     "Lion",
     "Loaded",
     "MissingPartError",
+    "PatchGapError",
     "Plan",
     "RankMismatchError",
     "ShardedModel",
     "StatePart",
     "UnusedParameterError",
+    "WeightPatch",
     "ZeroError",
+    "apply_patch",
     "build",
     "check_config",
     "deferred_init",

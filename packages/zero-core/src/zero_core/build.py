@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
+from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
@@ -51,6 +52,7 @@ from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.states import StateAccess
 from zero_core.watch.place import OUTSIDE
+from zero_core.watch.under_way import under_way
 
 
 @overload
@@ -161,7 +163,7 @@ def build(
     shared = share_memory(control, ranks, per_node)
     is_invariant = resolved.world_size_invariant
     transport = make_transport(ranks, per_node, shared, meter, is_sequential=is_invariant)
-    with _ended_on_failure(transport):
+    with _ended_on_failure(transport), under_way("zero_core.build", rank=ranks.rank):
         used = make_collectives(collectives, transport, resolved, layout, per_node)
         communicator = Communicator(used, control, layout.describe_segments())
 
@@ -202,6 +204,7 @@ def build(
             pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
             optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
             quantized=found.quantized,
+            changes=memory.changes,
         )
         if pretrained is None:
             rounds = resolved.data_types.master_weights_from == "rounded"
@@ -259,11 +262,17 @@ def build(
             ranks.exchange_beside(control.watch),
         )
         if is_training:
+            patches = PatchWriter(state)
             driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
             if resolved.zero_optimization.stage == 0:
                 installed.append(gradient.param_grads.serve())
             engine: ShardedModel = Engine(
-                parts, optimizer=driven, gradient=gradient, seeds=seeds, copies=copies
+                parts,
+                optimizer=driven,
+                gradient=gradient,
+                seeds=seeds,
+                copies=copies,
+                patches=patches,
             )
         else:
             engine = ShardedModel(parts)
@@ -274,6 +283,8 @@ def build(
             except Exception:
                 engine.close()  # another build() may follow, from the right file
                 raise
+        if is_training:
+            patches.start()
         control.place.enter(OUTSIDE)
         records = resolved.step_records
         if isinstance(engine, Engine) and records is not None:

@@ -23,6 +23,8 @@ from zero_core._torch import cast_floats
 from zero_core.checkpoint.background.saver import OnPending, PendingSave, Saver
 from zero_core.checkpoint.files import holds_checkpoint, newest_step
 from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
+from zero_core.checkpoint.patches.document import WeightPatch
+from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.errors import CheckpointError, ConfigError, UnusedParameterError
@@ -53,6 +55,7 @@ class Engine(ShardedModel):
         gradient: StepGradient,
         seeds: MicroBatchSeeds | None = None,
         copies: MemoryCheckpoints | None = None,
+        patches: PatchWriter,
     ) -> None:
         """Called by `zero_core.build`.
 
@@ -74,6 +77,7 @@ class Engine(ShardedModel):
         self.remove_at_end([self._saver])
         self._heartbeat = HeartbeatFile()
         self._snapshots = copies
+        self._patches = patches
         if copies is not None:
             self.remove_at_end([copies])
         self.remove_at_end([optimizer.guard])
@@ -396,6 +400,45 @@ class Engine(ShardedModel):
         return Path(write([self._recorder.folder], Path(path)))
 
     # ---------------------------------------------------------------- keeping
+
+    @property
+    def patch_version(self) -> int:
+        """Version of the newest patch, 0 before the first: where values since then are logged."""
+        return self._patches.version
+
+    def weight_patch(
+        self, since: int | None = None, *, path: str | Path | None = None
+    ) -> WeightPatch:
+        """Write what changed in the compute weights since a version, for `zero_core.apply_patch`.
+
+        A version is the state of the weights when a patch was written; 0 is that of `build`. One
+        patch serves all receivers of version ``since`` or a newer one, those included that took
+        their values from an export in between. Positions of changes are logged with the key
+        ``weight_patches``; values are read when the patch is written. 16-bit weights are sent where
+        a bit of them changed. Whole are sent, if they were updated at all: fp32 weights, 16-bit
+        ones that are their own master weights or have ``state_dtype`` other than float32, and
+        shards in a file. Persistent buffers are rank 0's. A quantizer's bytes are left out: they
+        never change. Every rank must call it, between two steps.
+
+        Args:
+            since: the receiver's version. None: all values, for any receiver.
+            path: the file to write, on rank 0. None: in memory.
+
+        Returns:
+            The patch. Its file, or bytes, are rank 0's.
+
+        Raises:
+            PatchGapError: ``since`` is older than what is logged. All ranks raise it.
+            RuntimeError: ``since`` without the key, within ``gathered``, or while states are
+                offloaded.
+            ValueError: there is no such version.
+            CheckpointFailedError: the file could not be written.
+        """
+        self._device_states.check("weight_patch()")
+        if self._gathering.is_open:
+            raise RuntimeError("weight_patch() within gathered(): call it after that has ended")
+        with self.place.during("weight_patch()"):
+            return self._patches.write(since, None if path is None else local_path(path, "a patch"))
 
     def save_checkpoint(
         self,

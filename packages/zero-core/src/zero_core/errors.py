@@ -38,6 +38,13 @@ class CheckpointFailedError(CheckpointError):
     """
 
 
+class PatchGapError(CheckpointError):
+    """A patch of weights has not all that changed since the receiver's version.
+
+    The receiver takes all: ``engine.weight_patch(since=None)``.
+    """
+
+
 class EvaluationOnlyError(ZeroError, RuntimeError, AttributeError):
     """A member of a training engine was used on one that was built for evaluation."""
 

@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 _TRAINING_VERBS = frozenset(
     {
+        "patch_version",
+        "weight_patch",
         *("backward", "clip_grad_norm_", "no_sync", "optimizer", "save_checkpoint", "scale"),
         *("idle_backward", "idle_step", "set_gradient_accumulation_boundary", "step"),
         *("set_is_last_backward", "set_requires_gradient_sync", "async_save", "resume"),
@@ -608,6 +610,7 @@ def for_evaluation(
         "scheduler": config.scheduler is not None,
         "zero_optimization.offload_optimizer": offload.device != "none",
         "activation_checkpointing": config.activation_checkpointing is not None,
+        "weight_patches": config.weight_patches is not None,
     }
     if any(given.values()):
         unused = ", ".join(key for key, is_given in given.items() if is_given)
@@ -620,6 +623,7 @@ def for_evaluation(
             "optimizer": None,
             "scheduler": None,
             "activation_checkpointing": None,
+            "weight_patches": None,
             "zero_optimization": zero,
         }
     )

@@ -1,4 +1,4 @@
-"""Quantized collectives of a sharded-training engine: qwZ, hpZ, qgZ and weight differences.
+"""Collectives of a sharded-training engine that send less: qwZ, hpZ, qgZ and weight differences.
 
 They wrap the engine's own collectives, which carry the bytes (`zero_comm.transport.protocol`), and
 offer the same methods. This module chooses how each segment is sent;
@@ -21,15 +21,18 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_comm.collectives.settings import DIFFERENCE, CommSettings
+from zero_comm.collectives.lossless_gathers import LosslessSecondaryGather, PublishedGather
+from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import Grid, MessageGather, SecondaryGather, WeightGather
+from zero_comm.differences.message import is_worthwhile
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import InPlaceCollectives, TransportCollectives, Work
 from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork
 
 _log = logging.getLogger(__name__)
+_PUBLISHED = "published"  # the key of a gather, beside the formats
 
 
 def create_collectives(
@@ -138,12 +141,13 @@ class QuantizedCollectives:
                 the exact weights would be overwritten by rounded ones.
         """
         _check(out, shard, self._transport.world_size)
-        gather = None if version < 0 else self._gather_for(shard, unit)
+        is_kept = _overlap(out, shard)
+        gather = None if version < 0 else self._gather_for(shard, unit, is_kept=is_kept)
         if gather is None:
             return self._transport.all_gather(
                 out, shard, unit=unit, version=version, backward=backward
             )
-        if _overlap(out, shard):
+        if is_kept and not isinstance(gather, PublishedGather):
             raise ValueError(
                 "shard must not overlap out in a gather that quantizes or keeps weights: out would "
                 "replace the exact weights by rounded ones; gather into a buffer of its own"
@@ -235,10 +239,14 @@ class QuantizedCollectives:
         group_size = self._settings.group_size(ranks_per_node)
         is_one_group = group_size == transport.world_size
         gathers: dict[str | None, WeightGather] = {}
+        is_lossless = self._settings.is_lossless and not is_one_group
         if is_one_group and not self._packings:
             return gathers
         has_secondary = self._settings.partition_size > 1 and not is_one_group
         grid = Grid(transport, group_size)
+        if is_lossless:
+            gathers[LOSSLESS] = LosslessSecondaryGather(transport, grid, scratch)
+            gathers[_PUBLISHED] = PublishedGather(transport, grid, scratch)
         for kind, packing in self._packings.items():
             is_difference = kind == DIFFERENCE
             if has_secondary or (is_difference and not is_one_group):
@@ -251,9 +259,16 @@ class QuantizedCollectives:
             gathers[None] = SecondaryGather(transport, grid, scratch)
         return gathers
 
-    def _gather_for(self, shard: Tensor, unit: int) -> WeightGather | None:
-        """Choose the gather of this shard, or None for the transport's."""
+    def _gather_for(self, shard: Tensor, unit: int, *, is_kept: bool) -> WeightGather | None:
+        """Choose the gather of this shard, or None for the transport's.
+
+        ``is_kept``: the shard is a part of the buffer that is filled.
+        """
         settings = self._settings
+        if settings.is_lossless and unit not in self._frozen:
+            if not is_worthwhile(shard.dtype, shard.numel()):
+                return None if is_kept else self._gathers.get(None)
+            return self._gathers.get(_PUBLISHED if is_kept else LOSSLESS)
         kind = settings.frozen_weights if unit in self._frozen else settings.weights
         if kind is not None and self._packings[kind].shortens(shard.dtype, shard.numel()):
             return self._gathers.get(kind)
@@ -320,6 +335,11 @@ def _log_limits(settings: CommSettings, world_size: int, ranks_per_node: int) ->
             "node: backward's gathers leave the node",
             size,
             ranks_per_node,
+        )
+    if settings.is_lossless and settings.group_size(ranks_per_node) == world_size:
+        _log.warning(
+            "zero_optimization.zero_lossless_weights has no effect with one group of ranks: whole "
+            "weights travel within it"
         )
     if settings.weights == DIFFERENCE:
         group = settings.group_size(ranks_per_node)

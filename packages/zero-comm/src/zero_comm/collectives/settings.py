@@ -17,6 +17,7 @@ from zero_comm.quantizer.message import Packing
 
 KINDS: Final = tuple(DEFAULT_BLOCK_SIZE)
 DIFFERENCE: Final = "int4_difference"
+LOSSLESS: Final = "lossless"
 _BLOCK: Final = "zero_optimization"
 # A block of differences is longer than one of 4-bit weights: changes of neighbouring weights are
 # of one size (each is a learning rate times about one), so few outliers cost their neighbours.
@@ -33,6 +34,7 @@ class CommSettings:
         partition_size: ranks of a group with secondary shards (hpZ); 1: there are none.
         gradients: format of gradients (qgZ); None: reduced exactly.
         has_checksum: whether messages of weights carry a checksum.
+        is_lossless: whether weights that are trained travel as lossless differences.
     """
 
     weights: str | None = None
@@ -40,6 +42,7 @@ class CommSettings:
     partition_size: int = 1
     gradients: GradientFormat | None = None
     has_checksum: bool = False
+    is_lossless: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CommSettings:
@@ -54,6 +57,12 @@ class CommSettings:
         has_gradients = read.flag("zero_quantized_gradients")
         has_checksum = read.flag("zero_quantized_checksum")
         has_rotation = read.flag("zero_quantized_gradients_hadamard")
+        is_lossless = read.flag("zero_lossless_weights")
+        if is_lossless and has_weights:
+            raise ValueError(
+                f"{_BLOCK}.zero_lossless_weights sends every bit of the weights, and "
+                "zero_quantized_weights rounds them: choose one"
+            )
         weights = read.choice("zero_quantized_weights_format", (*KINDS, DIFFERENCE), "int8")
         # Frozen weights have no differences: they are sent in each gather, in 8 bits.
         frozen = "int8" if weights == DIFFERENCE else weights
@@ -77,6 +86,7 @@ class CommSettings:
             partition_size=read.count("zero_hpz_partition_size"),
             gradients=gradients if has_gradients else None,
             has_checksum=has_checksum,
+            is_lossless=is_lossless,
         )
 
     def group_size(self, ranks_per_node: int) -> int:

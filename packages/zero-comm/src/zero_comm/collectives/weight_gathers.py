@@ -140,8 +140,11 @@ class WeightGather(ABC):
             kept = entry.values
             if (kept.numel(), kept.dtype, kept.device) == (numel, dtype, device):
                 return entry
-        entry = self._entries[unit] = _Entry(self._transport.zeros(numel, dtype, device))
+        entry = self._entries[unit] = _Entry(self._allocate(numel, dtype, device))
         return entry
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._transport.zeros(numel, dtype, device)
 
     def _take_bytes(self, purpose: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         return self._scratch.take(purpose, math.prod(shape), torch.uint8, device).view(shape)
@@ -210,8 +213,8 @@ class SecondaryGather(WeightGather):
         entry = self._entry(unit, grid.num_groups * shard.numel(), shard.dtype, shard.device)
         secondary = entry.values.view(grid.num_groups, -1)
         if entry.version != version:
-            is_void, entry.version = entry.version is None, None
-            self._refresh(secondary, shard, is_void=is_void, unit=unit, backward=backward)
+            versions, entry.version = (entry.version, version), None
+            self._refresh(secondary, shard, versions=versions, unit=unit, backward=backward)
             entry.version = version
         if grid.group_size == 1:  # in the order of ranks already
             grid.gather_intra_group(out, secondary, unit=unit, backward=backward)
@@ -222,14 +225,21 @@ class SecondaryGather(WeightGather):
         out.view(grid.num_groups, grid.group_size, -1).copy_(arrived.transpose(0, 1))
 
     def _refresh(
-        self, secondary: Tensor, shard: Tensor, *, is_void: bool, unit: int, backward: bool
+        self,
+        secondary: Tensor,
+        shard: Tensor,
+        *,
+        versions: tuple[int | None, int],
+        unit: int,
+        backward: bool,
     ) -> None:
         """Fill ``secondary``, [groups, s], with the current shards of its groups: phase 1.
 
-        ``is_void`` says, alike on all ranks, that it holds no earlier values of this unit.
+        ``versions`` are those of its values (None: it holds none) and of ``shard``, alike on all
+        ranks.
         """
         packing, grid, device = self._packing, self._grid, shard.device
-        if packing is None or (self._sends_differences and is_void):
+        if packing is None or (self._sends_differences and versions[0] is None):
             grid.gather_inter_group(secondary, shard, unit=unit, backward=backward)
             return
         sent = shard

@@ -71,22 +71,27 @@ def backend(device: torch.device | str = "cpu") -> str:
     Raises:
         ValueError: ``ZERO_COMM_BACKEND`` names one that doesn't exist or isn't available.
     """
-    return find_backend(torch.device(device)).name
+    return find_backend_name(torch.device(device))
 
 
 def find_backend(device: torch.device) -> Backend:
     """Return the backend for tensors on ``device``. Raises the errors of `backend`."""
+    name = find_backend_name(device)
+    return BACKEND if name == "torch" else _load(name)
+
+
+def find_backend_name(device: torch.device) -> str:
+    """Return the name of the backend for ``device``. Raises the errors of `backend`."""
     forced = os.environ.get(_VARIABLE, "").strip().lower()
     if not forced:
-        found = _load(_FASTEST.get(device.type, "torch"))
-        return found if found is not None else BACKEND
+        fastest = _FASTEST.get(device.type, "torch")
+        return fastest if _is_available(fastest) else "torch"
     if forced not in _BACKENDS:
         raise ValueError(f"{_VARIABLE} must be one of {', '.join(_BACKENDS)}, got {forced!r}")
-    found = _load(forced)
-    if found is None:
+    if not _is_available(forced):
         problem = _BACKENDS[forced][1]
         raise ValueError(f"{_VARIABLE} is {forced!r}, but {problem}; unset it, or set 'torch'")
-    return found
+    return forced
 
 
 # By type of device. torch's name of ROCm's devices is "cuda".
@@ -104,9 +109,11 @@ _BACKENDS: Final = {
 
 
 @cache
-def _load(name: str) -> Backend | None:
-    """Load a backend, or return None where its requirements aren't installed."""
-    if find_spec(_BACKENDS[name][0]) is None:
-        return None
+def _is_available(name: str) -> bool:
+    return find_spec(_BACKENDS[name][0]) is not None
+
+
+@cache
+def _load(name: str) -> Backend:
     loaded: Backend = import_module(f"zero_comm.quantizer.{name}_backend").BACKEND
     return loaded

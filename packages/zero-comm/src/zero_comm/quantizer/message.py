@@ -5,16 +5,14 @@ A message carries the quantized buffer of one row of elements (see
 `zero_comm.quantizer.block_format`) after a header of 32 bytes, in native byte order::
 
     0   2  the letters ZQ
-    2   1  version of this layout: 1
+    2   1  version of this layout: 2
     3   1  kind of the format, its symmetry and rotation
     4   4  elements per block
     8   8  elements
     16  8  flags: 1 a block may hold NaN, 2 there is a checksum
-    24  8  checksum of the buffer, or 0
+    24  8  checksum of the buffer plus the flags, or 0
 
-The **checksum** is a sum of 64-bit words, each times an odd number that depends on its position,
-modulo 2**64. It detects every changed word and nearly every exchange of two, and it is integer
-arithmetic that runs on the device that holds the bytes.
+The checksum is that of `zero_comm.quantizer.checksum`.
 
 On a host every message is checked before it is used: the header, and every block's scale (finite
 and positive; NaN only if the header allows it). On an accelerator a check waits for the device.
@@ -35,6 +33,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.quantizer.block_format import BlockFormat
+from zero_comm.quantizer.checksum import checksums
 from zero_comm.quantizer.quantize import (
     QUANTIZABLE_DTYPES,
     dequantize_rows,
@@ -49,7 +48,6 @@ _MAY_HOLD_NAN: Final = 1
 _HAS_CHECKSUM: Final = 2
 _LAYOUT: Final = "=2sBBIq"
 _KIND_CODES: Final = ("int8", "int4", "e4m3", "e5m2")  # a header has the position: append only
-_WORDS_PER_RUN: Final = 1024
 
 
 class CorruptMessageError(RuntimeError):
@@ -88,7 +86,6 @@ class Packing:
         self._defers = defers
         self._deferred: list[_Evidence] = []
         self._templates: dict[tuple[int, bool, torch.device], Tensor] = {}
-        self._weights: dict[torch.device, Tensor] = {}
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a message of ``numel`` elements, a multiple of 16."""
@@ -111,7 +108,7 @@ class Packing:
         has_nan = quantize_rows(values, self.format, rows[..., HEADER_NBYTES:], seed=seed)
         rows[..., :HEADER_NBYTES] = self._template(numel, rows.device, has_nan is not False)
         if self.has_checksum:
-            rows.view(torch.int64)[..., _CHECKSUM_AT // 8] = self._checksums(rows)
+            rows.view(torch.int64)[..., _CHECKSUM_AT // 8] = _checksums(rows)
 
     def unpack(self, rows: Tensor, out: Tensor, *, senders: Sequence[int]) -> None:
         """Dequantize messages one after another into flat ``out``, of any floating dtype.
@@ -154,7 +151,7 @@ class Packing:
         fmt = self.format
         code = _KIND_CODES.index(fmt.kind)
         code += 16 * (not fmt.is_symmetric) + 32 * fmt.has_rotation
-        return struct.pack(_LAYOUT, b"ZQ", 1, code, fmt.block_size, numel)
+        return struct.pack(_LAYOUT, b"ZQ", 2, code, fmt.block_size, numel)
 
     def _check(self, rows: Tensor, numel: int, senders: Sequence[int]) -> None:
         nbytes = self.nbytes(numel)
@@ -196,7 +193,7 @@ class Packing:
         has_good_scales = (good | (nan & may_hold_nan[..., None])).all(-1)
         sums = torch.ones_like(has_good_scales)
         if self.has_checksum:
-            sums = rows.view(torch.int64)[..., _CHECKSUM_AT // 8] == self._checksums(rows)
+            sums = rows.view(torch.int64)[..., _CHECKSUM_AT // 8] == _checksums(rows)
         headers = headers.reshape(-1, HEADER_NBYTES)
         return _Evidence(headers, has_good_scales.reshape(-1), sums.reshape(-1), numel, senders)
 
@@ -218,22 +215,10 @@ class Packing:
             if wrong:
                 raise _damaged(evidence.senders[wrong[0]], what)
 
-    def _checksums(self, rows: Tensor) -> Tensor:
-        """Return the checksum of each message's buffer. See [Note: the message]."""
-        words = rows.view(torch.int64)[..., HEADER_NBYTES // 8 :]
-        odd = self._odd_numbers(rows.device)
-        total = torch.zeros(rows.shape[:-1], dtype=torch.int64, device=rows.device)
-        for run, start in enumerate(range(0, words.shape[-1], _WORDS_PER_RUN)):
-            part = words[..., start : start + _WORDS_PER_RUN]
-            total += (part * odd[: part.shape[-1]]).sum(-1) * (2 * run + 1)
-        return total
 
-    def _odd_numbers(self, device: torch.device) -> Tensor:
-        if device not in self._weights:
-            count = torch.arange(_WORDS_PER_RUN, dtype=torch.int64, device=device)
-            # An odd number with mixed bits for each place (the golden ratio's fraction in 64 bits).
-            self._weights[device] = (count * -7046029254386353131) | 1
-        return self._weights[device]
+def _checksums(rows: Tensor) -> Tensor:
+    """Return the checksum of each message: of its buffer and its flags."""
+    return checksums(rows[..., HEADER_NBYTES:]) + rows.view(torch.int64)[..., _FLAGS_AT // 8]
 
 
 def _description_of(header: bytes) -> str:

@@ -33,33 +33,41 @@ class NativeBackend:
     name = "native"
 
     def encode(self, x: Tensor, rows: Tensor, fmt: BlockFormat, seed: int | None) -> bool | None:
-        x = _on_host(x if x.dtype in _DTYPES else x.to(torch.float32))
+        x = on_host(x if x.dtype in _DTYPES else x.to(torch.float32))
         shape, threads = _shape(fmt, x.dtype, x.shape[1]), torch.get_num_threads()
         groups = in_groups(rows)
         has_nan = False
         for number, (values, group) in enumerate(zip(_split(x, groups), groups, strict=True)):
             first = seed_of_group(seed, number)
             place = _place(group)
-            has_nan |= _kernels.encode(_isa(), shape, values.data_ptr(), *place, first, threads)
+            has_nan |= _kernels.encode(
+                active_isa(), shape, values.data_ptr(), *place, first, threads
+            )
         return has_nan
 
     def decode(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
-        values = _on_host(out)
+        values = on_host(out)
         if out.dtype not in _DTYPES:
             values = torch.empty(out.shape, dtype=torch.float32)
         shape, threads = _shape(fmt, values.dtype, out.shape[1]), torch.get_num_threads()
         groups = in_groups(rows)
         for group, part in zip(groups, _split(values, groups), strict=True):
-            _kernels.decode(_isa(), shape, *_place(group), part.data_ptr(), threads)
+            _kernels.decode(active_isa(), shape, *_place(group), part.data_ptr(), threads)
         if values is not out:
             out.copy_(values)
 
     def decode_sum(self, rows: Tensor, out: Tensor, fmt: BlockFormat) -> None:
         groups = in_groups(rows)
-        totals = _on_host(out).view(len(groups), -1)
+        totals = on_host(out).view(len(groups), -1)
         shape, threads = _shape(fmt, out.dtype, totals.shape[1]), torch.get_num_threads()
         for group, total in zip(groups, totals, strict=True):
-            _kernels.decode_sum(_isa(), shape, *_place(group), total.data_ptr(), threads)
+            _kernels.decode_sum(active_isa(), shape, *_place(group), total.data_ptr(), threads)
+
+
+def sum_words(words: Tensor, odd: Tensor) -> int:
+    """Return the sum of `zero_comm.quantizer.checksum`: both int64, contiguous, 1-D."""
+    place = on_host(words).data_ptr()
+    return _kernels.checksum(active_isa(), place, words.numel(), odd.data_ptr())
 
 
 @contextmanager
@@ -74,7 +82,7 @@ def use_isa(name: str) -> Iterator[None]:
         _active = previous
 
 
-def _isa() -> int:
+def active_isa() -> int:
     global _active
     if _active is None:
         _active = _choose(os.environ.get(_VARIABLE, ""))
@@ -109,10 +117,10 @@ def _split(values: Tensor, groups: Tensor) -> Tensor:
 
 def _place(rows: Tensor) -> tuple[int, int, int]:
     """Return the address, stride in bytes and number of rows."""
-    return _on_host(rows).data_ptr(), rows.stride(0), len(rows)
+    return on_host(rows).data_ptr(), rows.stride(0), len(rows)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         raise ValueError(
             f"the native backend reads host memory, but a tensor is on {tensor.device}; unset "

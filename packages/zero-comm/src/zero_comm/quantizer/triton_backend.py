@@ -79,7 +79,7 @@ def _launch(
     """Launch a program for each tile of ``values``, [rows, numel], on the current stream."""
     shared = constants_of(fmt)
     num_tiles = -(-fmt.num_blocks(values.shape[1]) // shared["BLOCKS"])
-    with _on(values.device):
+    with on_device(values.device):
         kernel[(len(values) * num_tiles,)](*arguments, **constants, **shared, **LAUNCH_OPTIONS)
 
 
@@ -123,7 +123,7 @@ def _signed(seed: int) -> int:
     return seed - 2**32 if seed >= 2**31 else seed
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make the tensors' device the current one, on which Triton launches."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 

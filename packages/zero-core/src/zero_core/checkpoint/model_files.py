@@ -35,6 +35,44 @@ class _Written:
     nbytes: int
 
 
+class TensorBuffer:
+    """Tensors of a file to be, whose bytes wait in ``raw``, an open file.
+
+    Attributes:
+        nbytes: bytes so far.
+    """
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self.nbytes = 0
+        self._raw = raw
+        self._written: list[_Written] = []
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Append ``value``, of any device and strides.
+
+        Raises:
+            OSError: there is no room.
+        """
+        data = value.cpu().contiguous()  # alive while its bytes are written
+        write_all(self._raw, bytes_of(data))
+        shape = tuple(value.shape)
+        self._written.append(_Written(name, value.dtype, shape, self.nbytes, value.nbytes))
+        self.nbytes += value.nbytes
+
+    def write_to(self, file: IO[bytes], metadata: dict[str, str]) -> dict[str, int]:
+        """Write a safetensors file to ``file``. Return the bytes of each tensor by name.
+
+        Raises:
+            OSError: there is no room.
+        """
+        # The order of the safetensors library: every tensor is aligned to its elements.
+        ordered = sorted(self._written, key=lambda written: (-written.dtype.itemsize, written.name))
+        file.write(make_header(((w.name, w.dtype, w.shape) for w in ordered), metadata))
+        for written in ordered:
+            _copy(self._raw, file, written)
+        return {written.name: written.nbytes for written in self._written}
+
+
 class ModelFiles:
     """Writer of ``model.safetensors``, or of several files of `MAX_FILE_BYTES` and an index.
 
@@ -47,7 +85,7 @@ class ModelFiles:
         self._directory = directory
         self._raw = directory / "part-data.tmp"
         self._file: IO[bytes] | None = None  # that at `_raw`
-        self._pending: list[_Written] = []
+        self._pending: TensorBuffer | None = None  # in that file
         self._parts: list[dict[str, int]] = []  # bytes by tensor name
 
     def add(self, name: str, value: Tensor) -> None:
@@ -64,17 +102,16 @@ class ModelFiles:
                 "full_state_dict(), or merge adapters and export the dequantized weights"
             )
         dtype_name(value.dtype, name)  # refuses what the format lacks
-        num_bytes = sum(written.nbytes for written in self._pending)
-        if self._pending and num_bytes + value.nbytes > MAX_FILE_BYTES:
+        if self._pending is not None and self._pending.nbytes + value.nbytes > MAX_FILE_BYTES:
             self._close_part()
-            num_bytes = 0
-        self._append(value)
-        shape = tuple(value.shape)
-        self._pending.append(_Written(name, value.dtype, shape, num_bytes, value.nbytes))
+        try:
+            self._buffer().add(name, value)
+        except OSError as error:
+            raise no_room(_part(self._directory, len(self._parts)), error) from error
 
     def finish(self) -> None:
         """Write what is left, give the files their names, and write the index."""
-        if self._pending or not self._parts:
+        if self._pending is not None or not self._parts:
             self._close_part()
         _name_files(self._directory, self._parts)
 
@@ -86,37 +123,26 @@ class ModelFiles:
         for part in self._directory.glob("part-*.tmp"):
             part.unlink()
 
-    def _append(self, value: Tensor) -> None:
-        try:
-            if self._file is None:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                self._file = self._raw.open("w+b", buffering=0)
-            data = value.cpu().contiguous()  # alive while its bytes are written
-            write_all(self._file, bytes_of(data))
-        except OSError as error:
-            raise no_room(_part(self._directory, len(self._parts)), error) from error
+    def _buffer(self) -> TensorBuffer:
+        if self._pending is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._file = self._raw.open("w+b", buffering=0)
+            self._pending = TensorBuffer(self._file)
+        return self._pending
 
     def _close_part(self) -> None:
         """Write the header of the current file and copy its tensors behind it."""
         path = _part(self._directory, len(self._parts))
-        # The order of the safetensors library: every tensor is aligned to its elements.
-        ordered = sorted(self._pending, key=lambda written: (-written.dtype.itemsize, written.name))
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            pending = self._buffer()
             with path.open("wb") as file:
-                described = ((w.name, w.dtype, w.shape) for w in ordered)
-                file.write(make_header(described, {"format": "pt"}))
-                if self._file is not None:
-                    for written in ordered:
-                        _copy(self._file, file, written)
+                self._parts.append(pending.write_to(file, {"format": "pt"}))
         except OSError as error:
             raise no_room(path, error) from error
-        if self._file is not None:
-            self._file.close()
-            self._raw.unlink()
-        self._file = None
-        self._parts.append({written.name: written.nbytes for written in self._pending})
-        self._pending = []
+        assert self._file is not None, "the buffer is in it"
+        self._file.close()
+        self._raw.unlink()
+        self._file = self._pending = None
 
 
 def _copy(source: IO[bytes], target: IO[bytes], written: _Written) -> None:

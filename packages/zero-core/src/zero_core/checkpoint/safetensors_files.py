@@ -127,7 +127,7 @@ def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredT
         CheckpointCorruptError: a file is not whole.
     """
     found: dict[str, StoredTensor] = {}
-    for path in _files(source):
+    for path in model_files(source):
         for name, tensor in read_header(path).items():
             if name in found:
                 raise CheckpointError(
@@ -137,7 +137,13 @@ def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredT
     return found
 
 
-def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
+def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return the files of a model: of a file, several files, or a Hugging Face folder.
+
+    Raises:
+        CheckpointError: there is none.
+        CheckpointCorruptError: the index is no index, or names files elsewhere.
+    """
     if not isinstance(source, str | Path):
         return [Path(path) for path in source]
     path = Path(source)
@@ -174,14 +180,25 @@ def read_header(path: Location, *, follows_links: bool = True) -> dict[str, Stor
         CheckpointCorruptError: it is not whole.
     """
     with open_regular(path, follows_links=follows_links) as file:
-        try:
-            found = _checked(path, size_of(file), *_header_of(file))
-            return {name: replace(t, follows_links=follows_links) for name, t in found.items()}
-        except (ValidationError, ValueError) as error:
-            reason = first_error(error) if isinstance(error, ValidationError) else error
-            raise CheckpointCorruptError(
-                f"{path} is not a whole safetensors file: {reason}; copy or download it again"
-            ) from error
+        found, _ = read_open(file, path)
+        return {name: replace(t, follows_links=follows_links) for name, t in found.items()}
+
+
+def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors of an open file, and the strings of its writer. ``path``: for messages.
+
+    Raises:
+        CheckpointError: a tensor has a dtype that torch lacks.
+        CheckpointCorruptError: it is not whole.
+    """
+    try:
+        length, header = _header_of(file)
+        return _checked(path, size_of(file), length, header), header.metadata
+    except (ValidationError, ValueError) as error:
+        reason = first_error(error) if isinstance(error, ValidationError) else error
+        raise CheckpointCorruptError(
+            f"{path} is not a whole safetensors file: {reason}; copy or download it again"
+        ) from error
 
 
 def header_bytes(prefix: bytes) -> int:

@@ -177,6 +177,9 @@ class ZeroConfig(_Block):
     """Format of quantized weights. "int4_difference" sends the change since the last gather
     (SDP4Bit, arXiv 2410.15526, section 3.1), and frozen weights as "int8". Not in DeepSpeed's
     configuration."""
+    zero_lossless_weights: bool = False
+    """Send what changed in the weights since they were sent last, without loss, at stages 1, 2 and
+    3. Not in DeepSpeed's configuration."""
     zero_hpz_partition_size: PositiveInt | Literal["node"] = 1
     """Ranks of a group that keep gathered weights in secondary shards (hpZ), at stage 3. It divides
     the number of ranks. "node" is the number of ranks of a node, which `Config.on_nodes` fills in;
@@ -249,10 +252,11 @@ class ZeroConfig(_Block):
 
     @property
     def quantized_key(self) -> str | None:
-        """Path of the first key that asks for quantized collectives or secondary shards."""
+        """Path of the first key that asks for shorter messages or secondary shards."""
         keys = {
             "zero_quantized_weights": self.zero_quantized_weights,
             "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
+            "zero_lossless_weights": self.zero_lossless_weights,
             "zero_quantized_gradients": self.zero_quantized_gradients,
             "zero_hpz_partition_size": self.zero_hpz_partition_size != 1,
         }
@@ -422,6 +426,19 @@ class StepRecordsConfig(_Block):
     """Steps between two whose course is recorded span by span."""
 
 
+class WeightPatchesConfig(_Block):
+    """``weight_patches``: what `zero_core.Engine.weight_patch` knows of earlier versions.
+
+    Not in DeepSpeed's configuration.
+    """
+
+    versions: PositiveInt = 4
+    """Versions between which changes are known: one per patch. A version takes at most an eighth of
+    a byte per parameter over all ranks, in host memory."""
+    max_bytes: PositiveInt | None = None
+    """Of one rank's positions of all versions. Older versions are dropped. None sets no limit."""
+
+
 class Config(_Block):
     """Resolved configuration."""
 
@@ -468,6 +485,9 @@ class Config(_Block):
     """Copies in memory, kept after every step. Not in DeepSpeed's configuration."""
     step_records: StepRecordsConfig | None = None
     """Records of steps, which a report is made of. Not in DeepSpeed's configuration."""
+    weight_patches: WeightPatchesConfig | None = None
+    """Log of the changed weights, for `zero_core.Engine.weight_patch`. Not in DeepSpeed's
+    configuration."""
     steps_per_print: PositiveInt | None = None
     """Steps between log lines of step, loss scale and learning rate. None disables them."""
 

@@ -156,6 +156,16 @@ def _of_quantized(zero: ZeroConfig, world_size: int) -> Iterator[_Rule]:
             f"zero_optimization.{key} needs stage 3, found {zero.stage}: at lower stages the "
             "gathered weights are the master weights; leave the key out or set stage to 3",
         )
+    yield (
+        zero.zero_lossless_weights and zero.stage == 0,
+        "zero_optimization.zero_lossless_weights needs stage 1, 2 or 3, found 0, where every rank "
+        "updates all weights and sends none; leave the key out or set a stage",
+    )
+    yield (
+        zero.zero_lossless_weights and zero.zero_quantized_weights,
+        "zero_optimization.zero_lossless_weights sends every bit of the weights, and "
+        "zero_quantized_weights rounds them: leave one of the two out",
+    )
     partition = zero.zero_hpz_partition_size
     yield (
         partition != 1 and zero.stage != 3,

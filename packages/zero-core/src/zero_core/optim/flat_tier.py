@@ -18,6 +18,7 @@ from zero_core.config import master_dtype
 from zero_core.protocols import ParamStore
 
 MASTER = "master_weight"
+_STORED_NUMEL = 1 << 18  # rounded at a time for a store: they stay in the cache
 
 
 class Chunked:
@@ -156,7 +157,10 @@ class FlatTier:
         for start, master, shard in copies:
             if shard.is_meta:
                 assert self._store is not None, "whoever gives meta shards gives a store"
-                self._store.write(start, master.to(shard.dtype))
+                at_once = _STORED_NUMEL if master.is_cpu else master.numel()
+                for low in range(0, master.numel(), max(at_once, 1)):
+                    part = master[low : low + at_once]
+                    self._store.write(start + low, part.to(shard.dtype))
             elif shard.device == master.device or master.is_cpu:
                 shard.copy_(master)
             else:

@@ -25,11 +25,15 @@ from zero_core.plan.traffic import step_traffic
 from zero_core.step.gradient import updates_in_backward
 
 _WEIGHTS = {"zero_quantized_weights": True}
+_LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}
+_ROUNDED = {"zero_lossless_weights": False}
+"""With quantized weights: they round what the other key sends exactly."""
 _GRADIENTS = {"zero_quantized_gradients": True}
 _PLAIN = {
     "zero_quantized_weights": False,
     "zero_quantized_nontrainable_weights": False,
     "zero_hpz_partition_size": 1,
+    "zero_lossless_weights": False,
     "zero_quantized_gradients": False,
     "zeropp_loco_param": None,
 }
@@ -53,9 +57,11 @@ class TrafficChoice:
     Attributes:
         name: "as configured", "plain", or what is turned on.
         settings: keys of ``zero_optimization`` that make it, on top of the configuration.
-        traffic: its transfers; copies between a device and its host are left out.
+        traffic: its transfers; copies between a device and its host are left out. Expected ones,
+            where they depend on the weights' values.
         within_node_bytes: bytes that a rank sends within its node.
         between_nodes_bytes: bytes that a rank sends to other nodes.
+        most_between_nodes_bytes: the most that it may send to them.
         kept_bytes: memory for it: secondary shards, messages and errors.
     """
 
@@ -64,14 +70,15 @@ class TrafficChoice:
     traffic: tuple[Traffic, ...]
     within_node_bytes: int
     between_nodes_bytes: int
+    most_between_nodes_bytes: int
     kept_bytes: int
 
 
 def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:
     """Return the configuration as it is, and with each key that would change its traffic.
 
-    One rank has nothing to choose, and below stage 3 only gradients have a choice. Choices that
-    need a package which is not installed are left out; all are if the configuration does.
+    One rank has nothing to choose, and stage 0 has a choice for gradients alone. Choices that need
+    a package which is not installed are left out; all are if the configuration does.
     """
     if links.world_size == 1:
         return ()
@@ -82,15 +89,21 @@ def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[Traff
         changed = config.model_copy(update={"zero_optimization": zero})
         if settings and changed == config:
             continue
-        footprint = footprints.collectives(changed, layout.world_size, links.ranks_per_node)
+        traffic, kept = [], {}
+        for is_worst_case in (False, True):
+            footprint = footprints.collectives(
+                changed, layout.world_size, links.ranks_per_node, is_worst_case=is_worst_case
+            )
+            traffic.append(step_traffic(layout, changed, links, footprint))
+            kept = collectives_memory(footprint, layout, changed)
         if footprint is None and zero.quantized_key is not None:
             if not settings:
                 return ()
             continue
-        sent = step_traffic(layout, changed, links, footprint)
-        kept = collectives_memory(footprint, layout, changed)
-        near, far = (sum(n) for n in zip(*(_sent(t) for t in sent), strict=True))
-        found.append(TrafficChoice(name, settings, sent, near, far, sum(kept.values())))
+        near, far = (sum(n) for n in zip(*(_sent(t) for t in traffic[0]), strict=True))
+        most = sum(t.between_nodes_bytes for t in traffic[1])
+        kept_bytes = sum(kept.values())
+        found.append(TrafficChoice(name, settings, traffic[0], near, far, most, kept_bytes))
     return tuple(found) if len(found) > 1 else ()
 
 
@@ -108,14 +121,20 @@ def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, An
         every = {"zero_hpz_partition_size": links.ranks_per_node}
     every |= {**_WEIGHTS, **_GRADIENTS} if zero.stage == 3 else _GRADIENTS
     for key, value in every.items():
-        yield (f"{key} {value}" if value is not True else key), {key: value}
+        settings = {key: value, **(_ROUNDED if key in _WEIGHTS else {})}
+        yield (f"{key} {value}" if value is not True else key), settings
         if getattr(zero, key) != _PLAIN[key]:
             loco = {"zeropp_loco_param": None} if key in _GRADIENTS else {}
             yield f"without {key}", {key: _PLAIN[key], **loco}
+    if zero.stage > 0 and has_nodes:
+        yield "zero_lossless_weights", _LOSSLESS
+        yield "lossless weights, quantized gradients", {**_LOSSLESS, **_GRADIENTS}
+    if zero.zero_lossless_weights:
+        yield "without zero_lossless_weights", _ROUNDED
     if zero.stage == 3:
-        yield "all of these", every
+        yield "all of these", {**every, **_ROUNDED}
     if zero.stage == 3 and has_nodes:
-        yield "4-bit mode", {**every, **_FOUR_BIT}
+        yield "4-bit mode", {**every, **_ROUNDED, **_FOUR_BIT}
 
 
 @dataclass(frozen=True)

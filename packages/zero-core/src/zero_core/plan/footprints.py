@@ -78,8 +78,21 @@ class CollectivesFootprintFactory(Protocol):
     """
 
     def __call__(
-        self, *, config: Mapping[str, Any], world_size: int, ranks_per_node: int
-    ) -> CollectivesFootprint: ...
+        self,
+        *,
+        config: Mapping[str, Any],
+        world_size: int,
+        ranks_per_node: int,
+        learning_rate: float | None = None,
+    ) -> CollectivesFootprint:
+        """Return the closed forms.
+
+        Args:
+            config: the resolved ``zero_optimization`` block.
+            world_size: number of ranks.
+            ranks_per_node: ranks of a node.
+            learning_rate: of the optimizer, for what depends on it; None for the most bytes.
+        """
 
 
 class TierFootprint(Protocol):
@@ -197,9 +210,11 @@ class Footprints:
         self.missing: dict[str, str] = {}
 
     def collectives(
-        self, config: Config, world_size: int, ranks_per_node: int
+        self, config: Config, world_size: int, ranks_per_node: int, *, is_worst_case: bool = False
     ) -> CollectivesFootprint | None:
         """Return the footprint of the collectives, if they are asked for and zero-comm is there.
+
+        ``is_worst_case`` takes the most bytes where they depend on the weights' values.
 
         Raises:
             ConfigError: zero-comm does not serve a setting.
@@ -211,8 +226,14 @@ class Footprints:
         if make is None:
             return None
         block = zero.model_dump(mode="json")
+        optimizer = config.optimizer
+        learning_rate = None if is_worst_case or optimizer is None else optimizer.params.get("lr")
         made: CollectivesFootprint = call_factory(
-            make, config=block, world_size=world_size, ranks_per_node=ranks_per_node
+            make,
+            config=block,
+            world_size=world_size,
+            ranks_per_node=ranks_per_node,
+            learning_rate=learning_rate,
         )
         return made
 

@@ -141,7 +141,12 @@ class Forecast:
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": self._further_shard_bytes(),
             "parameter gradient": self._largest_gradient_bytes(),
-            **collectives_memory(self.collectives, self._layout, config),
+            # Buffers grow to the longest message there has been.
+            **collectives_memory(
+                footprints.collectives(config, world_size, ranks_per_node, is_worst_case=True),
+                self._layout,
+                config,
+            ),
             **other_bytes,
         }
 
@@ -270,7 +275,7 @@ class Forecast:
             host = self.tier.host_bytes(ratio)
         elif not self._is_offloaded:
             kept |= self._own_tier_bytes(0, self._numel)
-        copies = {"copies in memory": self._copies_bytes}
+        copies = {"copies in memory": self._copies_bytes, "weight patches": self._patch_bytes}
         by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes, **copies}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
@@ -296,6 +301,16 @@ class Forecast:
             s.shard_numel * s.dtype.itemsize for s in self._layout.segments if not s.is_trainable
         )
         return 2 * (states + frozen) * (1 + settings.copies * has_nodes)
+
+    @property
+    def _patch_bytes(self) -> int:
+        """Bytes at most of the changed positions that ``weight_patches`` keeps."""
+        settings = self._config.weight_patches
+        if settings is None:
+            return 0
+        numel = sum(s.shard_numel for *_, s in self._spans if s.dtype.itemsize == 2)
+        being_made, most = numel // 4, settings.versions * numel * 5 // 32
+        return being_made + (most if settings.max_bytes is None else min(most, settings.max_bytes))
 
     def _own_tier_bytes(self, start: int, stop: int) -> dict[str, int]:
         """Return the bytes of the engine's own tier over ``[start, stop)``."""

@@ -250,11 +250,15 @@ class Plan:
             (
                 *(c.name, c.within_node_bytes, c.between_nodes_bytes),
                 f"{sent(c) / max(sent(first), 1):.1%}",
+                c.most_between_nodes_bytes,
                 c.kept_bytes,
             )
             for c in self.traffic_choices
         ]
-        headings = ("choice", "within a node", "between nodes", "of now", "memory for it")
+        headings = (
+            *("choice", "within a node", "between nodes", "of now", "between nodes at most"),
+            "memory for it",
+        )
         return _table("Traffic choices, per rank and step", headings, rows)
 
     def _choice_table(self) -> Table:

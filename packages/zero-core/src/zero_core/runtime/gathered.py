@@ -270,7 +270,7 @@ class _Edit:
                 mask.copy_(_differs(full.tensor, self._before[index]))
         # Unchanged ones too: other ranks may have written to theirs.
         self._state.control.broadcast(values, source=self._rank)
-        full.flat.write(full.slot.start, values)
+        (full.flat.edit if is_changed else full.flat.write)(full.slot.start, values)
         if is_changed and full.flat.local_span is not None:
             self._state.control.broadcast(mask, source=self._rank)
             self._write_master(full.slot, values, mask.reshape(-1).bool())

@@ -17,7 +17,8 @@ from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
-from zero_core.protocols import AccumulatingTier, StateTier
+from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
+from zero_core.sharded.changes.log import ChangeLog
 from zero_core.sharded.gradient_plan import GradientPlan, plan_segment_gradient
 from zero_core.sharded.grads import FlatGrads, GradientBuffers, SequentialGrads
 from zero_core.sharded.param_offload import (
@@ -130,15 +131,49 @@ class Memory:
                 layout.segments[index], rank, is_sharded=self.has_sharded_state
             )
             self.spans[index] = (start, start + high - low)
+        self.changes = self._make_changes()
 
     # ------------------------------------------------------- for the state tier
 
     def update_targets(self) -> list[tuple[int, Tensor]]:
         """Return what the state tier writes new values to, by start in the local flat space.
 
-        An offloaded shard is where its tier holds it, or on the meta device: see `store`.
+        An offloaded shard is where its tier holds it, or on the meta device: see `store`. So is one
+        whose changes are logged.
         """
-        return [(span[0], self._update_target(index)) for index, span in self.spans.items()]
+        targets = [(i, span[0], self._update_target(i)) for i, span in self.spans.items()]
+        return [
+            (start, torch.empty_like(t, device="meta") if self._is_compared(i, t) else t)
+            for i, start, t in targets
+        ]
+
+    def _is_compared(self, index: int, target: Tensor) -> bool:
+        """Whether a log of changes compares a segment's values before it overwrites them."""
+        config, dtype = self._config, self._layout.segments[index].dtype
+        # A master weight that shares the parameter's bits needs to be at the parameter.
+        is_split = config.zero_optimization.offload_optimizer.state_dtype != "float32"
+        is_apart = dtype.itemsize == 2 and dtype not in config.own_masters and not is_split
+        return config.weight_patches is not None and is_apart and not target.is_meta
+
+    def _make_changes(self) -> ChangeLog | None:
+        """Make the log of changed values that patches of the weights need."""
+        settings = self._config.weight_patches
+        if settings is None or self.device.type == "meta":
+            return None
+        shards: dict[int, tuple[int, Tensor, tuple[int, int]]] = {}
+        for index, (start, stop) in self.spans.items():
+            target, segment = self._update_target(index), self._layout.segments[index]
+            if self._is_compared(index, target):
+                is_shard = stop - start == segment.shard_numel
+                own = (0, segment.shard_numel) if is_shard else segment.shard_range(self._rank)
+                shards[index] = start, target, own
+        return ChangeLog(
+            shards,
+            sorted((span[0], index) for index, span in self.spans.items()),
+            self._local_store(),
+            num_versions=settings.versions,
+            max_bytes=settings.max_bytes,
+        )
 
     def _update_target(self, index: int) -> Tensor:
         segment = self._layout.segments[index]
@@ -152,8 +187,11 @@ class Memory:
         is_shard = stop - start == segment.shard_numel
         return self._shards[index] if is_shard else self._kept[index]
 
-    def store(self) -> LocalStore | None:
-        """Return what takes the new values of offloaded shards. None if there are none."""
+    def store(self) -> ParamStore | None:
+        """Return what takes the new values of shards on the meta device. None if none are there."""
+        return self._local_store() if self.changes is None else self.changes
+
+    def _local_store(self) -> LocalStore | None:
         if self._param_tier is None:
             return None
         spans = [(s[0], i) for i, s in self.spans.items() if i in self._offloaded_indices]

@@ -203,6 +203,8 @@ class FlatParams:
         is_kept: whether ``full`` is in the arena for good.
         is_exchanged: whether a gather is an exchange with other ranks.
         local_span: see `ShardSource.span`.
+        rank: this rank.
+        edited: positions of parameters that `edit` has overwritten, until somebody clears them.
     """
 
     def __init__(
@@ -234,7 +236,8 @@ class FlatParams:
         self._numel, self._dtype = segment.padded_numel, segment.dtype
         self.version = 0
         self.local_span = source.span
-        self._rank = rank
+        self.rank = rank
+        self.edited: set[int] = set()
         self._source = source
         self._pool = pool
         self._is_gathered = not self.is_kept or has_remote_updates
@@ -383,7 +386,7 @@ class FlatParams:
         """The part of the segment that this rank stores."""
         if self.is_kept:
             return 0, self.segment.padded_numel
-        return self.segment.shard_range(self._rank)
+        return self.segment.shard_range(self.rank)
 
     # ---------------------------------------------------------- from outside
 
@@ -394,10 +397,21 @@ class FlatParams:
     def part_of(self, position: int, shard: Tensor) -> Tensor:
         """Return the elements of ``shard``, what `read_shard` gave, of the parameter there."""
         slot = self.segment.slots[position]
-        low = self.segment.shard_range(self._rank)[0]
-        first, last = slot.common(*self.segment.shard_range(self._rank))
+        low = self.segment.shard_range(self.rank)[0]
+        first, last = slot.common(*self.segment.shard_range(self.rank))
         start = max(0, slot.start + first - low)
         return shard[start : start + last - first]
+
+    def wait_update(self) -> None:
+        """Wait until the shard holds its updated values."""
+        self._source.wait_update()
+
+    def edit(self, start: int, values: Tensor) -> None:
+        """Overwrite values as `write`, by others than the training, and note whose they are."""
+        self.write(start, values)
+        stop = start + values.numel()
+        slots = enumerate(self.segment.slots)
+        self.edited.update(i for i, slot in slots if slot.start < stop and slot.stop > start)
 
     def write(self, start: int, values: Tensor) -> None:
         """Overwrite values from element ``start`` of the segment on, where this rank has them.
@@ -419,7 +433,7 @@ class FlatParams:
                 elements = self._elements_of(copy)
                 part = elements[first - slot.start : last - slot.start]
                 part.copy_(values[first - start : last - start])
-        low, high = self.segment.shard_range(self._rank)
+        low, high = self.segment.shard_range(self.rank)
         first, last = max(low, start), min(high, stop)
         if first < last and not self.is_kept:  # what is kept holds the shard
             self._source.write(first - low, values[first - start : last - start])

@@ -16,6 +16,7 @@ from zero_core.layout.arithmetic import Layout, ParamSpec, Piece
 from zero_core.layout.buffers import CommonBuffers
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier
+from zero_core.sharded.changes.log import ChangeLog
 from zero_core.sharded.params import FlatParams
 
 MASTER = "master_weight"
@@ -35,6 +36,7 @@ class ShardedState:
         pieces: this rank's part of each trainable parameter.
         optimizer: its kind and number of groups, in words.
         quantized: the model's quantized parameters.
+        changes: the log of changed values; None if no patches are made.
         readers: work under way in other threads that reads shards.
     """
 
@@ -47,6 +49,7 @@ class ShardedState:
     pieces: tuple[Piece, ...]
     optimizer: str
     quantized: tuple[Quantized, ...] = ()
+    changes: ChangeLog | None = None
     readers: list[Future[Any]] = field(default_factory=list)
 
     def own_slice(self, segment: int) -> Tensor:
@@ -171,7 +174,7 @@ class ShardedState:
                 first, last = max(low, slot.start), min(high, slot.stop)
                 if first < last:
                     name = self.layout.params[slot.param].name
-                    store = partial(values.write, first)
+                    store = partial(values.edit, first)
                     yield store, name, first - slot.start, last - slot.start
 
     def full_params(self, rank: int | None = None) -> Iterator[tuple[ParamSpec, Tensor]]:

@@ -270,7 +270,7 @@ class StateAccess:
         flat = spec.to_elements(value.detach())
         if not segment.is_trainable:
             self._state.quiesce()  # others may still be gathering the old values
-            self._state.params[segment.index].write(slot.start, flat)
+            self._state.params[segment.index].edit(slot.start, flat)
             self._runtime.values_replaced()
         else:
             piece = self._state.piece_of(slot.param)

@@ -10,17 +10,23 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_error_file(kind: str, message: str) -> None:
+def write_error_file(kind: str, message: str, trace: str = "") -> None:
     """Write an error in torchelastic's format to ``TORCHELASTIC_ERROR_FILE``, if that is set.
 
     torchrun reads it if the rank ends with an exit code other than 0.
+
+    Args:
+        kind: the error's class.
+        message: its text.
+        trace: its traceback. Without one, the file has the stack of the caller.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     line = f"{kind}: {message}"
     details = {
-        "py_callstack": "".join([*traceback.format_stack(), line]),  # all that torchrun prints
+        # All that torchrun prints.
+        "py_callstack": trace or "".join([*traceback.format_stack(), line]),
         "timestamp": str(int(time.time())),
     }
     content = {"message": {"message": line, "extraInfo": details}}

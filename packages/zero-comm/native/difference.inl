@@ -1,0 +1,661 @@
+// Codes blocks of differences between two tensors: one source, compiled once for each instruction
+// set. Modes and bytes are those of [Note: the difference buffer] in difference_format.py;
+// torch_codec.py is the definition. Included inside an anonymous namespace, after codec.inl.
+// Loops over a block are plain, so that compilers turn them into vector code. What they cannot
+// (keeping some elements, and putting them back) has a variant for AVX-512's VBMI2.
+
+constexpr int kBlock = kDifferenceBlock;
+constexpr int kBitmapNbytes = kBlock / 8;
+constexpr int kVector = 32;
+constexpr int kRoom = kBlock + 2 * kVector;  // vectors may be written past the last element
+
+// What is longer than the codes of its level: bounds[k] is the least integer that has a code in the
+// k-th of the later levels, those of the first start first, then those of the next.
+template <class T>
+struct Word;
+template <>
+struct Word<std::uint16_t> {
+  using Signed = std::int16_t;
+  static constexpr int kBits = 16, kNumStarts = 3, kNumBounds = 6;
+  static constexpr std::uint32_t kBounds[kNumBounds] = {3, 18, 273, 15, 270, 255};
+};
+template <>
+struct Word<std::uint32_t> {
+  using Signed = std::int32_t;
+  static constexpr int kBits = 32, kNumStarts = 4, kNumBounds = 10;
+  static constexpr std::uint32_t kBounds[kNumBounds] = {3,   18,    273, 65808, 15,
+                                                        270, 65805, 255, 65790, 65535};
+};
+
+// ---- differences as small integers -----------------------------------------------------------
+
+// An integer with the order of the numbers that the bits stand for.
+template <class T>
+ZERO_COMM_INLINE T ordered(T bits) {
+  constexpr int kTop = Word<T>::kBits - 1;
+  using S = typename Word<T>::Signed;
+  const T is_negative = static_cast<T>(static_cast<S>(bits) >> kTop);
+  return static_cast<T>(bits ^ (is_negative | static_cast<T>(T{1} << kTop)));
+}
+
+template <class T>
+ZERO_COMM_INLINE T from_ordered(T integer) {
+  constexpr int kTop = Word<T>::kBits - 1;
+  using S = typename Word<T>::Signed;
+  const T is_negative = static_cast<T>(~static_cast<T>(static_cast<S>(integer) >> kTop));
+  return static_cast<T>(integer ^ (is_negative | static_cast<T>(T{1} << kTop)));
+}
+
+template <class T>
+ZERO_COMM_INLINE T zigzag(T difference) {
+  constexpr int kTop = Word<T>::kBits - 1;
+  using S = typename Word<T>::Signed;
+  return static_cast<T>(static_cast<T>(difference << 1) ^
+                        static_cast<T>(static_cast<S>(difference) >> kTop));
+}
+
+template <class T>
+ZERO_COMM_INLINE T from_zigzag(T z) {
+  return static_cast<T>(static_cast<T>(z >> 1) ^ static_cast<T>(T{0} - static_cast<T>(z & 1)));
+}
+
+template <class T>
+ZERO_COMM_INLINE T difference(T old, T now) {
+  return zigzag<T>(static_cast<T>(ordered<T>(now) - ordered<T>(old)));
+}
+
+template <class T>
+ZERO_COMM_INLINE void apply_differences(const T* ZERO_COMM_RESTRICT z, T* ZERO_COMM_RESTRICT x) {
+  for (int i = 0; i < kBlock; ++i) {
+    x[i] = from_ordered<T>(static_cast<T>(ordered<T>(x[i]) + from_zigzag<T>(z[i])));
+  }
+}
+
+// What follows n integers up to the end of a vector is zero.
+template <class T>
+ZERO_COMM_INLINE void clear_past(T* x, int n) {
+  std::memset(x + n, 0, kVector * sizeof(T));
+}
+
+// ---- keeping some elements, and putting them back --------------------------------------------
+
+ZERO_COMM_INLINE int lowest_bit(std::uint64_t word) {
+#if defined(_MSC_VER)
+  unsigned long index;
+  _BitScanForward64(&index, word);
+  return static_cast<int>(index);
+#else
+  return __builtin_ctzll(word);
+#endif
+}
+
+ZERO_COMM_INLINE int count_bits(std::uint64_t word) {
+#if defined(_MSC_VER)
+  word = word - ((word >> 1) & 0x5555555555555555ull);
+  word = (word & 0x3333333333333333ull) + ((word >> 2) & 0x3333333333333333ull);
+  return static_cast<int>(
+      (((word + (word >> 4)) & 0x0f0f0f0f0f0f0f0full) * 0x0101010101010101ull) >> 56);
+#else
+  return __builtin_popcountll(word);
+#endif
+}
+
+#if defined(ZERO_COMM_VBMI2)
+
+template <class T>
+struct Lanes;
+template <>
+struct Lanes<std::uint16_t> {
+  static constexpr int kCount = 32;
+  using Mask = __mmask32;
+  static Mask at_least(__m512i x, __m512i least) { return _mm512_cmpge_epu16_mask(x, least); }
+  static Mask differ(__m512i a, __m512i b) { return _mm512_cmpneq_epi16_mask(a, b); }
+  static __m512i all(std::uint16_t x) { return _mm512_set1_epi16(static_cast<short>(x)); }
+  static __m512i subtract(__m512i a, __m512i b) { return _mm512_sub_epi16(a, b); }
+  static __m512i add(__m512i a, __m512i b) { return _mm512_add_epi16(a, b); }
+  static __m512i keep(Mask mask, __m512i x) { return _mm512_maskz_compress_epi16(mask, x); }
+  static __m512i spread(Mask mask, __m512i x) { return _mm512_maskz_expand_epi16(mask, x); }
+  static __m512i masked(Mask mask, __m512i x) { return _mm512_maskz_mov_epi16(mask, x); }
+  static __m512i at_most(__m512i x, __m512i most) { return _mm512_min_epu16(x, most); }
+  static __m512i shift_left(__m512i x, int by) {
+    return _mm512_sll_epi16(x, _mm_cvtsi32_si128(by));
+  }
+  static __m512i shift_right(__m512i x, int by) {
+    return _mm512_srl_epi16(x, _mm_cvtsi32_si128(by));
+  }
+  // Codes of at most 8 bits.
+  static void store(std::uint8_t* out, Mask mask, __m512i x, int) {
+    _mm512_mask_cvtepi16_storeu_epi8(out, mask, x);
+  }
+  static __m512i load(const std::uint8_t* in, Mask mask, int) {
+    return _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, in));
+  }
+};
+template <>
+struct Lanes<std::uint32_t> {
+  static constexpr int kCount = 16;
+  using Mask = __mmask16;
+  static Mask at_least(__m512i x, __m512i least) { return _mm512_cmpge_epu32_mask(x, least); }
+  static Mask differ(__m512i a, __m512i b) { return _mm512_cmpneq_epi32_mask(a, b); }
+  static __m512i all(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  static __m512i subtract(__m512i a, __m512i b) { return _mm512_sub_epi32(a, b); }
+  static __m512i add(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
+  static __m512i keep(Mask mask, __m512i x) { return _mm512_maskz_compress_epi32(mask, x); }
+  static __m512i spread(Mask mask, __m512i x) { return _mm512_maskz_expand_epi32(mask, x); }
+  static __m512i masked(Mask mask, __m512i x) { return _mm512_maskz_mov_epi32(mask, x); }
+  static __m512i at_most(__m512i x, __m512i most) { return _mm512_min_epu32(x, most); }
+  static __m512i shift_left(__m512i x, int by) {
+    return _mm512_sll_epi32(x, _mm_cvtsi32_si128(by));
+  }
+  static __m512i shift_right(__m512i x, int by) {
+    return _mm512_srl_epi32(x, _mm_cvtsi32_si128(by));
+  }
+  // Codes of at most 16 bits.
+  static void store(std::uint8_t* out, Mask mask, __m512i x, int width) {
+    if (width > 8) {
+      _mm512_mask_cvtepi32_storeu_epi16(out, mask, x);
+    } else {
+      _mm512_mask_cvtepi32_storeu_epi8(out, mask, x);
+    }
+  }
+  static __m512i load(const std::uint8_t* in, Mask mask, int width) {
+    return width > 8 ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, in))
+                     : _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, in));
+  }
+};
+
+// Counts the n values that are at least bounds[k] - offset. What follows them is zero.
+template <class T>
+ZERO_COMM_INLINE void count_longer(const T* values, int n, int offset, int* counts) {
+  using L = Lanes<T>;
+  constexpr int kNumBounds = Word<T>::kNumBounds;
+  __m512i least[kNumBounds];
+  for (int k = 0; k < kNumBounds; ++k) {
+    least[k] = L::all(static_cast<T>(Word<T>::kBounds[k] - static_cast<std::uint32_t>(offset)));
+    counts[k] = 0;
+  }
+  for (int i = 0; i < n; i += L::kCount) {
+    const __m512i x = _mm512_loadu_si512(values + i);
+    for (int k = 0; k < kNumBounds; ++k) counts[k] += count_bits(L::at_least(x, least[k]));
+  }
+}
+
+// Writes the positions of the bits that are set. Returns the end.
+ZERO_COMM_INLINE std::uint8_t* write_positions(const std::uint8_t* bitmap, std::uint8_t* out) {
+  alignas(64) std::uint8_t first[64];
+  for (int k = 0; k < 64; ++k) first[k] = static_cast<std::uint8_t>(k);
+  const __m512i numbers = _mm512_load_si512(first);
+  for (int i = 0; i < kBlock; i += 64) {
+    std::uint64_t word;
+    std::memcpy(&word, bitmap + i / 8, sizeof word);
+    const int found = count_bits(word);
+    const __m512i at = _mm512_add_epi8(numbers, _mm512_set1_epi8(static_cast<char>(i)));
+    const __mmask64 mask = found == 64 ? ~0ull : (1ull << found) - 1;
+    _mm512_mask_storeu_epi8(out, mask, _mm512_maskz_compress_epi8(word, at));
+    out += found;
+  }
+  return out;
+}
+
+// Fills `kept` with x - least of those elements of n that are at least `least`. May be in place.
+template <class T>
+ZERO_COMM_INLINE int keep_from(const T* x, int n, T least, T* kept) {
+  using L = Lanes<T>;
+  const __m512i bound = L::all(least);
+  int found = 0;
+  for (int i = 0; i < n; i += L::kCount) {
+    const __m512i values = _mm512_loadu_si512(x + i);
+    auto mask = L::at_least(values, bound);
+    if (n - i < L::kCount) mask &= static_cast<typename L::Mask>((1u << (n - i)) - 1u);
+    _mm512_storeu_si512(kept + found, L::keep(mask, L::subtract(values, bound)));
+    found += count_bits(mask);
+  }
+  return found;
+}
+
+// Sets the bits of the elements that changed, and fills `values` with their z - 1. Returns how
+// many.
+template <class T>
+ZERO_COMM_INLINE int collect(const T* old, const T* now, std::uint8_t* bitmap, T* values) {
+  using L = Lanes<T>;
+  T kept[2][kRoom];
+  int found = 0;
+  for (int i = 0; i < kBlock; i += L::kCount) {
+    const __m512i a = _mm512_loadu_si512(old + i), b = _mm512_loadu_si512(now + i);
+    const typename L::Mask mask = L::differ(a, b);
+    std::memcpy(bitmap + i / 8, &mask, L::kCount / 8);
+    _mm512_storeu_si512(kept[0] + found, L::keep(mask, a));
+    _mm512_storeu_si512(kept[1] + found, L::keep(mask, b));
+    found += count_bits(mask);
+  }
+  for (int i = 0; i < found; i += kVector) {
+    for (int k = i; k < i + kVector; ++k) {
+      values[k] = static_cast<T>(difference<T>(kept[0][k], kept[1][k]) - 1);
+    }
+  }
+  return found;
+}
+
+// Adds the elements of `more`, one after another, to those that are `top`. Returns how many.
+template <class T>
+ZERO_COMM_INLINE int add_to_top(T* x, int n, T top, const T* more) {
+  using L = Lanes<T>;
+  const __m512i bound = L::all(top);
+  int found = 0;
+  for (int i = 0; i < n; i += L::kCount) {
+    const __m512i values = _mm512_loadu_si512(x + i);
+    auto mask = L::at_least(values, bound);
+    if (n - i < L::kCount) mask &= static_cast<typename L::Mask>((1u << (n - i)) - 1u);
+    const __m512i added = L::spread(mask, _mm512_loadu_si512(more + found));
+    _mm512_storeu_si512(x + i, L::add(values, added));
+    found += count_bits(mask);
+  }
+  return found;
+}
+
+// Fills the elements of `z` whose bits are set with 1 + those of `values`, all others with 0.
+template <class T>
+ZERO_COMM_INLINE void spread(const std::uint8_t* bitmap, const T* values, T* z) {
+  using L = Lanes<T>;
+  const __m512i one = L::all(1);
+  int found = 0;
+  for (int i = 0; i < kBlock; i += L::kCount) {
+    typename L::Mask mask;
+    std::memcpy(&mask, bitmap + i / 8, L::kCount / 8);
+    const __m512i placed = L::spread(mask, _mm512_loadu_si512(values + found));
+    _mm512_storeu_si512(z + i, L::masked(mask, L::add(placed, one)));
+    found += count_bits(mask);
+  }
+}
+
+#else
+
+template <class T>
+ZERO_COMM_INLINE void count_longer(const T* ZERO_COMM_RESTRICT values, int n, int offset,
+                                   int* ZERO_COMM_RESTRICT counts) {
+  T largest = 0;
+  for (int i = 0; i < n; i += kVector) {
+    for (int k = i; k < i + kVector; ++k) largest = values[k] > largest ? values[k] : largest;
+  }
+  for (int number = 0; number < Word<T>::kNumBounds; ++number) {
+    const T least = static_cast<T>(Word<T>::kBounds[number] - static_cast<std::uint32_t>(offset));
+    T found = 0;  // a block has 256 elements: 16 bits hold the count
+    for (int i = 0; i < n && largest >= least; i += kVector) {
+      for (int k = i; k < i + kVector; ++k) found = static_cast<T>(found + (values[k] >= least));
+    }
+    counts[number] = static_cast<int>(found);
+  }
+}
+
+ZERO_COMM_INLINE std::uint8_t* write_positions(const std::uint8_t* bitmap, std::uint8_t* out) {
+  for (int i = 0; i < kBlock; i += 64) {
+    std::uint64_t word;
+    std::memcpy(&word, bitmap + i / 8, sizeof word);
+    for (; word != 0; word &= word - 1) *out++ = static_cast<std::uint8_t>(i + lowest_bit(word));
+  }
+  return out;
+}
+
+template <class T>
+ZERO_COMM_INLINE int keep_from(const T* x, int n, T least, T* kept) {
+  int found = 0;
+  for (int i = 0; i < n; ++i) {
+    const T value = x[i];
+    kept[found] = static_cast<T>(value - least);
+    found += value >= least ? 1 : 0;
+  }
+  return found;
+}
+
+template <class T>
+ZERO_COMM_INLINE int collect(const T* ZERO_COMM_RESTRICT old, const T* ZERO_COMM_RESTRICT now,
+                             std::uint8_t* ZERO_COMM_RESTRICT bitmap,
+                             T* ZERO_COMM_RESTRICT values) {
+  alignas(64) T z[kBlock];
+  for (int i = 0; i < kBlock; ++i) z[i] = difference<T>(old[i], now[i]);
+  for (int i = 0; i < kBlock; i += 8) {
+    int bits = 0;
+    for (int k = 0; k < 8; ++k) bits |= (z[i + k] != 0 ? 1 : 0) << k;
+    bitmap[i / 8] = static_cast<std::uint8_t>(bits);
+  }
+  return keep_from<T>(z, kBlock, 1, values);
+}
+
+template <class T>
+ZERO_COMM_INLINE int add_to_top(T* x, int n, T top, const T* more) {
+  int found = 0;
+  for (int i = 0; i < n; ++i) {
+    const bool is_top = x[i] == top;
+    x[i] = static_cast<T>(x[i] + (is_top ? more[found] : T{0}));
+    found += is_top ? 1 : 0;
+  }
+  return found;
+}
+
+template <class T>
+ZERO_COMM_INLINE void spread(const std::uint8_t* bitmap, const T* values, T* z) {
+  std::memset(z, 0, kBlock * sizeof(T));
+  for (int i = 0; i < kBlock; i += 64) {
+    std::uint64_t word;
+    std::memcpy(&word, bitmap + i / 8, sizeof word);
+    for (; word != 0; word &= word - 1) {
+      z[i + lowest_bit(word)] = static_cast<T>(1 + *values++);
+    }
+  }
+}
+
+#endif
+
+// ---- levels: codes of fixed widths -----------------------------------------------------------
+
+ZERO_COMM_INLINE int packed_nbytes(int n, int width) { return (n * width + 7) / 8; }
+
+// Codes of 2 and 4 bits: byte j has the codes of elements j, j + q, ..., q being their number of
+// bytes, so that vectors are loaded whole. Those past n are zeros.
+#if defined(ZERO_COMM_VBMI2)
+
+template <class T>
+ZERO_COMM_INLINE void pack(const T* x, int n, int width, std::uint8_t* out) {
+  using L = Lanes<T>;
+  const int q = packed_nbytes(n, width < 8 ? width : 8), num_parts = width < 8 ? 8 / width : 1;
+  const __m512i top = L::all(static_cast<T>((std::uint64_t{1} << width) - 1));
+  if (width == Word<T>::kBits) {
+    std::memcpy(out, x, static_cast<std::size_t>(n) * sizeof(T));
+    return;
+  }
+  for (int j = 0; j < q; j += L::kCount) {
+    __m512i bytes = L::at_most(_mm512_loadu_si512(x + j), top);
+    for (int part = 1; part < num_parts; ++part) {
+      const __m512i codes = L::at_most(_mm512_loadu_si512(x + j + part * q), top);
+      bytes = _mm512_or_si512(bytes, L::shift_left(codes, part * width));
+    }
+    const auto mask = q - j < L::kCount ? static_cast<typename L::Mask>((1u << (q - j)) - 1u)
+                                        : static_cast<typename L::Mask>(~0u);
+    L::store(out + j * (width > 8 ? 2 : 1), mask, bytes, width);
+  }
+}
+
+// A quarter's or half's last vector reaches into the next one, which is written later.
+template <class T>
+ZERO_COMM_INLINE void unpack(const std::uint8_t* codes, int n, int width, T* x) {
+  using L = Lanes<T>;
+  const int q = packed_nbytes(n, width < 8 ? width : 8), num_parts = width < 8 ? 8 / width : 1;
+  const __m512i top = L::all(static_cast<T>((std::uint64_t{1} << width) - 1));
+  if (width == Word<T>::kBits) {
+    std::memcpy(x, codes, static_cast<std::size_t>(n) * sizeof(T));
+    return;
+  }
+  for (int part = 0; part < num_parts; ++part) {
+    for (int j = 0; j < q; j += L::kCount) {
+      const auto mask = q - j < L::kCount ? static_cast<typename L::Mask>((1u << (q - j)) - 1u)
+                                          : static_cast<typename L::Mask>(~0u);
+      const __m512i bytes = L::load(codes + j * (width > 8 ? 2 : 1), mask, width);
+      _mm512_storeu_si512(x + part * q + j,
+                          _mm512_and_si512(L::shift_right(bytes, part * width), top));
+    }
+  }
+}
+
+#else
+
+template <class T>
+ZERO_COMM_INLINE void pack(const T* ZERO_COMM_RESTRICT x, int n, int width,
+                           std::uint8_t* ZERO_COMM_RESTRICT out) {
+  const int q = packed_nbytes(n, width);
+  const T top = static_cast<T>((std::uint64_t{1} << width) - 1);
+  if (width == 2) {
+    for (int j = 0; j < q; ++j) {
+      const T a = x[j] < top ? x[j] : top, b = x[j + q] < top ? x[j + q] : top;
+      const T c = x[j + 2 * q] < top ? x[j + 2 * q] : top;
+      const T d = x[j + 3 * q] < top ? x[j + 3 * q] : top;
+      out[j] = static_cast<std::uint8_t>(a | (b << 2) | (c << 4) | (d << 6));
+    }
+  } else if (width == 4) {
+    for (int j = 0; j < q; ++j) {
+      const T a = x[j] < top ? x[j] : top, b = x[j + q] < top ? x[j + q] : top;
+      out[j] = static_cast<std::uint8_t>(a | (b << 4));
+    }
+  } else if (width == 8) {
+    for (int j = 0; j < n; ++j) out[j] = static_cast<std::uint8_t>(x[j] < top ? x[j] : top);
+  } else if (width == 16) {
+    for (int j = 0; j < n; ++j) {
+      const std::uint16_t code = static_cast<std::uint16_t>(x[j] < top ? x[j] : top);
+      std::memcpy(out + 2 * j, &code, 2);
+    }
+  } else {
+    std::memcpy(out, x, static_cast<std::size_t>(n) * 4);
+  }
+}
+
+template <class T>
+ZERO_COMM_INLINE void unpack(const std::uint8_t* ZERO_COMM_RESTRICT codes, int n, int width,
+                             T* ZERO_COMM_RESTRICT x) {
+  const int q = packed_nbytes(n, width);
+  if (width == 2) {
+    for (int j = 0; j < q; ++j) x[j] = codes[j] & 3;
+    for (int j = 0; j < q; ++j) x[j + q] = (codes[j] >> 2) & 3;
+    for (int j = 0; j < q; ++j) x[j + 2 * q] = (codes[j] >> 4) & 3;
+    for (int j = 0; j < q; ++j) x[j + 3 * q] = codes[j] >> 6;
+  } else if (width == 4) {
+    for (int j = 0; j < q; ++j) x[j] = codes[j] & 15;
+    for (int j = 0; j < q; ++j) x[j + q] = codes[j] >> 4;
+  } else if (width == 8) {
+    for (int j = 0; j < n; ++j) x[j] = codes[j];
+  } else if (width == 16) {
+    for (int j = 0; j < n; ++j) {
+      std::uint16_t code;
+      std::memcpy(&code, codes + 2 * j, 2);
+      x[j] = code;
+    }
+  } else {
+    std::memcpy(x, codes, static_cast<std::size_t>(n) * 4);
+  }
+}
+
+#endif
+
+// Writes the levels of n values, which it changes. Returns the end.
+template <class T>
+ZERO_COMM_INLINE std::uint8_t* write_levels(T* values, int n, int width, std::uint8_t* out) {
+  for (;; width *= 2) {
+    clear_past<T>(values, n);  // the last byte's absent codes
+    pack<T>(values, n, width, out);
+    out += packed_nbytes(n, width);
+    if (width == Word<T>::kBits) return out;
+    const T top = static_cast<T>((std::uint64_t{1} << width) - 1);
+    n = keep_from<T>(values, n, top, values);
+    if (n == 0) return out;
+  }
+}
+
+// Reads the levels of n values that end at `end`. Returns whether they do.
+template <class T>
+ZERO_COMM_INLINE bool read_levels(const std::uint8_t* codes, const std::uint8_t* end, int n,
+                                  int width, T* values) {
+  T levels[5][kRoom];
+  int counts[5], num_levels = 0;
+  for (int w = width;; w *= 2) {
+    const int nbytes = packed_nbytes(n, w);
+    if (end - codes < nbytes) return false;
+    T* const level = num_levels == 0 ? values : levels[num_levels];
+    unpack<T>(codes, n, w, level);
+    codes += nbytes;
+    counts[num_levels++] = n;
+    if (w == Word<T>::kBits) break;
+    const T top = static_cast<T>((std::uint64_t{1} << w) - 1);
+    int escaped = 0;
+    for (int i = 0; i < n; ++i) escaped += level[i] == top ? 1 : 0;
+    if (escaped == 0) break;
+    n = escaped;
+  }
+  for (int k = num_levels - 2; k >= 0; --k) {
+    const T top = static_cast<T>((std::uint64_t{1} << (width << k)) - 1);
+    add_to_top<T>(k == 0 ? values : levels[k], counts[k], top, levels[k + 1]);
+  }
+  return codes == end;
+}
+
+// ---- blocks ----------------------------------------------------------------------------------
+
+// The smallest of the modes from `first_mode` on as bytes << 4 | mode: after `prefix` bytes levels
+// of n integers, of which `counts` are longer than the bounds.
+template <class T>
+ZERO_COMM_INLINE int smallest(int n, const int* counts, int prefix, int first_mode, int best) {
+  for (int start = 0; start < Word<T>::kNumStarts; ++start) {
+    int nbytes = prefix + packed_nbytes(n, 2 << start);
+    for (int width = 4 << start; width <= Word<T>::kBits; width *= 2) {
+      nbytes += packed_nbytes(*counts++, width);
+    }
+    const int found = nbytes << 4 | (first_mode + start);
+    best = found < best ? found : best;
+  }
+  return best;
+}
+
+// Codes one block of `size` elements, of which there are 256 in memory. Returns its descriptor.
+template <class T>
+ZERO_COMM_INLINE std::uint16_t encode_block(const T* old, const T* now, int size,
+                                            std::uint8_t* out) {
+  alignas(64) T values[kRoom];
+  std::uint8_t bitmap[kBitmapNbytes];
+  const int changed = collect<T>(old, now, bitmap, values);
+  if (changed == 0) return 0;
+  clear_past<T>(values, changed);
+  int counts[Word<T>::kNumBounds];
+  count_longer<T>(values, changed, 0, counts);
+  int best = size * static_cast<int>(sizeof(T)) << 4 | kRaw;
+  if (changed < kBlock) best = smallest<T>(changed, counts, 1 + changed, kList, best);
+  best = smallest<T>(changed, counts, kBitmapNbytes, kBitmap, best);
+  if (changed > kBlock / 8) {  // fewer take less in a list
+    count_longer<T>(values, changed, 1, counts);
+    best = smallest<T>(kBlock, counts, 0, kDense, best);
+  }
+  const int mode = best & 15, nbytes = best >> 4;
+  if (mode == kRaw) {
+    std::memcpy(out, now, static_cast<std::size_t>(nbytes));
+  } else if (mode >= kDense) {
+    alignas(64) T z[kRoom];
+    spread<T>(bitmap, values, z);
+    write_levels<T>(z, kBlock, 2 << (mode - kDense), out);
+  } else if (mode >= kBitmap) {
+    std::memcpy(out, bitmap, kBitmapNbytes);
+    write_levels<T>(values, changed, 2 << (mode - kBitmap), out + kBitmapNbytes);
+  } else {
+    *out = static_cast<std::uint8_t>(changed);
+    write_levels<T>(values, changed, 2 << (mode - kList), write_positions(bitmap, out + 1));
+  }
+  return static_cast<std::uint16_t>((mode << kModeShift) | nbytes);
+}
+
+// Changes one block of `size` elements, of which there are 256 in memory. Returns whether its
+// bytes are those of a block.
+template <class T>
+ZERO_COMM_INLINE bool decode_block(std::uint16_t descriptor, const std::uint8_t* codes, int size,
+                                   T* x) {
+  const int mode = descriptor >> kModeShift;
+  const int nbytes = descriptor & ((1 << kModeShift) - 1);
+  if (mode == kSame) return nbytes == 0;
+  if (mode == kRaw) {
+    if (nbytes != size * static_cast<int>(sizeof(T))) return false;
+    std::memcpy(x, codes, static_cast<std::size_t>(nbytes));
+    return true;
+  }
+  alignas(64) T z[kRoom];
+  const std::uint8_t* const end = codes + nbytes;
+  if (mode >= kDense) {
+    const int start = mode - kDense;
+    if (start >= Word<T>::kNumStarts) return false;
+    if (!read_levels<T>(codes, end, kBlock, 2 << start, z)) return false;
+    apply_differences<T>(z, x);
+    return true;
+  }
+  const int start = mode - (mode >= kBitmap ? kBitmap : kList);
+  if (start >= Word<T>::kNumStarts) return false;
+  std::uint8_t bitmap[kBitmapNbytes] = {};
+  int changed = 0;
+  if (mode >= kBitmap) {
+    if (nbytes < kBitmapNbytes) return false;
+    std::memcpy(bitmap, codes, kBitmapNbytes);
+    codes += kBitmapNbytes;
+    for (int i = 0; i < kBitmapNbytes; i += 8) {
+      std::uint64_t word;
+      std::memcpy(&word, bitmap + i, sizeof word);
+      changed += count_bits(word);
+    }
+  } else {
+    if (nbytes < 1 || nbytes < 1 + codes[0]) return false;
+    changed = *codes++;
+    int previous = -1;
+    for (int i = 0; i < changed; ++i) {
+      const int at = *codes++;
+      if (at <= previous) return false;
+      bitmap[at / 8] = static_cast<std::uint8_t>(bitmap[at / 8] | (1 << (at % 8)));
+      previous = at;
+    }
+  }
+  if (changed == 0) return false;
+  alignas(64) T values[kRoom];
+  if (!read_levels<T>(codes, end, changed, 2 << start, values)) return false;
+  spread<T>(bitmap, values, z);
+  apply_differences<T>(z, x);
+  return true;
+}
+
+template <class T>
+std::int64_t encode_blocks(const void* old, const void* now, std::int64_t numel,
+                           std::uint16_t* descriptors, std::uint8_t* out) {
+  const std::uint8_t* const begin = out;
+  for (std::int64_t start = 0; start < numel; start += kBlock) {
+    const T* const a = static_cast<const T*>(old) + start;
+    const T* const b = static_cast<const T*>(now) + start;
+    const int size = static_cast<int>(numel - start < kBlock ? numel - start : kBlock);
+    std::uint16_t descriptor;
+    if (size == kBlock) {
+      descriptor = encode_block<T>(a, b, size, out);
+    } else {
+      T padded[2][kBlock] = {};
+      std::memcpy(padded[0], a, static_cast<std::size_t>(size) * sizeof(T));
+      std::memcpy(padded[1], b, static_cast<std::size_t>(size) * sizeof(T));
+      descriptor = encode_block<T>(padded[0], padded[1], size, out);
+    }
+    *descriptors++ = descriptor;
+    out += descriptor & ((1 << kModeShift) - 1);
+  }
+  return out - begin;
+}
+
+template <class T>
+bool decode_blocks(const std::uint16_t* descriptors, const std::uint8_t* codes, std::int64_t numel,
+                   void* values) {
+  for (std::int64_t start = 0; start < numel; start += kBlock) {
+    T* const x = static_cast<T*>(values) + start;
+    const int size = static_cast<int>(numel - start < kBlock ? numel - start : kBlock);
+    const std::uint16_t descriptor = *descriptors++;
+    if (size == kBlock) {
+      if (!decode_block<T>(descriptor, codes, size, x)) return false;
+    } else {
+      T padded[kBlock] = {};
+      const std::size_t nbytes = static_cast<std::size_t>(size) * sizeof(T);
+      std::memcpy(padded, x, nbytes);
+      if (!decode_block<T>(descriptor, codes, size, padded)) return false;
+      std::memcpy(x, padded, nbytes);
+    }
+    codes += descriptor & ((1 << kModeShift) - 1);
+  }
+  return true;
+}
+
+// ---- checksums -------------------------------------------------------------------------------
+
+std::uint64_t sum_words(const std::uint64_t* ZERO_COMM_RESTRICT words, std::int64_t count,
+                        const std::uint64_t* ZERO_COMM_RESTRICT odd) {
+  constexpr std::int64_t kRun = 1024;
+  std::uint64_t total = 0;
+  for (std::int64_t start = 0, run = 0; start < count; start += kRun, ++run) {
+    const std::int64_t size = count - start < kRun ? count - start : kRun;
+    std::uint64_t sum = 0;
+    for (std::int64_t i = 0; i < size; ++i) sum += words[start + i] * odd[i];
+    total += sum * static_cast<std::uint64_t>(2 * run + 1);
+  }
+  return total;
+}

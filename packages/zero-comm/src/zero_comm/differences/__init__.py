@@ -1,0 +1,1 @@
+"""Lossless differences between two versions of a tensor."""

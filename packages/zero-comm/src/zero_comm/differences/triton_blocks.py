@@ -1,0 +1,390 @@
+"""Triton kernels of lossless differences, each of which handles one tile of consecutive blocks.
+
+[Note: the difference buffer] in `difference_format` has the modes and bytes. A **tile** is a matrix
+with a block of 256 elements per row. Elements are passed as int16 or int32 and handled as uint32. A
+block's **members** are the elements whose integers its levels hold; a member's **rank** is its
+number among them. Blocks of a tile have modes and widths of their own: every width is a step that
+all take, masked.
+"""
+
+# No `from __future__ import annotations`: Triton reads the annotations of the kernels.
+import triton
+import triton.language as tl
+
+from zero_comm.differences import difference_format
+
+BLOCK = tl.constexpr(difference_format.BLOCK_NUMEL)
+BITMAP_NBYTES = tl.constexpr(difference_format.BITMAP_NBYTES)
+MODE_SHIFT = tl.constexpr(difference_format.MODE_SHIFT)
+NBYTES_MASK = tl.constexpr((1 << difference_format.MODE_SHIFT) - 1)
+SAME = tl.constexpr(difference_format.SAME)
+RAW = tl.constexpr(difference_format.RAW)
+LIST = tl.constexpr(difference_format.LIST)
+BITMAP = tl.constexpr(difference_format.BITMAP)
+DENSE = tl.constexpr(difference_format.DENSE)
+
+
+# Descriptors and codes begin at any even address: one compiled kernel serves all.
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["descriptors_ptr"])
+def choose_kernel(
+    old_ptr: tl.tensor,
+    new_ptr: tl.tensor,
+    descriptors_ptr: tl.tensor,
+    numel: tl.tensor,
+    BITS: tl.constexpr,
+    NUM_STARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Store the descriptors of a tile, int16."""
+    block = _blocks(BLOCKS)
+    present = _present(block, numel)
+    z = _differences(_load(old_ptr, numel, BITS, BLOCKS), _load(new_ptr, numel, BITS, BLOCKS), BITS)
+    changed = tl.sum((z > 0).to(tl.int32), 1)
+    # The mode in the lowest bits: of the fewest bytes the lowest.
+    best = present * (BITS // 8) * 16 + RAW
+    for START in tl.static_range(NUM_STARTS):
+        of_all, of_changed = _levels_nbytes(z, changed, 2 << START, BITS)
+        listed = tl.where(changed < BLOCK, 1 + changed + of_changed, 1 << 20)
+        best = tl.minimum(best, listed * 16 + (LIST + START))
+        best = tl.minimum(best, (of_changed + BITMAP_NBYTES) * 16 + (BITMAP + START))
+        best = tl.minimum(best, of_all * 16 + (DENSE + START))
+    best = tl.where(changed > 0, best, SAME)
+    descriptors = ((best & 15) << MODE_SHIFT) + (best >> 4)
+    tl.store(descriptors_ptr + block, descriptors.to(tl.int16), mask=present > 0)
+
+
+@triton.jit(
+    do_not_specialize=["numel"], do_not_specialize_on_alignment=["descriptors_ptr", "codes_ptr"]
+)
+def encode_kernel(
+    old_ptr: tl.tensor,
+    new_ptr: tl.tensor,
+    descriptors_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    numel: tl.tensor,
+    BITS: tl.constexpr,
+    NUM_STARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Write the codes of a tile. ``ends``, int64, are those of the blocks in ``codes``."""
+    block = _blocks(BLOCKS)
+    present = _present(block, numel)
+    mode, nbytes, end = _place(descriptors_ptr, ends_ptr, block, present)
+    is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
+    lane = tl.arange(0, BLOCK)[None, :]
+    new = _load(new_ptr, numel, BITS, BLOCKS)
+    z = _differences(_load(old_ptr, numel, BITS, BLOCKS), new, BITS)
+    begin_ptr = codes_ptr + (end - nbytes)
+    row_ptr = begin_ptr[:, None]
+
+    is_raw = mode == RAW
+    if tl.max(is_raw.to(tl.int32), 0) > 0:
+        is_element = is_raw[:, None] & (lane < present[:, None])
+        _store_wide(row_ptr + lane * (BITS // 8), new, is_element, BITS)
+
+    is_member = ((z > 0) & (is_list | is_bitmap)[:, None]) | is_dense[:, None]
+    count = tl.sum(is_member.to(tl.int32), 1)
+    if tl.max(is_list.to(tl.int32), 0) > 0:
+        tl.store(begin_ptr, count.to(tl.uint8), mask=is_list)
+        positions = tl.broadcast_to(lane, [BLOCKS, BLOCK]).to(tl.uint8)
+        tl.store(row_ptr + 1 + _ranks(is_member), positions, mask=is_member & is_list[:, None])
+    if tl.max(is_bitmap.to(tl.int32), 0) > 0:
+        eights = tl.reshape(is_member.to(tl.int32), [BLOCKS, BITMAP_NBYTES, 8])
+        bitmap = tl.sum(eights << tl.arange(0, 8)[None, None, :], 2)
+        byte = tl.arange(0, BITMAP_NBYTES)[None, :]
+        tl.store(row_ptr + byte, bitmap.to(tl.uint8), mask=is_bitmap[:, None])
+
+    level_ptr = begin_ptr + _header_nbytes(is_list, is_bitmap, count)
+    rest = tl.where(is_dense[:, None], z, z - 1)
+    for LEVEL in tl.static_range(NUM_STARTS + 1):
+        is_begun = (start <= LEVEL)[:, None]
+        is_here = is_member & is_begun
+        count = tl.sum(is_here.to(tl.int32), 1)
+        if tl.max(count, 0) > 0:
+            _write_level(level_ptr[:, None], rest, is_here, count[:, None], 2 << LEVEL)
+        level_ptr += _level_nbytes(count, 2 << LEVEL)
+        if LEVEL < NUM_STARTS:
+            largest = (1 << (2 << LEVEL)) - 1
+            is_member = is_member & ((rest >= largest) | (is_begun == 0))
+            rest = tl.where(is_begun, rest - largest, rest)
+
+
+@triton.jit(
+    do_not_specialize=["numel", "codes_nbytes"],
+    do_not_specialize_on_alignment=["descriptors_ptr", "codes_ptr"],
+)
+def decode_kernel(
+    descriptors_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    is_bad_ptr: tl.tensor,
+    numel: tl.tensor,
+    codes_nbytes: tl.tensor,
+    BITS: tl.constexpr,
+    NUM_STARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Change the elements of a tile in place.
+
+    A block that no encoder wrote stays as it was and sets ``is_bad``, int32; so do all of them if
+    they don't have ``codes_nbytes`` together. A block reads its own bytes alone, whatever they are.
+    """
+    block = _blocks(BLOCKS)
+    present = _present(block, numel)
+    mode, nbytes, end = _place(descriptors_ptr, ends_ptr, block, present)
+    is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
+    has_levels = is_list | is_bitmap | is_dense
+    is_raw = mode == RAW
+    lane = tl.arange(0, BLOCK)[None, :]
+    begin_ptr = codes_ptr + (end - nbytes)
+    row_ptr = begin_ptr[:, None]
+
+    total = tl.load(ends_ptr + (tl.cdiv(numel.to(tl.int64), BLOCK) - 1))
+    is_good = (total == codes_nbytes) & (has_levels | is_raw | ((mode == SAME) & (nbytes == 0)))
+    is_good = is_good & ((is_raw == 0) | (nbytes == present * (BITS // 8)))
+    is_good = is_good & (nbytes >= _header_nbytes(is_list, is_bitmap, 0))
+    listed = tl.load(begin_ptr, mask=is_list & is_good, other=0).to(tl.int32)
+    header_nbytes = _header_nbytes(is_list, is_bitmap, listed)
+    is_good = is_good & (nbytes >= header_nbytes)
+
+    # A lane has the element at its place, or, of a list, the one that is listed there.
+    is_listed = (is_list & is_good)[:, None] & (lane < listed[:, None])
+    position = tl.load(row_ptr + 1 + lane, mask=is_listed, other=0).to(tl.int32)
+    has_previous = is_listed & (lane > 0)
+    previous = tl.load(row_ptr + lane, mask=has_previous, other=0).to(tl.int32)
+    is_falling = has_previous & (position <= previous)
+    is_good = is_good & (tl.sum(is_falling.to(tl.int32), 1) == 0)
+    place = tl.where(is_list[:, None], position, lane)
+    bitmap = tl.load(row_ptr + lane // 8, mask=(is_bitmap & is_good)[:, None], other=0)
+    is_set = ((bitmap.to(tl.int32) >> (lane & 7)) & 1) > 0
+    is_member = (is_listed | is_set | is_dense[:, None]) & is_good[:, None]
+    count = tl.sum(is_member.to(tl.int32), 1)
+    is_good = is_good & ((has_levels == 0) | (count > 0))
+    is_changed = is_member
+
+    at = (end - nbytes) + header_nbytes
+    z = tl.zeros([BLOCKS, BLOCK], tl.uint32)
+    for LEVEL in tl.static_range(NUM_STARTS + 1):
+        is_begun = (start <= LEVEL)[:, None]
+        count = tl.sum((is_member & is_begun).to(tl.int32), 1)
+        next_at = at + _level_nbytes(count, 2 << LEVEL)
+        is_good = is_good & ((has_levels == 0) | (next_at <= end))
+        is_member = is_member & is_good[:, None]
+        is_longer = is_member
+        if tl.max(count, 0) > 0:
+            is_here = is_member & is_begun
+            level_ptr = codes_ptr + at
+            codes = _read_level(level_ptr[:, None], is_here, count[:, None], 2 << LEVEL)
+            z += codes
+            is_longer = is_member & ((codes == ((1 << (2 << LEVEL)) - 1)) | (is_begun == 0))
+        is_member = is_longer
+        at = next_at
+    is_good = is_good & ((has_levels == 0) | (at == end))
+
+    z = tl.where(is_dense[:, None], z, z + 1)
+    is_inside = (place < present[:, None]) & is_good[:, None]
+    is_changed = is_changed & is_inside
+    first_ptr = values_ptr + tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
+    element_ptr = first_ptr + (tl.arange(0, BLOCKS)[:, None] * BLOCK + place)
+    old = tl.load(element_ptr, mask=is_changed, other=0)
+    new = _moved(_unsigned(old, BITS), z, BITS)
+    if tl.max(is_raw.to(tl.int32), 0) > 0:
+        is_element = is_inside & is_raw[:, None]
+        raw = _load_wide(row_ptr + lane * (BITS // 8), is_element, BITS)
+        new = tl.where(is_raw[:, None], raw, new)
+        is_changed = is_changed | is_element
+    tl.store(element_ptr, new.to(old.dtype), mask=is_changed)
+    num_bad = tl.sum(((present > 0) & (is_good == 0)).to(tl.int32), 0)
+    tl.store(is_bad_ptr, 1, mask=num_bad > 0)
+
+
+@triton.jit
+def _blocks(BLOCKS: tl.constexpr) -> tl.tensor:
+    """Return the numbers of the blocks of this program's tile, as int64."""
+    return tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+
+
+@triton.jit
+def _present(block: tl.tensor, numel: tl.tensor) -> tl.tensor:
+    """Return how many elements of each block there are, none of one past the last."""
+    return tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
+
+
+@triton.jit
+def _load(ptr: tl.tensor, numel: tl.tensor, BITS: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
+    """Return the bits of a tile, zeros past the end. Only a tile that has an end is masked."""
+    first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
+    offsets = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    num_inside = tl.minimum(numel - first, BLOCKS * BLOCK).to(tl.int32)
+    if num_inside < BLOCKS * BLOCK:
+        raw = tl.load(ptr + first + offsets, mask=offsets < num_inside, other=0)
+    else:
+        raw = tl.load(ptr + first + offsets)
+    return _unsigned(raw, BITS)
+
+
+@triton.jit
+def _unsigned(raw: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    return raw.to(tl.uint32) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _differences(old: tl.tensor, new: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Return ``z``."""
+    MASK: tl.constexpr = (1 << BITS) - 1
+    moved = (_ordered(new, BITS) - _ordered(old, BITS)) & MASK
+    return ((moved << 1) ^ tl.where(moved >> (BITS - 1) > 0, MASK, 0)) & MASK
+
+
+@triton.jit
+def _moved(old: tl.tensor, z: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Return the bits that differ from ``old`` by ``z``."""
+    MASK: tl.constexpr = (1 << BITS) - 1
+    z = z & MASK
+    integer = (_ordered(old, BITS) + ((z >> 1) ^ tl.where((z & 1) > 0, MASK, 0))) & MASK
+    return integer ^ tl.where(integer >> (BITS - 1) > 0, 1 << (BITS - 1), MASK)
+
+
+@triton.jit
+def _ordered(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    return bits ^ tl.where(bits >> (BITS - 1) > 0, (1 << BITS) - 1, 1 << (BITS - 1))
+
+
+@triton.jit
+def _level_nbytes(count: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    return (count * WIDTH + 7) >> 3
+
+
+@triton.jit
+def _levels_nbytes(
+    z: tl.tensor, changed: tl.tensor, WIDTH: tl.constexpr, BITS: tl.constexpr
+) -> tl.tensor:
+    """Return the bytes of the levels of each block's ``z``, and of ``z - 1`` of what changed."""
+    of_all = tl.zeros_like(changed) + BLOCK * WIDTH // 8
+    of_changed = _level_nbytes(changed, WIDTH)
+    bound = tl.full([], 0, tl.uint32)
+    for LEVEL in tl.static_range(4):
+        if (WIDTH << LEVEL) < BITS:
+            bound += (1 << (WIDTH << LEVEL)) - 1
+            longer = tl.sum((z >= bound).to(tl.int32) + ((z > bound).to(tl.int32) << 16), 1)
+            of_all += _level_nbytes(longer & 0xFFFF, WIDTH << (LEVEL + 1))
+            of_changed += _level_nbytes(longer >> 16, WIDTH << (LEVEL + 1))
+    return of_all, of_changed
+
+
+@triton.jit
+def _place(
+    descriptors_ptr: tl.tensor, ends_ptr: tl.tensor, block: tl.tensor, present: tl.tensor
+) -> tl.tensor:
+    """Return mode, bytes and end of each block."""
+    descriptors = tl.load(descriptors_ptr + block, mask=present > 0, other=0).to(tl.int32)
+    end = tl.load(ends_ptr + block, mask=present > 0, other=0)
+    return (descriptors >> MODE_SHIFT) & 31, descriptors & NBYTES_MASK, end
+
+
+@triton.jit
+def _layout(mode: tl.tensor, NUM_STARTS: tl.constexpr) -> tl.tensor:
+    """Return whether each block is a list, a bitmap or dense, and its ``s``."""
+    is_list = (mode >= LIST) & (mode < LIST + NUM_STARTS)
+    is_bitmap = (mode >= BITMAP) & (mode < BITMAP + NUM_STARTS)
+    is_dense = (mode >= DENSE) & (mode < DENSE + NUM_STARTS)
+    return is_list, is_bitmap, is_dense, (mode - LIST) & 3
+
+
+@triton.jit
+def _header_nbytes(is_list: tl.tensor, is_bitmap: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """Return the bytes before the levels, of lists of ``count`` elements."""
+    return tl.where(is_list, 1 + count, tl.where(is_bitmap, BITMAP_NBYTES, 0))
+
+
+@triton.jit
+def _ranks(is_member: tl.tensor) -> tl.tensor:
+    return tl.cumsum(is_member.to(tl.int32), 1) - 1
+
+
+@triton.jit
+def _part(rank: tl.tensor, q: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return the place within its byte of each code of 2 or 4 bits, in a level of ``q`` bytes."""
+    part = (rank >= q).to(tl.int32)
+    if WIDTH == 2:
+        part += (rank >= 2 * q).to(tl.int32) + (rank >= 3 * q).to(tl.int32)
+    return part
+
+
+@triton.jit
+def _write_level(
+    level_ptr: tl.tensor,
+    rest: tl.tensor,
+    is_here: tl.tensor,
+    count: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Write one level of the blocks that have it."""
+    codes = tl.minimum(rest, (1 << WIDTH) - 1)
+    rank = _ranks(is_here)
+    if WIDTH >= 8:
+        _store_wide(level_ptr + rank * (WIDTH // 8), codes, is_here, WIDTH)
+    else:
+        q = _level_nbytes(count, WIDTH)
+        packed = _packed(codes, rank, count, q, WIDTH)
+        byte = tl.arange(0, BLOCK * WIDTH // 8)[None, :]
+        tl.store(level_ptr + byte, packed.to(tl.uint8), mask=byte < q)
+
+
+@triton.jit
+def _packed(
+    codes: tl.tensor, rank: tl.tensor, count: tl.tensor, q: tl.tensor, WIDTH: tl.constexpr
+) -> tl.tensor:
+    """Return bytes of codes of 2 or 4 bits, the ``q`` of each block first.
+
+    Each lane has a place in a byte and takes the code of the rank that belongs there. A binary
+    search finds its element: ranks ascend. So no two threads share a byte of memory.
+    """
+    PARTS: tl.constexpr = 8 // WIDTH
+    NBYTES: tl.constexpr = BLOCK // PARTS
+    lane = tl.arange(0, BLOCK)[None, :]
+    byte = lane % NBYTES
+    wanted = byte + lane // NBYTES * q
+    at = tl.zeros_like(rank)
+    for STEP in tl.static_range(8):
+        probe = tl.gather(rank, at + ((128 >> STEP) - 1), 1)
+        at += tl.where(probe < wanted, 128 >> STEP, 0)
+    taken = tl.gather(codes, at, 1)
+    taken = tl.where((byte < q) & (wanted < count), taken, 0)
+    shift = tl.arange(0, PARTS)[None, :, None] * WIDTH
+    parts = tl.reshape(taken, [codes.shape[0], PARTS, NBYTES])
+    return tl.sum(parts << shift.to(tl.uint32), 1)
+
+
+@triton.jit
+def _read_level(
+    level_ptr: tl.tensor, is_here: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr
+) -> tl.tensor:
+    """Return the codes of one level as uint32, zeros for what has none."""
+    rank = _ranks(is_here)
+    if WIDTH >= 8:
+        codes = _load_wide(level_ptr + rank * (WIDTH // 8), is_here, WIDTH)
+    else:
+        q = _level_nbytes(count, WIDTH)
+        part = _part(rank, q, WIDTH)
+        byte = tl.load(level_ptr + (rank - part * q), mask=is_here, other=0).to(tl.uint32)
+        codes = (byte >> (part * WIDTH).to(tl.uint32)) & ((1 << WIDTH) - 1)
+    return codes
+
+
+@triton.jit
+def _store_wide(ptr: tl.tensor, values: tl.tensor, mask: tl.tensor, WIDTH: tl.constexpr) -> None:
+    """Store integers of ``WIDTH`` bits at any address, the lowest byte first."""
+    for BYTE in tl.static_range(WIDTH // 8):
+        tl.store(ptr + BYTE, (values >> (8 * BYTE)).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _load_wide(ptr: tl.tensor, mask: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return integers of ``WIDTH`` bits from any address as uint32, zeros where masked."""
+    values = tl.load(ptr, mask=mask, other=0).to(tl.uint32)
+    for BYTE in tl.static_range(1, WIDTH // 8):
+        values = values | (tl.load(ptr + BYTE, mask=mask, other=0).to(tl.uint32) << (8 * BYTE))
+    return values

@@ -1,0 +1,1 @@
+"""Patches of the weights: written by a training, applied by receivers elsewhere."""

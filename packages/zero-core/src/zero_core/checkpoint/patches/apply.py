@@ -1,0 +1,125 @@
+"""Application of patches, to models in memory and to folders of safetensors files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.checkpoint.patches.document import Document, PatchedTensor, WeightPatch
+from zero_core.checkpoint.patches.folder import patch_folder
+from zero_core.checkpoint.patches.received import ReceivedPatch, open_patch
+from zero_core.checkpoint.patches.versions import Version, check_version
+from zero_core.checkpoint.safetensors_files import DTYPES
+from zero_core.errors import CheckpointError
+from zero_core.layout.discovery import plain_name
+from zero_core.lifecycle import owner_of
+
+_VERSION = "_zero_patch_version"
+
+
+def apply_patch(
+    target: nn.Module | str | Path,
+    patch: WeightPatch | bytes | str | Path,
+    *,
+    version: int | None = None,
+) -> int:
+    """Apply a patch of the weights: what `zero_core.Engine.weight_patch` wrote.
+
+    The target is a model in memory, on any devices, or a folder of safetensors files as
+    transformers writes it. Its values are those of the engine afterwards, bit by bit, in tensors
+    that the patch describes. Everything is checked before the first value changes. The files of a
+    folder are replaced, not changed: a reader finds the old model or the new one. Which version a
+    target has is kept with it: in an attribute of the model, in the metadata of the folder.
+
+    Args:
+        target: not an engine's module.
+        patch: the object, its bytes, or its file.
+        version: of the target's values, if it took them elsewhere than from a patch: 0 for a copy
+            of the model that ``build`` got, `zero_core.Engine.patch_version` at an export. None:
+            what is kept with it.
+
+    Returns:
+        The target's version afterwards.
+
+    Raises:
+        PatchGapError: the target is older than what the patch starts from: take one since its
+            version, or all.
+        CheckpointError: the patch is another engine's or older than the target, the target's
+            version is not known, or a name, shape or dtype differs.
+        CheckpointCorruptError: the patch or a file of the folder is damaged.
+        CheckpointFailedError: a file could not be written.
+    """
+    with open_patch(patch) as received:
+        if isinstance(target, nn.Module):
+            _patch_model(target, received, version)
+        else:
+            patch_folder(Path(target), received, version)
+        return received.document.version
+
+
+def _patch_model(model: nn.Module, patch: ReceivedPatch, version: int | None) -> None:
+    document = patch.document
+    known: Version | None = getattr(model, _VERSION, None)
+    check_version(document, known, version, "the model")
+    targets = _targets(model, document)
+    with torch.no_grad():
+        for is_trial in (True, False):
+            for tensor in document.tensors:
+                for target in targets[tensor.names[0]]:
+                    flat = target.contiguous().view(-1)
+                    patch.apply(tensor, flat, is_trial=is_trial)
+                    if not (is_trial or target.is_contiguous()):
+                        target.copy_(flat.view(target.shape))
+    setattr(model, _VERSION, Version(engine=document.engine, version=document.version))
+
+
+def _targets(model: nn.Module, document: Document) -> dict[str, list[Tensor]]:
+    """Return the tensors of ``model`` that each of the patch's is written to.
+
+    Raises:
+        CheckpointError: a name, a shape or a dtype differs, or an engine has the model.
+    """
+    params = {plain_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    buffers = {plain_name(n): b for n, b in model.named_buffers(remove_duplicate=False)}
+    if any(owner_of(p) is not None for p in params.values()):
+        raise CheckpointError(
+            "the model belongs to an engine, whose shards a patch does not reach: apply the patch "
+            "to a plain model, or load a checkpoint"
+        )
+    there: dict[str, Tensor] = {**params, **buffers}
+    found: dict[str, list[Tensor]] = {}
+    for tensor in document.tensors:
+        own = {id(there[name]): there[name] for name in tensor.names if name in there}
+        if not own:
+            raise CheckpointError(
+                f"the patch changes {tensor.names[0]}, which the model lacks: it has "
+                f"{', '.join(sorted(there)[:4])}, ...; use the model of the training"
+            )
+        for value in own.values():
+            _check_like(value, tensor)
+        found[tensor.names[0]] = list(own.values())
+    if document.since is None:
+        _check_whole(params, found)
+    return found
+
+
+def _check_like(value: Tensor, tensor: PatchedTensor) -> None:
+    if tuple(value.shape) != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
+        raise CheckpointError(
+            f"{tensor.names[0]} is {tuple(value.shape)} in {value.dtype} here, and {tensor.shape} "
+            f"in {DTYPES[tensor.dtype]} in the patch: build the receiver of the training's model, "
+            "in its compute dtype"
+        )
+
+
+def _check_whole(params: dict[str, nn.Parameter], found: dict[str, list[Tensor]]) -> None:
+    """Refuse a patch of all values that lacks some of the model's parameters."""
+    given = {id(value) for values in found.values() for value in values}
+    lacking = [n for n, p in params.items() if id(p) not in given and p.is_floating_point()]
+    if lacking:
+        raise CheckpointError(
+            f"the patch has all values of the training's model, and none for {lacking[:4]}: use "
+            "the model of the training"
+        )

@@ -1,0 +1,186 @@
+"""Patches of folders that hold a model as safetensors files.
+
+A file with changes is written anew. Where a folder has one file, the new one takes its name. Where
+it has several and an index, new files have new names, and the new index replaces the old one: that
+is the moment of the change. Old files go afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zero_core.checkpoint.patches.document import Document, PatchedTensor
+from zero_core.checkpoint.patches.received import ReceivedPatch
+from zero_core.checkpoint.patches.versions import Version, check_version
+from zero_core.checkpoint.safetensors_files import (
+    DTYPES,
+    INDEX,
+    StoredTensor,
+    bytes_of,
+    make_header,
+    model_files,
+    read_open,
+)
+from zero_core.checkpoint.storage.disk import (
+    create,
+    no_room,
+    open_regular,
+    sync_folder,
+    write_all,
+    write_synced,
+)
+from zero_core.errors import CheckpointCorruptError, CheckpointError
+
+_KEY = "zero_patch_version"
+_VERSION_SUFFIX = re.compile(r"-patch(\d+)$")
+
+
+def patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> None:
+    """Apply ``patch`` to the files in ``folder``. See `zero_core.apply_patch`."""
+    document = patch.document
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"apply_patch() takes a model or a folder of safetensors files, found {folder}: pass "
+            "the folder that has the files"
+        )
+    files = model_files(folder)
+    is_indexed = files != [folder / "model.safetensors"]
+    stored: dict[Path, dict[str, StoredTensor]] = {}
+    metadata: dict[Path, dict[str, str]] = {}
+    for path in files:
+        with open_regular(path) as file:
+            stored[path], metadata[path] = read_open(file, path)
+    index: dict[str, Any] = {}
+    if is_indexed:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        kept = (index.get("metadata") or {}).get(_KEY)
+    else:
+        kept = metadata[files[0]].get(_KEY)
+    check_version(document, _read_version(folder, kept), version, str(folder))
+    changed = _changed(folder, stored, document)
+    if document.since is None:
+        _check_whole(folder, stored, changed)
+    mark = Version(engine=document.engine, version=document.version).model_dump_json()
+    try:
+        if is_indexed:
+            _replace_indexed(folder, index, stored, metadata, changed, patch, mark)
+        else:
+            (path,) = files
+            new = path.with_name(path.name + ".tmp")
+            facts = {**metadata[path], _KEY: mark}
+            _rewrite(stored[path], new, facts, changed.get(path, {}), patch)
+            new.replace(path)
+            sync_folder(folder)
+    except OSError as error:
+        raise no_room(folder, error) from error
+
+
+def _read_version(folder: Path, kept: str | None) -> Version | None:
+    try:
+        return None if kept is None else Version.model_validate_json(kept)
+    except ValidationError as error:
+        raise CheckpointCorruptError(
+            f"{folder} has a version that is none, {kept!r}: export the model again"
+        ) from error
+
+
+def _changed(
+    folder: Path, stored: Mapping[Path, Mapping[str, StoredTensor]], document: Document
+) -> dict[Path, dict[str, PatchedTensor]]:
+    """Return the tensors with changes, by file and their name there.
+
+    Raises:
+        CheckpointError: a name, a shape or a dtype differs.
+    """
+    found: dict[Path, dict[str, PatchedTensor]] = {}
+    for tensor in document.tensors:
+        own = [(p, n, of[n]) for p, of in stored.items() for n in tensor.names if n in of]
+        if not own:
+            raise CheckpointError(
+                f"the patch changes {tensor.names[0]}, which {folder} lacks: use an export of the "
+                "training's model"
+            )
+        for path, name, value in own:
+            if value.shape != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
+                raise CheckpointError(
+                    f"{name} is {value.shape} in {value.dtype} in {path}, and {tensor.shape} in "
+                    f"{DTYPES[tensor.dtype]} in the patch: export the model in the training's "
+                    "compute dtype"
+                )
+            found.setdefault(path, {})[name] = tensor
+    return found
+
+
+def _check_whole(
+    folder: Path,
+    stored: Mapping[Path, Mapping[str, StoredTensor]],
+    changed: Mapping[Path, Mapping[str, PatchedTensor]],
+) -> None:
+    """Refuse a patch of all values that leaves some of a folder's out."""
+    for path, tensors in stored.items():
+        for name, tensor in tensors.items():
+            if tensor.dtype.is_floating_point and name not in changed.get(path, {}):
+                raise CheckpointError(
+                    f"the patch of all values has none for {name} in {path}: {folder} holds "
+                    "another model than the training's"
+                )
+
+
+def _next_number(path: Path) -> int:
+    found = _VERSION_SUFFIX.search(path.stem)
+    return 1 if found is None else int(found[1]) + 1
+
+
+def _replace_indexed(
+    folder: Path,
+    index: dict[str, Any],
+    stored: Mapping[Path, Mapping[str, StoredTensor]],
+    metadata: Mapping[Path, dict[str, str]],
+    changed: Mapping[Path, Mapping[str, PatchedTensor]],
+    patch: ReceivedPatch,
+    mark: str,
+) -> None:
+    new_names: dict[str, str] = {}
+    for path, tensors in changed.items():
+        stem = _VERSION_SUFFIX.sub("", path.stem)
+        # A new name each time: versions of two engines may have one number.
+        name = f"{stem}-patch{_next_number(path)}{path.suffix}"
+        _rewrite(stored[path], folder / name, metadata[path], tensors, patch)
+        new_names[path.name] = name
+    weights = {t: new_names.get(name, name) for t, name in index["weight_map"].items()}
+    facts = {**(index.get("metadata") or {}), _KEY: mark}
+    text = json.dumps({**index, "metadata": facts, "weight_map": weights}, indent=2)
+    new_index = folder / (INDEX + ".tmp")
+    new_index.unlink(missing_ok=True)
+    write_synced(new_index, text.encode())
+    new_index.replace(folder / INDEX)
+    sync_folder(folder)
+    for name in new_names:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _rewrite(
+    stored: Mapping[str, StoredTensor],
+    new: Path,
+    metadata: dict[str, str],
+    changed: Mapping[str, PatchedTensor],
+    patch: ReceivedPatch,
+) -> None:
+    """Write a file's tensors to ``new``, one after another, with their changes."""
+    ordered = sorted(stored.items(), key=lambda item: item[1].start)
+    new.unlink(missing_ok=True)  # an earlier attempt's
+    with create(new) as file:
+        write_all(file, make_header(((n, t.dtype, t.shape) for n, t in ordered), metadata))
+        for name, tensor in ordered:
+            values = tensor.value().view(-1)
+            if name in changed:
+                patch.apply(changed[name], values)
+            write_all(file, bytes_of(values))
+        os.fsync(file.fileno())

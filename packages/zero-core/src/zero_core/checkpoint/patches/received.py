@@ -1,0 +1,165 @@
+"""A patch as its receiver reads it: checked before anything is changed."""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from zero_core.checkpoint.patches.document import (
+    CHECKSUM_KEY,
+    METADATA_KEY,
+    Document,
+    PatchedTensor,
+    Piece,
+    WeightPatch,
+    crc_of,
+    positions_key,
+    values_key,
+)
+from zero_core.checkpoint.safetensors_files import (
+    DTYPES,
+    StoredTensor,
+    first_error,
+    read_open,
+)
+from zero_core.checkpoint.storage.disk import open_regular
+from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.sharded.changes.positions import Form, decode, from_low_bits
+
+_ADVICE = "copy it again, or take all by engine.weight_patch(since=None)"
+
+
+class ReceivedPatch:
+    """An open patch.
+
+    Attributes:
+        document: its description.
+        name: for messages.
+    """
+
+    def __init__(self, file: IO[bytes], name: str) -> None:
+        """Read the description.
+
+        Raises:
+            CheckpointError: it is another safetensors file, or of a later format.
+            CheckpointCorruptError: it is not whole.
+        """
+        self.name = name
+        self._file = file
+        self._stored, metadata = read_open(file, Path(name))
+        text = metadata.get(METADATA_KEY)
+        if text is None:
+            raise CheckpointError(f"{name} is no patch: engine.weight_patch() writes them")
+        if metadata.get(CHECKSUM_KEY) != str(zlib.crc32(text.encode())):
+            raise CheckpointCorruptError(f"{name}: its description is damaged; {_ADVICE}")
+        try:
+            self.document = Document.model_validate_json(text)
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{name} is a patch of another format: {first_error(error)}; use one release of "
+                "zero-core on both sides"
+            ) from error
+
+    def check(self) -> None:
+        """Check all checksums, positions and lengths.
+
+        Raises:
+            CheckpointCorruptError: something is not as it was written.
+        """
+        for tensor in self.document.tensors:
+            for piece in tensor.pieces:
+                with self._named(tensor):
+                    self._content(tensor, piece)
+
+    def apply(self, tensor: PatchedTensor, values: Tensor, *, is_trial: bool = False) -> None:
+        """Write the changes of ``tensor`` to ``values``, flattened.
+
+        ``is_trial``: write nothing, but check that it can be done.
+
+        Raises:
+            CheckpointError: they are not those of a version that the patch applies to.
+        """
+        for piece in tensor.pieces:
+            with self._named(tensor):
+                index, sent = self._content(tensor, piece)
+            part = values[piece.start : piece.start + piece.numel]
+            place = index.to(values.device) if isinstance(index, Tensor) else index
+            new = sent
+            if piece.form is not Form.VALUES:
+                new = from_low_bits(part[place].cpu(), sent, piece.form)
+            if crc_of(new) != piece.result_crc:
+                raise CheckpointError(
+                    f"{self.name}: {tensor.names[0]} has not the values of the version that it is "
+                    "taken for: something else has changed it; apply a patch of all values "
+                    "(since=None)"
+                )
+            if not is_trial:
+                part[place] = new.to(values.device)
+
+    def _content(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
+        """Return the positions in a piece, and what was sent of their values."""
+        positions, sent = self._read(positions_key(piece)), self._read(values_key(piece))
+        if crc_of(positions, sent) != piece.data_crc:
+            raise ValueError("its checksum is wrong")
+        if piece.start + piece.numel > math.prod(tensor.shape):
+            raise ValueError(f"{piece.numel} elements from {piece.start} on")
+        index = decode(piece.kind, positions, piece.numel)
+        count = index.numel() if isinstance(index, Tensor) else piece.numel
+        is_whole = piece.form is Form.VALUES
+        num_sent = count if is_whole else -(-count * piece.form.num_bits // 8)
+        dtype = DTYPES[tensor.dtype] if is_whole else torch.uint8
+        if sent.numel() != num_sent or sent.dtype != dtype:
+            raise ValueError(f"{sent.numel()} values, {sent.dtype}, for {count} positions")
+        return index, sent
+
+    @contextmanager
+    def _named(self, tensor: PatchedTensor) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError) as error:
+            raise CheckpointCorruptError(
+                f"{self.name} is damaged: {tensor.names[0]}: {error}; {_ADVICE}"
+            ) from error
+
+    def _read(self, key: str) -> Tensor:
+        stored: StoredTensor = self._stored[key]
+        data = bytearray(math.prod(stored.shape) * stored.dtype.itemsize)
+        if not data:
+            return torch.empty(0, dtype=stored.dtype)
+        self._file.seek(stored.start)
+        left = memoryview(data)
+        while left.nbytes:
+            count = self._file.readinto(left)  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointCorruptError(f"{self.name} ends within {key}; {_ADVICE}")
+            left = left[count:]
+        return torch.frombuffer(data, dtype=stored.dtype)
+
+
+@contextmanager
+def open_patch(patch: WeightPatch | bytes | str | Path) -> Iterator[ReceivedPatch]:
+    """Open a patch and check it.
+
+    Raises:
+        ValueError: a `WeightPatch` of another rank than 0.
+        CheckpointError: it is none.
+        CheckpointCorruptError: it is damaged.
+    """
+    source = patch.source if isinstance(patch, WeightPatch) else patch
+    if source is None:
+        raise ValueError("the patch is on rank 0: apply it there, or send its bytes or file")
+    is_here = isinstance(source, bytes)
+    name = "the patch" if is_here else str(source)
+    with io.BytesIO(source) if isinstance(source, bytes) else open_regular(Path(source)) as file:
+        received = ReceivedPatch(file, name)
+        received.check()
+        yield received

@@ -1,0 +1,1 @@
+"""Records of which published values have changed, and their encoding."""

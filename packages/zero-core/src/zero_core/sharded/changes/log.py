@@ -1,0 +1,315 @@
+"""Log of the published values that changed, for patches of the weights.
+
+[Note: versions]
+A *version* is the state of the compute weights when a patch was written: version 0 is that of the
+engine's start. What changes between two of them belongs to the later one. The log keeps the
+positions, not the values: a patch has the newest values at all positions that changed since the
+receiver's version. A position that is logged late, or twice, only makes a patch longer.
+
+For a few updates it is known how far values have moved: where none was by more than `NEAR`, a patch
+has low bits alone ([Note: low bits] in `positions`).
+
+While a version is open a compared shard has two bits per element: a weight that changed, and one
+that moved far. Afterwards it has about a byte per changed weight, and a bit and a quarter at most.
+
+[Note: how changes are found]
+A *compared* shard is 16-bit, and is not its own master weight. The state tier does not write it: it
+sees a shard on the meta device, and hands new values to this log as to any
+`zero_core.protocols.ParamStore`. The old ones are in the shard until they are overwritten here, and
+both are compared in the cache. Every other trained shard counts as changed whenever it was updated:
+in fp32 nearly all values do change in a step. Values written from outside of a step (checkpoints of
+frozen parameters, ``gathered``) are noted by parameter: `FlatParams.edit`.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from zero_core.protocols import ParamStore
+from zero_core.sharded.changes.positions import (
+    compare,
+    decode_gaps,
+    encode_gaps,
+    num_bits_bytes,
+    pack_bits,
+    unpack_bits,
+)
+from zero_core.sharded.params import FlatParams
+
+_CPU_NUMEL = 1 << 18  # old and new values of so many elements fit a core's cache
+_DEVICE_NUMEL = 1 << 25
+
+
+class Marks:
+    """Set of positions of a shard of ``numel`` elements: a bit for each, or gaps once compact."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self._ranges: list[tuple[int, int]] = []
+        self._bits: Tensor | None = None
+        self._gaps: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(0 if kept is None else kept.numel() for kept in (self._bits, self._gaps))
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a position is in the set."""
+        has_bits = self._bits is not None and bool(self._bits.any())
+        return bool(self._ranges) or has_bits or bool(self._gaps is not None and self._gaps.numel())
+
+    def add_range(self, start: int, stop: int) -> None:
+        """Mark ``[start, stop)``."""
+        if (start, stop) not in self._ranges:
+            self._ranges.append((start, stop))
+
+    def add(self, start: int, mask: Tensor) -> None:
+        """Mark the positions of ``mask``, bool on the CPU, which begins at ``start``."""
+        if self._bits is None:
+            self._bits = torch.zeros(num_bits_bytes(self.numel), dtype=torch.uint8)
+        before = start % 8
+        if before:
+            mask = torch.cat([torch.zeros(before, dtype=torch.bool), mask])
+        packed = pack_bits(mask)
+        self._bits[start // 8 : start // 8 + packed.numel()] |= packed
+
+    def compact(self) -> None:
+        """Keep gaps in place of bits, if these are shorter. Nothing is added any more."""
+        if self._bits is None:
+            return
+        positions = unpack_bits(self._bits, self.numel).nonzero().view(-1)
+        if positions.numel() < self._bits.numel():
+            gaps = encode_gaps(positions)
+            if gaps.numel() < self._bits.numel():
+                self._bits, self._gaps = None, gaps
+
+    def mark(self, mask: Tensor) -> None:
+        """Set the bool ``mask`` of the shard at the marked positions."""
+        for start, stop in self._ranges:
+            mask[start:stop] = True
+        if self._bits is not None:
+            mask |= unpack_bits(self._bits, self.numel)
+        if self._gaps is not None:
+            mask[decode_gaps(self._gaps)] = True
+
+
+class ShardChanges:
+    """Changes of one shard in one version.
+
+    Attributes:
+        all: the changed positions.
+        far: those of them that may have moved by more than `NEAR` at once. None: all of them.
+        num_updates: how often a value may have changed.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.all = Marks(numel)
+        self.far: Marks | None = Marks(numel)
+        self.num_updates = 0
+        self._starts: list[int] = []  # of what the last update has written, sorted
+        self._stops: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self.all.nbytes + (0 if self.far is None else self.far.nbytes)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a position is marked."""
+        return self.all.is_marked
+
+    def add(self, start: int, changed: Tensor, far: Tensor) -> None:
+        """Mark what an update changed, by masks that begin at ``start``."""
+        self._note_update(start, start + changed.numel())
+        self.all.add(start, changed)
+        if self.far is not None:
+            self.far.add(start, far)
+
+    def add_range(self, start: int, stop: int) -> None:
+        """Mark ``[start, stop)``, whose values may be any."""
+        for marks in (self.all, self.far):
+            if marks is not None:
+                marks.add_range(start, stop)
+
+    def compact(self) -> None:
+        """End the version: keep little. Many far positions are not told from others."""
+        self.all.compact()
+        if self.far is not None:
+            self.far.compact()
+            if self.far.nbytes > self.all.numel // 32:
+                self.far = None
+        self._starts, self._stops = [], []
+
+    def _note_update(self, start: int, stop: int) -> None:
+        """Count a write of ``[start, stop)``: the next update begins where two of them overlap."""
+        place = bisect_right(self._stops, start)
+        is_again = place < len(self._starts) and self._starts[place] < stop
+        if is_again or not self._starts:
+            self.num_updates += 1
+            self._starts, self._stops, place = [], [], 0
+        self._starts.insert(place, start)
+        self._stops.insert(place, stop)
+
+
+@dataclass(frozen=True)
+class ChangedShard:
+    """Changes of one shard since a version.
+
+    Attributes:
+        near: mask of the positions that moved by `NEAR` at most in each of ``num_updates``.
+        far: mask of the other changed ones.
+    """
+
+    near: Tensor
+    far: Tensor
+    num_updates: int
+
+
+class ChangeLog:
+    """Writes compared shards, and remembers what changed. See the notes above.
+
+    Attributes:
+        version: the newest version.
+        oldest: the oldest version from which changes are known.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[int, tuple[int, Tensor, tuple[int, int]]],
+        spans: Sequence[tuple[int, int]],
+        store: ParamStore | None,
+        *,
+        num_versions: int,
+        max_bytes: int | None,
+    ) -> None:
+        """Start without changes.
+
+        Args:
+            shards: of each compared segment: where its updated part begins in the local flat space,
+                that part, and the range of it that is this rank's slice of the segment.
+            spans: start in the local flat space and segment of all trainable segments, sorted.
+            store: takes the values of shards that are not compared and on the meta device.
+            num_versions: kept at most.
+            max_bytes: of all positions; older versions are dropped. None: no limit.
+        """
+        self.version = self.oldest = 0
+        self._shards = dict(shards)
+        self._segments = [segment for _, segment in spans]
+        self._starts = [start for start, _ in spans]
+        self._store = store
+        self._num_versions = num_versions
+        self._max_bytes = max_bytes
+        self._open: dict[int, ShardChanges] = {}
+        self._closed: list[dict[int, ShardChanges]] = []  # of the versions after `oldest`
+        self._seen: dict[int, int] = {}  # version of the flat parameters that are not compared
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------- while training
+
+    @torch.no_grad()
+    def write(self, start: int, values: Tensor) -> None:
+        """Overwrite new values, by the state tier: see `zero_core.protocols.ParamStore`."""
+        segment = self._segments[bisect_right(self._starts, start) - 1]
+        if segment not in self._shards:
+            assert self._store is not None, "whoever gives meta shards gives a store"
+            self._store.write(start, values)
+            return
+        base, target, own = self._shards[segment]
+        is_elsewhere = values.device != target.device and target.device.type != "cpu"
+        if is_elsewhere:  # a thread of the host writes: it is not ordered by the readers' streams
+            torch.accelerator.synchronize(target.device)
+        length = _CPU_NUMEL if target.is_cpu else _DEVICE_NUMEL
+        first = start - base
+        for low in range(0, values.numel(), length):
+            new = values[low : low + length]
+            old = target[first + low : first + low + new.numel()]
+            self._overwrite(segment, first + low, old, new.to(old.device, old.dtype), own)
+        if is_elsewhere:
+            torch.accelerator.synchronize(target.device)
+
+    def _overwrite(
+        self, segment: int, first: int, old: Tensor, new: Tensor, own: tuple[int, int]
+    ) -> None:
+        low, high = max(first, own[0]), min(first + old.numel(), own[1])
+        if low < high:  # at stage 0 other ranks have written the same elsewhere
+            part = slice(low - first, high - first)
+            masks = compare(old[part], new[part])
+            with self._lock:
+                changes = self._open.setdefault(segment, ShardChanges(own[1] - own[0]))
+                changes.add(low - own[0], *(mask.cpu() for mask in masks))
+        old.copy_(new)
+
+    # ------------------------------------------------------------ between two steps
+
+    def restart(self, params: Sequence[FlatParams]) -> None:
+        """Forget everything: the current values are those of the newest version."""
+        self._collect(params)
+        with self._lock:
+            self._open, self._closed = {}, []
+        self.oldest = self.version
+
+    def collect(self, params: Sequence[FlatParams]) -> bool:
+        """Note which other shards changed. Return whether anything did since the last version."""
+        self._collect(params)
+        return any(changes.is_changed for changes in self._open.values())
+
+    def _collect(self, params: Sequence[FlatParams]) -> None:
+        for flat in params:
+            segment = flat.segment
+            low, high = segment.shard_range(flat.rank)
+            ranges = [(segment.slots[p].start, segment.slots[p].stop) for p in flat.edited]
+            flat.edited.clear()
+            is_compared = segment.index in self._shards
+            if segment.is_trainable and not is_compared:
+                if self._seen.get(segment.index) != flat.version:
+                    ranges = [(low, high)]
+                self._seen[segment.index] = flat.version
+            for start, stop in ranges:
+                first, last = max(start, low), min(stop, high)
+                if first < last:
+                    changes = self._open.setdefault(segment.index, ShardChanges(high - low))
+                    changes.add_range(first - low, last - low)
+
+    def close(self) -> None:
+        """End a version. What changes from now on belongs to the next one."""
+        with self._lock:
+            closed, self._open = self._open, {}
+        for changes in closed.values():
+            changes.compact()
+        self._closed.append(closed)
+        self.version += 1
+        while len(self._closed) > self._num_versions or (
+            self._max_bytes is not None and self.nbytes > self._max_bytes and self._closed
+        ):
+            self._closed.pop(0)
+            self.oldest += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the positions."""
+        return sum(m.nbytes for of in (*self._closed, self._open) for m in of.values())
+
+    def changed(self, segment: int, since: int, numel: int) -> ChangedShard | None:
+        """Return which of a shard's ``numel`` elements changed after version ``since``.
+
+        None stands for no change.
+        """
+        assert since >= self.oldest, "checked by the caller, for all ranks"
+        with self._lock:
+            versions = chain(self._closed[since - self.oldest :], [self._open])
+            found = [of[segment] for of in versions if segment in of]
+        if not found:
+            return None
+        near, far = (torch.zeros(numel, dtype=torch.bool) for _ in range(2))
+        for changes in found:
+            changes.all.mark(near)
+            (changes.all if changes.far is None else changes.far).mark(far)
+        return ChangedShard(near & ~far, far, sum(changes.num_updates for changes in found))

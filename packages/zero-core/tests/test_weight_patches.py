@@ -1,0 +1,424 @@
+"""Patches of the weights: a receiver has the engine's bits after each one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zero_core
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, seeded, simulate
+
+PATCHES = {"weight_patches": {"versions": 8}}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _case(stage: int, dtype: str, lr: float = 1e-5, **zero: object) -> Case:
+    optimizer = {"type": "AdamW", "params": {"lr": lr}}
+    return Case(stage, dtype, zero=zero, top={**PATCHES, "optimizer": optimizer})
+
+
+def _build(ranks: SimulatedRanks, case: Case) -> zero_core.Engine:
+    return zero_core.build(make_model(), case.config(), process_group=ranks)
+
+
+def _step(engine: zero_core.Engine, step: int, rank: int) -> None:
+    engine.backward(engine(**batch(step, 0, rank))["loss"])
+    engine.step()
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def _values(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of a model's state dict as bits."""
+    return {n: _bits(v).clone() for n, v in module.state_dict().items()}
+
+
+def _assert_same(engine: zero_core.Engine, receiver: nn.Module) -> None:
+    """Compare on rank 0. Every rank must call it."""
+    expected = engine.full_state_dict(rank=0)
+    found = receiver.state_dict()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(_bits(found[name]), _bits(value)), name
+
+
+def _edit(engine: zero_core.Engine, name: str) -> None:
+    """Change the first row of a parameter, by rank 0."""
+    param = engine.module.get_parameter(name)
+    with engine.gathered(params=[param], modifier_rank=0):
+        if engine.rank == 0:
+            param.data[0] = 2.0
+
+
+def _many_versions(ranks: SimulatedRanks, stage: int, dtype: str, folder: str, steps: int) -> None:
+    engine = _build(ranks, _case(stage, dtype))
+    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of each version, of each fifth
+    versions, given = [0, 0], 0
+    for step in range(steps):
+        _step(engine, step, ranks.rank)
+        if step == steps // 3:
+            engine.save_checkpoint(folder)
+        if step == steps // 2:
+            engine.load_checkpoint(folder)
+        if step == steps // 2 + 2:
+            _edit(engine, "embed.weight")
+            _edit(engine, "frozen.0.up.weight")
+        for number in range(1 if step % 5 else 2):
+            patch = engine.weight_patch(since=versions[number])
+            versions[number] = patch.version
+            if ranks.rank == 0:
+                known = None if step else given
+                zero_core.apply_patch(receivers[number], patch, version=known)
+        if step % 5 == 0:
+            for receiver in receivers:
+                _assert_same(engine, receiver)
+    assert versions[0] == engine.patch_version
+    assert engine.patch_version >= steps - engine.skipped_steps
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_receiver_is_bit_equal_after_two_hundred_versions(tmp_path, dtype):
+    simulate(_many_versions, 2, 3, dtype, str(tmp_path), 201)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_receiver_follows_at_every_stage(tmp_path, world_size, stage, dtype):
+    simulate(_many_versions, world_size, stage, dtype, str(tmp_path), 11)
+
+
+def _mlp(seed: int = 0, width: int = 128) -> nn.Sequential:
+    with seeded(seed):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        for param in model.parameters():
+            nn.init.normal_(param, std=0.02)
+    return model
+
+
+def _build_mlp(
+    ranks: SimulatedRanks, stage: int, width: int = 128, **top: object
+) -> zero_core.Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.0}},
+        "zero_optimization": {"stage": stage},
+        **PATCHES,
+        **top,
+    }
+    return zero_core.build(_mlp(0, width), config, process_group=ranks)
+
+
+def _train(engine: zero_core.Engine, steps: int = 1, width: int = 128) -> None:
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(engine.global_steps + 100 * engine.rank)
+        x = torch.randn(4, width, generator=generator)
+        engine.backward(engine(x).float().sub(1.0).square().mean())
+        engine.step()
+
+
+def _small_steps(ranks: SimulatedRanks) -> list[float]:
+    engine = _build_mlp(ranks, 3, 512)
+    whole = sum(2 * p.numel() for p in _mlp(0, 512).parameters())
+    shares = []
+    for _ in range(5):
+        _train(engine, width=512)
+        shares.append(engine.weight_patch(since=engine.patch_version).nbytes / whole)
+    changes = engine.sharded_state.changes
+    assert changes is not None
+    assert changes.nbytes < 0.15 * whole / ranks.size  # of five versions
+    return shares
+
+
+def test_a_patch_is_small_at_a_small_rate():
+    shares = simulate(_small_steps, 2)[0]
+    # In Adam's first step every value moves by the whole rate.
+    assert shares[0] < 0.04
+    assert sum(shares) / len(shares) < 0.03
+
+
+def _late(ranks: SimulatedRanks) -> None:
+    engine = _build_mlp(ranks, 2, weight_patches={"versions": 2})
+    for _ in range(3):
+        _train(engine)
+        patch = engine.weight_patch(since=engine.patch_version)
+    assert patch.version == engine.patch_version == 3
+    with pytest.raises(zero_core.PatchGapError, match="known since version 1 alone"):
+        engine.weight_patch(since=0)
+    with pytest.raises(ValueError, match="the newest version is 3"):
+        engine.weight_patch(since=4)
+    assert engine.weight_patch(since=3).version == 3  # nothing has changed
+    late = engine.weight_patch(since=1)
+    whole = engine.weight_patch()
+    if ranks.rank != 0:
+        assert whole.source is None
+        return
+    receiver = _mlp(1).bfloat16()
+    with pytest.raises(zero_core.CheckpointError, match="not known"):
+        zero_core.apply_patch(receiver, late)
+    with pytest.raises(zero_core.PatchGapError, match=r"weight_patch\(since=0\)"):
+        zero_core.apply_patch(receiver, late, version=0)
+    with pytest.raises(zero_core.CheckpointError, match="newer"):
+        zero_core.apply_patch(receiver, late, version=9)
+    assert zero_core.apply_patch(receiver, whole) == 3
+    assert zero_core.apply_patch(receiver, late) == 3  # again
+    expected = {n: p.detach() for n, p in engine.module.named_parameters()}
+    if engine.world_size == 1:
+        assert all(torch.equal(p, expected[n]) for n, p in receiver.named_parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_receiver_that_is_too_far_behind_takes_all(world_size):
+    simulate(_late, world_size)
+
+
+def _other_engine(ranks: SimulatedRanks) -> None:
+    receiver = _mlp().bfloat16()
+    zero_core.apply_patch(receiver, _build_mlp(ranks, 0).weight_patch())
+    engine = _build_mlp(ranks, 0)
+    _train(engine)
+    with pytest.raises(zero_core.CheckpointError, match="another engine"):
+        zero_core.apply_patch(receiver, engine.weight_patch(since=0))
+    with pytest.raises(zero_core.CheckpointError, match="belongs to an engine"):
+        zero_core.apply_patch(engine.module, engine.weight_patch())
+    without = zero_core.build(
+        _mlp(),
+        {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        process_group=ranks,
+    )
+    with pytest.raises(RuntimeError, match="set weight_patches"):
+        without.weight_patch(since=0)
+    assert without.weight_patch().version == 0
+    with without.gathered(), pytest.raises(RuntimeError, match="within gathered"):
+        without.weight_patch()
+
+
+def test_patches_of_another_engine_and_missing_logs_are_refused():
+    simulate(_other_engine, 1)
+
+
+def _damaged(ranks: SimulatedRanks) -> None:
+    engine = _build_mlp(ranks, 0)
+    _train(engine)
+    patch = engine.weight_patch(since=0)
+    assert isinstance(patch.source, bytes)
+    receiver = _mlp().bfloat16()
+    before = _values(receiver)
+    data = patch.source
+    places = [9, len(data) // 3, len(data) // 2, len(data) - 1]
+    places += [data.index(word) for word in (b"zero_patch", b"pieces", b"since", b"U8")]
+    for place in places:
+        broken = bytearray(data)
+        broken[place] ^= 1
+        with pytest.raises(zero_core.CheckpointError):
+            zero_core.apply_patch(receiver, bytes(broken), version=0)
+    for length in (0, 4, 100, len(data) - 1):
+        with pytest.raises(zero_core.CheckpointError):
+            zero_core.apply_patch(receiver, data[:length], version=0)
+    with pytest.raises(zero_core.CheckpointError, match="the model lacks"):
+        zero_core.apply_patch(nn.Sequential(nn.Linear(128, 128)).bfloat16(), patch, version=0)
+    with pytest.raises(
+        zero_core.CheckpointError, match=r"torch.float32 here, .* bfloat16|torch.bfloat16"
+    ):
+        zero_core.apply_patch(_mlp(), patch, version=0)
+    larger = nn.Sequential(*_mlp().bfloat16(), nn.Linear(2, 2))
+    with pytest.raises(zero_core.CheckpointError, match=r"none for \['4.weight'"):
+        zero_core.apply_patch(larger, engine.weight_patch())
+    assert all(torch.equal(value, before[name]) for name, value in _values(receiver).items())
+
+
+def test_a_damaged_or_foreign_patch_changes_nothing():
+    simulate(_damaged, 1)
+
+
+def _to_folder(ranks: SimulatedRanks, folder: Path, num_files: int) -> None:
+    engine = _build_mlp(ranks, 3)
+    engine.export_safetensors(folder)
+    version = engine.patch_version
+    for number in range(3):
+        _train(engine)
+        patch = engine.weight_patch(since=version, path=folder.parent / "patch.safetensors")
+        version = patch.version
+        if ranks.rank == 0:
+            there = set(folder.iterdir())
+            given = None if number else 0  # then the folder knows
+            zero_core.apply_patch(folder, folder.parent / "patch.safetensors", version=given)
+            if num_files > 1 and number:
+                assert len(set(folder.iterdir()) - there) == num_files  # none is written in place
+            assert zero_core.apply_patch(folder, patch) == version  # again
+            assert len(list(folder.glob("*.safetensors"))) == num_files
+            assert not list(folder.glob("*.tmp"))
+        for name, value in engine.full_state_dict(rank=0).items():
+            found = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+            assert torch.equal(found[name], value)
+    loaded = zero_core.build(
+        _mlp(1),
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+        pretrained=folder,
+        process_group=ranks,
+    )
+    expected = engine.full_state_dict()
+    assert all(torch.equal(v, expected[n]) for n, v in loaded.full_state_dict().items())
+
+
+@pytest.mark.parametrize("num_files", [1, 4])
+def test_a_folder_is_replaced_file_by_file(tmp_path, monkeypatch, num_files):
+    if num_files > 1:
+        monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 34_000)
+    simulate(_to_folder, 2, tmp_path / "model", num_files)
+
+
+def _whole_into_folder(ranks: SimulatedRanks, folder: Path) -> None:
+    """Two engines without a log: their patches have one number, 0."""
+    for seed in range(2):
+        engine = _build_mlp(ranks, 0, weight_patches=None)
+        if not seed:
+            engine.export_safetensors(folder)
+        for _ in range(2):
+            _train(engine, 1 + seed)
+            patch = engine.weight_patch()
+            assert patch.version == 0
+            zero_core.apply_patch(folder, patch)
+            found = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+            for name, value in engine.full_state_dict().items():
+                assert torch.equal(found[name], value)
+    with pytest.raises(zero_core.CheckpointError, match="pass the folder that has the files"):
+        zero_core.apply_patch(next(folder.glob("*.safetensors")), patch)
+    path = next(folder.glob("*.safetensors"))
+    held = load_file(path)
+    save_file({**held, "foreign": torch.ones(3)}, path)
+    with pytest.raises(zero_core.CheckpointError, match="none for foreign"):
+        zero_core.apply_patch(folder, patch)
+    assert all(torch.equal(value, load_file(path)[name]) for name, value in held.items())
+
+
+@pytest.mark.parametrize("num_files", [1, 4])
+def test_patches_of_one_number_are_all_applied_to_a_folder(tmp_path, monkeypatch, num_files):
+    if num_files > 1:
+        monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 34_000)
+    simulate(_whole_into_folder, 1, tmp_path / "model")
+
+
+def _asks_differently(ranks: SimulatedRanks) -> None:
+    engine = _build_mlp(ranks, 2)
+    _train(engine)
+    with pytest.raises(ValueError, match="differs between ranks"):
+        engine.weight_patch(since=9 * ranks.rank)
+    assert engine.weight_patch(since=0).version == 1
+
+
+def test_versions_that_differ_between_ranks_are_one_error_on_all():
+    simulate(_asks_differently, 2)
+
+
+def test_a_folder_in_which_nothing_could_be_written_keeps_its_values(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    def program(ranks: SimulatedRanks) -> None:
+        engine = _build_mlp(ranks, 0)
+        engine.export_safetensors(tmp_path)
+        before = load_file(tmp_path / "model.safetensors")
+        _train(engine)
+        patch = engine.weight_patch(since=0)
+        with monkeypatch.context() as patched:
+            patched.setattr("zero_core.checkpoint.patches.folder.os.fsync", fail)
+            with pytest.raises(zero_core.CheckpointFailedError, match="no space left"):
+                zero_core.apply_patch(tmp_path, patch, version=0)
+        after = load_file(tmp_path / "model.safetensors")
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        zero_core.apply_patch(tmp_path, patch, version=0)
+
+    simulate(program, 1)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(128)
+        self.out = nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.out(self.norm(x))
+        return total
+
+
+def _follow_buffers(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Counting(), _case(1, "fp32").config(), process_group=ranks)
+    receiver = _Counting()
+    whole = engine.weight_patch()
+    _train(engine)
+    patch = engine.weight_patch(since=whole.version)
+    assert patch.version == whole.version + 1
+    assert engine.weight_patch(since=patch.version).version == patch.version
+    if ranks.rank == 0:
+        zero_core.apply_patch(receiver, whole)
+        zero_core.apply_patch(receiver, patch)
+        assert receiver.norm.num_batches_tracked == 1
+    _assert_same(engine, receiver)
+
+
+def test_buffers_travel_when_they_change():
+    simulate(_follow_buffers, 2)
+
+
+def test_the_plan_has_the_most_bytes_of_the_log():
+    def host_bytes(**settings: object) -> int:
+        config = Case(0, "bf16", top={"weight_patches": settings}).config()
+        plan = zero_core.plan(_mlp(), config, world_size=2)
+        return plan.memory.host["weight patches"]
+
+    numel = sum(p.numel() for p in _mlp().parameters())
+    assert host_bytes(versions=8) == pytest.approx(numel / 2 * (1 / 4 + 8 * 5 / 32), rel=0.1)
+    assert host_bytes(versions=8, max_bytes=1000) < numel / 7
+
+
+def _overwritten(ranks: SimulatedRanks) -> None:
+    engine = _build_mlp(ranks, 0)
+    receiver = _mlp().bfloat16()
+    _train(engine)
+    patch = engine.weight_patch(since=0)
+    with torch.no_grad():
+        receiver[0].weight.mul_(1.5)  # not by a patch
+    before = _values(receiver)
+    with pytest.raises(zero_core.CheckpointError, match="something else has changed it"):
+        zero_core.apply_patch(receiver, patch, version=0)
+    assert all(torch.equal(value, before[name]) for name, value in _values(receiver).items())
+    zero_core.apply_patch(receiver, engine.weight_patch())
+    _assert_same(engine, receiver)
+
+
+def test_a_receiver_with_other_values_than_its_versions_is_found_out():
+    simulate(_overwritten, 1)
+
+
+def _in_between(ranks: SimulatedRanks, steps: int) -> None:
+    engine = _build_mlp(ranks, 1)
+    for _ in range(steps):
+        _train(engine)
+    halfway = engine.full_state_dict(rank=0)
+    for _ in range(steps):
+        _train(engine)
+    receiver = _mlp().bfloat16()
+    if ranks.rank == 0:
+        receiver.load_state_dict(halfway)
+    patch = engine.weight_patch(since=0)
+    if ranks.rank == 0:
+        zero_core.apply_patch(receiver, patch, version=0)
+    _assert_same(engine, receiver)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 12])  # in 4 bits (of one update), in 8, and whole
+def test_a_patch_serves_values_from_between_its_versions(steps):
+    simulate(_in_between, 2, steps)
