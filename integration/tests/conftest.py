@@ -120,13 +120,14 @@ def refusal_of(*arguments: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "stderr")
         with pytest.raises(ProcessExitedException) as ended:
-            run_alone(_say_into, str(said), arguments)
+            run_alone(_say_into, str(said), arguments, environment())
         assert ended.value.exit_code == 2, said.read_text(encoding="utf-8")
         return said.read_text(encoding="utf-8")
 
 
-def _say_into(path: str, arguments: tuple[str, ...]) -> None:
+def _say_into(path: str, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    os.environ.update(variables)
     app(arguments)
 
 

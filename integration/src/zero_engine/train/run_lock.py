@@ -8,11 +8,14 @@ whatever that command line says.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import socket
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -42,7 +45,7 @@ class RunLock:
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.lock
-        self._lock: BaseFileLock = FileLock(folder.lock)
+        self._lock: BaseFileLock | None = None
 
     def acquire(self, *, wait_s: float) -> None:
         """Take the lock, and if it is held say so and wait for at most ``wait_s`` seconds.
@@ -53,7 +56,8 @@ class RunLock:
         folder = self._path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._acquire(wait_s)
+            self._lock = FileLock(self._path) if _has_flock(folder) else SoftFileLock(self._path)
+            self._acquire(self._lock, wait_s)
         except Timeout:
             raise ConfigError(
                 f"--output {folder}: another program trains in this folder ({self._holder()}). "
@@ -63,18 +67,18 @@ class RunLock:
             raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from None
         self._who.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
 
-    def _acquire(self, wait_s: float) -> None:
+    def _acquire(self, lock: BaseFileLock, wait_s: float) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of a soft lock: it is named below
             try:
-                self._lock.acquire(timeout=0)
+                lock.acquire(timeout=0)
             except Timeout:
                 print(
                     f"another program trains in {self._path.parent} ({self._holder()}): waiting "
                     f"for its end, for at most {wait_s:.0f} s{self._advice('; ')}",
                     file=sys.stderr,
                 )
-                self._lock.acquire(timeout=wait_s)
+                lock.acquire(timeout=wait_s)
         if advice := self._advice(": "):
             print(f"{self._path.parent}{advice}", file=sys.stderr)
 
@@ -88,7 +92,8 @@ class RunLock:
         )
 
     def release(self) -> None:
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def _who(self) -> Path:
@@ -100,6 +105,18 @@ class RunLock:
             return self._who.read_text(encoding="utf-8")
         except OSError:
             return "which one is not known"
+
+
+def _has_flock(folder: Path) -> bool:
+    """Whether files in ``folder`` can be locked by the system. Lustre needs an option for it."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        try:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            return False
+    return True
 
 
 def launch_numbers(device: torch.device) -> list[int]:

@@ -117,10 +117,9 @@ class PublishedGather(WeightGather):
             length = pack_difference(published, shard, message, versions=(before, now))
             held = _checksum([published if n == rank else part for n, part in enumerate(slices)])
         known = torch.tensor([length, _NONE if before is None else before], device=device)
+        own = torch.cat([known, held[None]])  # kept until it has been read
         found = torch.empty(3 * len(slices), dtype=torch.int64, device=device)
-        self._transport.all_gather(
-            found, torch.cat([known, held[None]]), unit=unit, version=now, backward=backward
-        ).wait()
+        self._transport.all_gather(found, own, unit=unit, version=now, backward=backward).wait()
         lengths, *same = zip(*found.view(-1, 3).tolist(), strict=True)
         length = max(lengths)
         if before is None or any(len(set(of)) > 1 for of in same) or length >= shard.nbytes:
