@@ -259,10 +259,10 @@ def plan(
             planned = request.make()
         from zero_engine.planning import show_plan, write_plan
 
-        if request.said:
-            print(request.said, file=sys.stderr)
         write_plan(planned, json_file, png)
         request.write_fit(planned)
+        if request.said:
+            print(request.said, file=sys.stderr)
     except ZeroError as error:
         sys.exit(refuse(error, as_json=as_json))
     if as_json:
