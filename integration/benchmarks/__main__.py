@@ -17,6 +17,7 @@ EXPERIMENTS = {
     "memory": "memory and start-up against formula and plan",
     "checkpoint": "saves at once and beside training, beside torch.distributed.checkpoint",
     "copies": "steps with copies of all states in memory, beside steps without",
+    "patches": "steps with a log of changed weights, beside steps without; size of a patch",
     "diagnose": "ten spoilt configurations: is the cause named, and its gain right?",
     "comm": "ZeRO++ over a slow link between two network namespaces; needs root",
     "comm_convergence": "the loss of a small GPT with quantized communication; hours",
@@ -30,10 +31,12 @@ EXPERIMENTS = {
 }
 MODULES = {
     "comm": "comm.race",
+    "copies": "in_turn.copies",
     "differences": "differences.program",
     "gpu": "gpu.program",
     "document": "gpu.program",
     "offload_cuda": "gpu.offload",
+    "patches": "in_turn.patches",
     "plan": "plan.program",
 }
 """Of `benchmarks.experiments`, where an experiment is in a folder."""

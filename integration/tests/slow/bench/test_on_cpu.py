@@ -217,3 +217,13 @@ def test_convergence_bench_sets_narrow_states_beside_wide_ones(
     assert sides["int8"]["losses"][-1] != wide["losses"][-1]  # they are not one and the same
     assert f"step {steps}/{steps}  seed 0" in said
     assert (tmp_path / "cpu_adam_convergence.png").stat().st_size > 0
+
+
+def test_patches_bench_sets_a_log_beside_none(tmp_path: Path) -> None:
+    sizes = ("--size=1x64", "--context=16", "--ranks=2", "--turns=2", "--versions=2")
+    run("patches", *sizes, f"--output={tmp_path}")
+    figures = json.loads((tmp_path / "patches.json").read_text())["figures"]
+    assert figures["step_s"] > 0
+    assert 0 < figures["log"] < 0.1
+    assert 0 < figures["share"] < 0.1
+    assert figures["patch_s"] > 0

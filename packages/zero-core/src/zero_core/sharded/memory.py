@@ -286,6 +286,8 @@ class Memory:
     def report(self) -> dict[str, int]:
         """Return bytes by kind, on this rank, without the state tier's."""
         found = self._report([pool.allocated_bytes for _, pool, _ in self._pools])
+        if self.changes is not None:
+            found["weight patches"] = self.changes.nbytes
         return found if self._param_tier is None else {**found, **self._param_tier.report()}
 
     def expected_report(self) -> dict[str, int]:

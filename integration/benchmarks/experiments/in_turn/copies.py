@@ -1,7 +1,7 @@
 """Steps with copies of all states in memory (``memory_checkpoint``), beside steps without.
 
-Two engines train the same GPT-2 in fp32 with AdamW on the same ranks, in turn: which one is first
-changes with each turn. A turn ends when its last copy is whole.
+Two engines train the same GPT-2 in fp32 with AdamW on the same ranks, in turn. A turn ends when its
+last copy is whole.
 
 [Note: figures]
 step     median of the turns' seconds per step, without copies
@@ -17,7 +17,6 @@ bound    seconds that these bytes take at the bandwidth at which rank 0 copies m
 from __future__ import annotations
 
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -29,12 +28,12 @@ import torch.distributed as dist
 import typer
 
 import zero_core
+from benchmarks.experiments.in_turn.turns import Taken, comparison, train_in_turn
 from benchmarks.harness.job import Job
 from benchmarks.harness.memory import MIB
 from benchmarks.harness.options import RESULTS, Context, MicroBatch, Output, parse_size
 from benchmarks.harness.ranks import Place, Row, Runner
 from benchmarks.harness.report import MS, Column, Section, machine, publish
-from benchmarks.harness.sides import engine_loop
 
 _MEMORY = Path("/dev/shm")
 _BANDWIDTH_BYTES = 256 << 20
@@ -51,31 +50,23 @@ def measure(place: Place, job: Mapping[str, Any], turns: int, memory: str) -> Ro
         for name, keys in (("plain", {}), ("copied", {"memory_checkpoint": {"path": memory}}))
     }
     engines["copied"].resume(Path(memory, "none"))
+    found: dict[str, list[Taken]] = {name: [] for name in engines}
     batches = what.batches(place.rank)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for turn in range(turns + 1):  # the first is not counted
-        for name in sorted(engines, reverse=bool(turn % 2)):
-            step = engine_loop(engines[name])
-            dist.barrier()
-            began = time.perf_counter(), time.process_time()
-            for _ in range(what.steps):
-                step(next(batches))
-            with engines[name].rewriting():  # once its last copy is whole
-                taken = time.perf_counter() - began[0], time.process_time() - began[1]
-            found[name].append((taken[0] / what.steps, taken[1] / what.steps))
+    for name, taken in train_in_turn(
+        engines, batches, steps=what.steps, turns=turns, finish=_wait_for_copies
+    ):
+        found[name].append(taken)
     dist.barrier()
     copied = list(Path(memory).glob(f"*/0/*-{place.rank:05d}.safetensors"))
     row: Row = {"bytes": sum(path.stat().st_size for path in copied)}
-    for index, name in enumerate(("s", "cpu_s")):
-        plain, both = ([t[index] for t in found[n][1:]] for n in ("plain", "copied"))
-        row[f"step_{name}"], row[f"copied_{name}"] = map(statistics.median, (plain, both))
-        ratios = [b / a for a, b in zip(plain, both, strict=True)]
-        row[f"longer_{name}"] = statistics.median(ratios) - 1
-        lower, _, upper = statistics.quantiles(ratios, n=4)
-        # A median's error is 1.253 standard deviations over the root; quartiles are 1.349 apart.
-        row[f"error_{name}"] = 1.253 * (upper - lower) / 1.349 / len(ratios) ** 0.5
+    row |= comparison(found["plain"], found["copied"], "copied")
     row["bound"] = row["bytes"] / _bytes_per_s() / row["step_s"]
     return row
+
+
+def _wait_for_copies(engine: zero_core.Engine) -> None:
+    with engine.rewriting():  # once its last copy is whole
+        pass
 
 
 def _bytes_per_s() -> float:

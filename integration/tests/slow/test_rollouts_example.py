@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rollouts.py"
 
 
 def test_a_model_in_another_process_follows_by_patches(tmp_path):
