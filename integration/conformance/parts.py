@@ -13,7 +13,7 @@ from typing import Any
 
 import cpu_adam
 from zero_comm import create_collectives
-from zero_comm.collectives import QuantizedCollectives
+from zero_comm.collectives import ExactGradients, QuantizedCollectives
 from zero_comm.footprint import CommFootprint, comm_footprint
 from zero_comm.transport.protocol import TransportCollectives as CommTransport
 from zero_core.comm.device import DeviceCollectives
@@ -30,6 +30,7 @@ from zero_core.plan.footprints import (
 from zero_core.protocols import (
     AccumulatingTier,
     AdamKernel,
+    AddingCollectives,
     AheadTier,
     Collectives,
     CollectivesFactory,
@@ -80,6 +81,7 @@ def prove_instances(
     host: HostCollectives,
     device: DeviceCollectives,
     quantized: QuantizedCollectives,
+    exact: ExactGradients,
     device_tier: DeviceTier,
     whole_tier: WholeTier,
     twin_tier: TwinTier,
@@ -92,6 +94,7 @@ def prove_instances(
     transports: list[TransportCollectives] = [host, device]
     collectives: list[Collectives] = [*transports, quantized]
     stateful: StatefulCollectives = quantized
+    adding: list[AddingCollectives] = [host, device, exact]
     tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
     timed: list[TimedTier] = [twin_tier, auto_tier]
     accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
@@ -103,7 +106,7 @@ def prove_instances(
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
-    del transports, collectives, stateful, tiers, accumulating, reserving, ahead, memory
+    del transports, collectives, stateful, tiers, accumulating, reserving, ahead, memory, adding
     del param_tier, store, param, whole, snapshots, timed
 
 
@@ -158,6 +161,7 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.comm.host.HostCollectives": (HostCollectives, TransportCollectives),
     "zero_core.comm.device.DeviceCollectives": (DeviceCollectives, TransportCollectives),
     "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
+    "zero_comm.collectives.ExactGradients": (ExactGradients, AddingCollectives),
     "zero_comm.collectives.QuantizedCollectives, memory": (QuantizedCollectives, DeviceMemory),
     "zero_core.optim.device_tier.DeviceTier": (DeviceTier, AheadTier),
     "zero_core.optim.whole_tier.WholeTier": (WholeTier, WholeStateTier),

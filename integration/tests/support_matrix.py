@@ -62,6 +62,7 @@ COMMUNICATION: Mapping[str, Keys] = {
     "plain": {},
     "qwZ": QWZ,
     "hpZ": HPZ,
+    "lossless": {"zero_lossless_weights": True},
     "qgZ": QGZ,
     "all three": {**QWZ, **HPZ, **QGZ},
     "4-bit": {

@@ -18,6 +18,7 @@ from tests.scenarios import OTHER_WEIGHTS, SCENARIOS, build, micro_step, outcome
 from zero_core.testing import (
     Case,
     SimulatedRanks,
+    batch,
     late_device,
     make_model,
     run_alone,
@@ -127,3 +128,36 @@ def _on_late_device(per_node: int) -> None:
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_lossless_weights_change_no_bit_on_a_late_device(per_node: int) -> None:
     run_alone(_on_late_device, per_node)
+
+
+def _train_invariant(ranks: SimulatedRanks, zero: dict[str, Any]) -> Any:
+    steps = 4 // ranks.size
+    case = Case(dtype="bf16", zero=zero, accumulation=steps, clipping=0.5, width=WIDTH)
+    config = {**case.config(), "world_size_invariant": True}
+    engine = zero_core.build(make_model(WIDTH), config, process_group=ranks)
+    losses = {}
+    for step in range(3):
+        for micro in range(steps):
+            number = micro * ranks.size + ranks.rank
+            losses[step, number] = (loss := engine(**batch(step, number, 0))["loss"]).item()
+            engine.backward(loss)
+            engine.step()
+    return losses, engine.full_state_dict(dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 1, **LOSSLESS},
+        {"stage": 3, **LOSSLESS},
+        {"stage": 3, "zero_hpz_partition_size": 2},
+        {"stage": 3, **LOSSLESS, "zero_hpz_partition_size": 2},
+    ],
+    ids=str,
+)
+def test_exact_gathers_keep_the_bits_of_one_rank(zero: dict[str, Any]) -> None:
+    ((expected, values),) = simulate(_train_invariant, 1, {"stage": zero["stage"]})
+    found = simulate(_train_invariant, 4, zero, ranks_per_node=2)
+    assert dict(pair for losses, _ in found for pair in losses.items()) == expected
+    for _, own in found:
+        torch.testing.assert_close(own, values, rtol=0.0, atol=0.0)

@@ -27,7 +27,12 @@ from zero_comm.collectives.two_hop import TwoHopReduce
 from zero_comm.collectives.weight_gathers import Grid, MessageGather, SecondaryGather, WeightGather
 from zero_comm.differences.message import is_worthwhile
 from zero_comm.quantizer.message import Packing
-from zero_comm.transport.protocol import InPlaceCollectives, TransportCollectives, Work
+from zero_comm.transport.protocol import (
+    AddingCollectives,
+    InPlaceCollectives,
+    TransportCollectives,
+    Work,
+)
 from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork
 
@@ -80,9 +85,10 @@ def create_collectives(
         return native
     if rank == 0:
         _log_limits(settings, world_size, ranks_per_node)
-    return QuantizedCollectives(
-        native, settings, ranks_per_node=ranks_per_node, frozen=frozenset(frozen)
-    )
+    options = {"ranks_per_node": ranks_per_node, "frozen": frozenset(frozen)}
+    if settings.gradients is None and isinstance(native, AddingCollectives):
+        return ExactGradients(native, settings, **options)
+    return QuantizedCollectives(native, settings, **options)
 
 
 class QuantizedCollectives:
@@ -273,6 +279,39 @@ class QuantizedCollectives:
         if kind is not None and self._packings[kind].shortens(shard.dtype, shard.numel()):
             return self._gathers.get(kind)
         return self._gathers.get(None)
+
+
+class ExactGradients(QuantizedCollectives):
+    """`QuantizedCollectives` that send gradients as they are, and add them as the transport does.
+
+    Args:
+        transport: carries the bytes.
+        settings: without a format of gradients.
+        ranks_per_node: ranks of a node.
+        frozen: units whose weights are never trained.
+    """
+
+    def __init__(
+        self,
+        transport: AddingCollectives,
+        settings: CommSettings,
+        *,
+        ranks_per_node: int,
+        frozen: Collection[int] = frozenset(),
+    ) -> None:
+        assert settings.gradients is None
+        super().__init__(transport, settings, ranks_per_node=ranks_per_node, frozen=frozen)
+        self._adding = transport
+
+    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """Start to add this rank's slice of every rank's ``full`` to ``out``. A collective.
+
+        Args:
+            out: 1-D, contiguous, floating point; each term is added in rank order.
+            full: 1-D, contiguous, ``world_size * out.numel()`` elements, floating point.
+            unit: passed on.
+        """
+        return self._adding.reduce_add(out, full, unit=unit)
 
 
 class _Exchange:

@@ -68,6 +68,14 @@ class TransportCollectives(Protocol):
 
 
 @runtime_checkable
+class AddingCollectives(TransportCollectives, Protocol):
+    """Transport collectives that add to a sum."""
+
+    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
+
+
+@runtime_checkable
 class InPlaceCollectives(TransportCollectives, Protocol):
     """Transport collectives that may read gradients in the other ranks' memory."""
 

@@ -251,16 +251,25 @@ class ZeroConfig(_Block):
     )
 
     @property
+    def rounding_key(self) -> str | None:
+        """Path of the first key that asks for messages in fewer bits, which round."""
+        return self._first_of(
+            "zero_quantized_weights",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_gradients",
+        )
+
+    @property
     def quantized_key(self) -> str | None:
         """Path of the first key that asks for shorter messages or secondary shards."""
-        keys = {
-            "zero_quantized_weights": self.zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": self.zero_quantized_nontrainable_weights,
-            "zero_lossless_weights": self.zero_lossless_weights,
-            "zero_quantized_gradients": self.zero_quantized_gradients,
-            "zero_hpz_partition_size": self.zero_hpz_partition_size != 1,
-        }
-        return next((f"zero_optimization.{key}" for key, is_set in keys.items() if is_set), None)
+        exact = self._first_of("zero_lossless_weights")
+        if exact is None and self.zero_hpz_partition_size != 1:
+            exact = "zero_optimization.zero_hpz_partition_size"
+        return self.rounding_key or exact
+
+    def _first_of(self, *keys: str) -> str | None:
+        given = self.model_dump(include=set(keys))
+        return next((f"zero_optimization.{key}" for key in keys if given[key]), None)
 
 
 class Fp16Config(_Block):

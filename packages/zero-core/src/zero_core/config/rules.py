@@ -216,8 +216,8 @@ def _of_masters(config: Config) -> Iterator[_Rule]:
 def _of_invariance(config: Config) -> Iterator[_Rule]:
     zero, is_asked = config.zero_optimization, config.world_size_invariant
     yield (
-        is_asked and zero.quantized_key is not None,
-        f"world_size_invariant: the blocks of {zero.quantized_key} follow the slices of the ranks, "
+        is_asked and zero.rounding_key is not None,
+        f"world_size_invariant: the blocks of {zero.rounding_key} follow the slices of the ranks, "
         "of which there are as many as ranks: leave one of the two out",
     )
     yield (
