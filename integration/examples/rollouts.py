@@ -1,23 +1,18 @@
-"""Rollouts from another process: a transformers model that follows a training by patches.
+"""Rollouts in another process, as the inference side of TRL or OpenRLHF: it follows by patches.
 
 torchrun --nproc-per-node=2 integration/examples/rollouts.py runs/rollouts
-
-The trainer is sharded at stage 3. Rank 0 starts the rollout process, which keeps a plain model, as
-the inference side of TRL or OpenRLHF does. After every update it is sent a patch, and generates.
 """
 
-import multiprocessing
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import get_context
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import zero_core
 
-ROUNDS, STEPS = 4, 2
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": True},
@@ -29,55 +24,37 @@ CONFIG = {
 
 def make_model():
     torch.manual_seed(0)
-    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4, vocab_size=256, **ids))
+    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=128, n_head=4))
 
 
 def rollouts(patches, texts):
-    """Generate after each patch, until there is none."""
-    model = make_model().bfloat16().eval()
-    version = 0  # the model that the trainer began with
+    model, version = make_model().bfloat16().eval(), 0  # as the trainer begins
     for path in iter(patches.get, None):
         version = zero_core.apply_patch(model, path, version=version)
-        prompt = torch.full((4, 8), version)
-        tokens = model.generate(prompt, max_new_tokens=16, do_sample=True)
-        texts.put((tokens.tolist(), {n: v.float().numpy() for n, v in model.state_dict().items()}))
+        tokens = model.generate(torch.full((4, 8), version), min_length=32, max_length=32)
+        texts.put((tokens, model.state_dict()))
 
 
 def main(folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
-    patches, texts = context.Queue(), context.Queue()
-    if os.environ["RANK"] == "0":
-        process = context.Process(target=rollouts, args=(patches, texts), daemon=True)
-        process.start()
+    os.makedirs(folder, exist_ok=True)
     dist.init_process_group()
-    engine = zero_core.build(make_model(), CONFIG)
-    nbytes = sum(2 * spec.numel for spec in engine.layout.params)
-    tokens = [torch.randint(256, (4, 32)).tolist()]
-    for number in range(ROUNDS):
-        for _ in range(STEPS):  # a reward-weighted loss in earnest; here the tokens' likelihood
-            batch = torch.tensor(tokens[0])
-            engine.backward(engine(input_ids=batch, labels=batch).loss)
-            engine.step()
-        path = folder / f"patch-{number}.safetensors"
+    engine, tokens = zero_core.build(make_model(), CONFIG), torch.randint(256, (4, 32))
+    spawn = get_context("spawn")
+    patches, texts = spawn.Queue(), spawn.Queue()
+    if engine.rank == 0:
+        spawn.Process(target=rollouts, args=(patches, texts), daemon=True).start()
+    for path in [f"{folder}/patch-{number}.safetensors" for number in range(4)]:
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)  # in earnest, with rewards
+        engine.step()
         patch = engine.weight_patch(since=engine.patch_version, path=path)
         expected = engine.full_state_dict(rank=0)
-        tokens = [None]
         if engine.rank == 0:
             patches.put(path)
-            tokens[0], found = texts.get(timeout=300)
-            for name, value in expected.items():
-                assert torch.equal(torch.from_numpy(found[name]), value.float()), name
-            share = f"{patch.nbytes} bytes, {patch.nbytes / nbytes:.1%} of the model"
-            print(f"version {patch.version}: {share}; same bits")
-        dist.broadcast_object_list(tokens)
-    if engine.rank == 0:
-        patches.put(None)
-        process.join()
-    engine.close()
-    dist.destroy_process_group()
+            tokens, found = texts.get(timeout=300)
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            print(f"version {patch.version}: {patch.nbytes} bytes, the same bits there")
+        dist.broadcast(tokens, src=0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         module = f"-m {MODULES[name]} " if name in MODULES else ""
         program = programs / name
         # The process of `import` that reads files needs an interpreter with options of its own.
-        choice = f'python="{forked_python()}"; [ "$1" = import ] && python="{sys.executable}"'
+        # So does transformers, which has no place for an engine once it was imported without one.
+        forked = forked_python() if find_spec("deepspeed") else sys.executable
+        choice = f'python="{forked}"; [ "$1" = import ] && python="{sys.executable}"'
         program.write_text(f'#!/bin/sh\n{choice}\nexec "$python" {module}"$@"\n', encoding="utf-8")
         program.chmod(0o755)
     (programs / "activate").write_text("true\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import environment, own_lines, run_program
+from conftest import environment, run_program
 
 from benchmarks.harness.forked_python import forked_python
 from zero_engine.deepspeed.refusal import reason_to_refuse
@@ -127,7 +127,9 @@ def test_ranks_communicate_and_the_exit_code_is_the_failing_ranks() -> None:
     # New interpreters are given the hook in test_accelerate_launch.
     ranks = {"PYTHON_EXEC": forked_python()}
     done = run_program("run", "--nproc-per-node=2", str(SCRIPT), expected_code=7, more=ranks)
-    assert len(own_lines(done.stdout)) == 2, done.stdout
+    # Of two ranks, whose lines of Gloo in torch 2.10 may run into each other.
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(said) == 2, done.stdout
 
 
 def test_script_runs_in_place_where_the_process_is_a_rank_already(tmp_path: Path) -> None:

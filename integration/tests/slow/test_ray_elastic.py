@@ -7,7 +7,11 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from faults.harness import Program
+
+pytest.importorskip("ray", reason="the optional ray is not installed")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 
