@@ -85,10 +85,10 @@ def create_collectives(
         return native
     if rank == 0:
         _log_limits(settings, world_size, ranks_per_node)
-    options = {"ranks_per_node": ranks_per_node, "frozen": frozenset(frozen)}
+    never = frozenset(frozen)
     if settings.gradients is None and isinstance(native, AddingCollectives):
-        return ExactGradients(native, settings, **options)
-    return QuantizedCollectives(native, settings, **options)
+        return ExactGradients(native, settings, ranks_per_node=ranks_per_node, frozen=never)
+    return QuantizedCollectives(native, settings, ranks_per_node=ranks_per_node, frozen=never)
 
 
 class QuantizedCollectives:
