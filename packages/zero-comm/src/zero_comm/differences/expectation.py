@@ -6,9 +6,8 @@ of a difference are a function of ``lr * 2**p / std`` alone, where p is the prec
 in bits (8 for bf16, 11 for fp16, 24 for fp32) and std the standard deviation of the weights.
 
 `_TYPICAL` is what `zero_comm.differences` takes per weight for normal weights that move by 0.3 lr
-times a normal number, `_LARGEST` for those that all move by lr, as in the first step of Adam.
-Both were made by encoding 2**21 weights. Recorded steps of a GPT-2, trained from nothing and
-fine-tuned at four learning rates, lie between the two (the project's docs/benchmarks.md).
+times a normal number. It was made by encoding 2**21 weights. The first steps of Adam, which move
+all weights by lr, take up to 2.5 times as much (the project's docs/benchmarks.md has recorded steps).
 """
 
 from __future__ import annotations
@@ -40,26 +39,10 @@ _TYPICAL: Final = (
     18.2,
     24.3,
 )
-_LARGEST: Final = (
-    0.15,
-    0.27,
-    0.64,
-    1.49,
-    2.36,
-    4.27,
-    6.78,
-    9.29,
-    12.8,
-    16.1,
-    16.7,
-    18.5,
-    25.8,
-    32.1,
-)
 
 
 def expected_difference_bits(
-    dtype: torch.dtype, learning_rate: float, *, std: float = TYPICAL_STD, is_first: bool = False
+    dtype: torch.dtype, learning_rate: float, *, std: float = TYPICAL_STD
 ) -> float:
     """Return the bits per weight that a step's difference is expected to take.
 
@@ -67,7 +50,6 @@ def expected_difference_bits(
         dtype: of the weights that are sent: fp32, bf16 or fp16.
         learning_rate: of the step.
         std: standard deviation of the weights.
-        is_first: whether every weight moves by the learning rate, as in the first step of Adam.
     """
     most = 8.0 * dtype.itemsize
     if learning_rate <= 0.0:
@@ -75,7 +57,7 @@ def expected_difference_bits(
     precision = 1 - math.log2(torch.finfo(dtype).eps)
     power = math.log2(learning_rate / std) + precision
     place = (power - _FIRST_POWER) / _POWER_STEP
-    return min(most, _interpolate(_LARGEST if is_first else _TYPICAL, place))
+    return min(most, _interpolate(_TYPICAL, place))
 
 
 def expected_message_nbytes(numel: int, dtype: torch.dtype, learning_rate: float) -> int:
