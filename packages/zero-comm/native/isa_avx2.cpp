@@ -9,15 +9,7 @@
 #define ZERO_COMM_F16C 1
 
 namespace {
-#include "codec.inl"
-#include "difference.inl"
+#include "table.inl"
 }  // namespace
 
-const zero_comm::KernelTable zero_comm::kAvx2Table = {
-    "avx2",
-    encode,
-    decode,
-    decode_sum,
-    {encode_blocks<std::uint16_t>, decode_blocks<std::uint16_t>},
-    {encode_blocks<std::uint32_t>, decode_blocks<std::uint32_t>},
-    sum_words};
+const zero_comm::KernelTable zero_comm::kAvx2Table = table("avx2");

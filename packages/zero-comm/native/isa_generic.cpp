@@ -5,15 +5,7 @@
 #include "kernels.h"
 
 namespace {
-#include "codec.inl"
-#include "difference.inl"
+#include "table.inl"
 }  // namespace
 
-const zero_comm::KernelTable zero_comm::kGenericTable = {
-    "generic",
-    encode,
-    decode,
-    decode_sum,
-    {encode_blocks<std::uint16_t>, decode_blocks<std::uint16_t>},
-    {encode_blocks<std::uint32_t>, decode_blocks<std::uint32_t>},
-    sum_words};
+const zero_comm::KernelTable zero_comm::kGenericTable = table("generic");

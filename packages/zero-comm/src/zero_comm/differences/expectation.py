@@ -7,7 +7,7 @@ in bits (8 for bf16, 11 for fp16, 24 for fp32) and std the standard deviation of
 
 `_TYPICAL` is what `zero_comm.differences` takes per weight for normal weights that move by 0.3 lr
 times a normal number. It was made by encoding 2**21 weights. The first steps of Adam, which move
-all weights by lr, take up to 2.5 times as much (the project's docs/benchmarks.md has recorded steps).
+all weights by lr, take up to 2.5 times as much (recorded steps: the project's docs/benchmarks.md).
 """
 
 from __future__ import annotations
