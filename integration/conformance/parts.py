@@ -15,7 +15,9 @@ import cpu_adam
 from zero_comm import create_collectives
 from zero_comm.collectives import ExactGradients, QuantizedCollectives
 from zero_comm.footprint import CommFootprint, comm_footprint
+from zero_comm.transport.protocol import CodingCollectives
 from zero_comm.transport.protocol import TransportCollectives as CommTransport
+from zero_comm.values.message import GradientMessages
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.host import HostCollectives
 from zero_core.optim.device_tier import DeviceTier
@@ -41,6 +43,7 @@ from zero_core.protocols import (
     ParamTierFactory,
     PartitionedParam,
     ReservingTier,
+    SliceCodec,
     SnapshotTier,
     StatefulCollectives,
     StateTier,
@@ -82,6 +85,7 @@ def prove_instances(
     device: DeviceCollectives,
     quantized: QuantizedCollectives,
     exact: ExactGradients,
+    messages: GradientMessages,
     device_tier: DeviceTier,
     whole_tier: WholeTier,
     twin_tier: TwinTier,
@@ -95,6 +99,7 @@ def prove_instances(
     collectives: list[Collectives] = [*transports, quantized]
     stateful: StatefulCollectives = quantized
     adding: list[AddingCollectives] = [host, device, exact]
+    codec: SliceCodec = messages
     tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
     timed: list[TimedTier] = [twin_tier, auto_tier]
     accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
@@ -107,7 +112,7 @@ def prove_instances(
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
     del transports, collectives, stateful, tiers, accumulating, reserving, ahead, memory, adding
-    del param_tier, store, param, whole, snapshots, timed
+    del param_tier, store, param, whole, snapshots, timed, codec
 
 
 def prove_what_is_handed_over(
@@ -122,6 +127,7 @@ def prove_what_is_handed_over(
 ) -> None:
     """For mypy: what the engine hands to a part fits the part's own idea of it."""
     comm: CommTransport = transport
+    coding: CodingCollectives = transport
     offload: OffloadStateTier = tier
     offload_kernel: OffloadKernel = kernel
     offload_factory: OffloadDeviceTierFactory = factory
@@ -130,7 +136,7 @@ def prove_what_is_handed_over(
     offload_memory: OffloadDeviceMemory = memory
     offload_watched: OffloadSnapshotTier = watched
     del comm, offload, offload_kernel, offload_factory, offload_store, fetched, offload_memory
-    del offload_watched
+    del offload_watched, coding
 
 
 adam_kernel: AdamKernel = cpu_adam
@@ -161,6 +167,7 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.comm.host.HostCollectives": (HostCollectives, TransportCollectives),
     "zero_core.comm.device.DeviceCollectives": (DeviceCollectives, TransportCollectives),
     "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
+    "zero_comm.values.message.GradientMessages": (GradientMessages, SliceCodec),
     "zero_comm.collectives.ExactGradients": (ExactGradients, AddingCollectives),
     "zero_comm.collectives.QuantizedCollectives, memory": (QuantizedCollectives, DeviceMemory),
     "zero_core.optim.device_tier.DeviceTier": (DeviceTier, AheadTier),

@@ -44,6 +44,9 @@ class Delayed:
     def subgroup(self, ranks: Sequence[int]) -> Delayed:
         return Delayed(self._native.subgroup(ranks), self._chance)
 
+    def coded(self, codec: Any) -> Delayed:
+        return Delayed(self._native.coded(codec), self._chance)
+
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._native.zeros(numel, dtype, device)
 

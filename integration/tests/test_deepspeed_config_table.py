@@ -104,6 +104,7 @@ EXAMPLES: dict[str, Any] = {
     "zero_optimization.zero_quantized_stochastic_rounding": True,
     "zero_optimization.zero_quantized_checksum": True,
     "zero_optimization.zero_lossless_weights": True,
+    "zero_optimization.zero_lossless_gradients": True,
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_optimizer.nvme_path": "/elsewhere",
     "zero_optimization.offload_optimizer.ratio": 0.5,

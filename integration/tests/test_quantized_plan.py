@@ -264,7 +264,9 @@ def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
         "zero_hpz_partition_size 4",
         "zero_quantized_weights",
         "zero_quantized_gradients",
+        "zero_lossless_gradients",
         "zero_lossless_weights",
+        "lossless weights and gradients",
         "lossless weights, quantized gradients",
         "all of these",
         "4-bit mode",
@@ -282,8 +284,8 @@ def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
     assert sent[0] > max(sent[1:])
     assert sent[-1] == min(sent)
     for choice in found.traffic_choices:
-        is_exact = not choice.settings.get("zero_lossless_weights")
-        assert (choice.most_between_nodes_bytes == choice.between_nodes_bytes) == is_exact
+        depends = any(choice.settings.get(f"zero_lossless_{of}") for of in ("weights", "gradients"))
+        assert (choice.most_between_nodes_bytes > choice.between_nodes_bytes) == depends
     (table,) = [t for t in found.tables() if t.title.startswith("Traffic choices")]
     assert [row[0] for row in table.rows] == names
     each = [found.traffic, *(choice.traffic for choice in found.traffic_choices)]
@@ -307,7 +309,9 @@ def test_choices_of_traffic_fit_the_stage_the_nodes_and_what_is_configured() -> 
     assert [c.name for c in at_stage_2] == [
         "as configured",
         "zero_quantized_gradients",
+        "zero_lossless_gradients",
         "zero_lossless_weights",
+        "lossless weights and gradients",
         "lossless weights, quantized gradients",
     ]
     alone = planned(model, 4, 1).traffic_choices
@@ -319,7 +323,9 @@ def test_choices_of_traffic_fit_the_stage_the_nodes_and_what_is_configured() -> 
         "as configured",
         "plain",
         *(f"without {key}" for key in keys),
+        "zero_lossless_gradients",
         "zero_lossless_weights",
+        "lossless weights and gradients",
         "lossless weights, quantized gradients",
     ]
     for choice in given:

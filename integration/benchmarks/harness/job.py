@@ -23,10 +23,11 @@ FOUR_BITS: Mapping[str, Any] = {
     "zero_quantized_gradients_hadamard": True,
 }
 """ZeRO++'s flags, and all of its bits that this engine can save but for hpZ."""
-LOSSLESS: Mapping[str, Any] = {"zero_lossless_weights": True}
+LOSSLESS_WEIGHTS: Mapping[str, Any] = {"zero_lossless_weights": True}
+LOSSLESS: Mapping[str, Any] = {**LOSSLESS_WEIGHTS, "zero_lossless_gradients": True}
 LOSSLESS_FOUR_BITS: Mapping[str, Any] = {
     **{key: value for key, value in FOUR_BITS.items() if "weights" not in key},
-    **LOSSLESS,
+    **LOSSLESS_WEIGHTS,
 }
 """Exact weights, and gradients of 4 bits between nodes."""
 DRY_SHAPE = GptShape(layers=2, width=64, heads=2, vocab=128, context=16)

@@ -19,21 +19,20 @@ std::int64_t count_blocks(std::int64_t numel) {
   return (numel + kDifferenceBlock - 1) / kDifferenceBlock;
 }
 
-}  // namespace
-
-std::int64_t run_encode_difference(const DifferenceTable& table, std::int64_t itemsize,
-                                   const char* old, const char* now, std::int64_t numel,
-                                   std::uint8_t* out, int num_threads) {
+// Calls encode(first, numel, descriptors, codes) for every grain of elements, each into the room of
+// its raw elements, and closes the gaps. Returns the number of bytes.
+template <class Encode>
+std::int64_t encode_grains(std::int64_t itemsize, std::int64_t numel, std::uint8_t* out,
+                           int num_threads, const Encode& encode) {
   auto* const descriptors = reinterpret_cast<std::uint16_t*>(out);
   std::uint8_t* const codes = out + count_blocks(numel) * 2;
   const std::int64_t num_grains = (numel + kGrainNumel - 1) / kGrainNumel;
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(num_grains));
   const auto run = [&](std::int64_t grain) {
     const std::int64_t first = grain * kGrainNumel;
-    const std::int64_t offset = first * itemsize;
     lengths[static_cast<std::size_t>(grain)] =
-        table.encode(old + offset, now + offset, std::min(kGrainNumel, numel - first),
-                     descriptors + grain * kGrainBlocks, codes + offset);
+        encode(first, std::min(kGrainNumel, numel - first), descriptors + grain * kGrainBlocks,
+               codes + first * itemsize);
   };
   share_grains(num_grains, std::min<std::int64_t>(num_threads, numel / kThreadNumel),
                [&] { return run; });
@@ -47,9 +46,11 @@ std::int64_t run_encode_difference(const DifferenceTable& table, std::int64_t it
   return count_blocks(numel) * 2 + end;
 }
 
-bool run_decode_difference(const DifferenceTable& table, std::int64_t itemsize,
-                           const std::uint8_t* in, std::int64_t nbytes, char* values,
-                           std::int64_t numel, int num_threads) {
+// Calls decode(first, numel, descriptors, codes) for every grain, if the blocks have `nbytes`.
+// Returns whether all calls did.
+template <class Decode>
+bool decode_grains(const std::uint8_t* in, std::int64_t nbytes, std::int64_t numel, int num_threads,
+                   const Decode& decode) {
   const std::int64_t num_blocks = count_blocks(numel);
   if (nbytes < num_blocks * 2) return false;
   const auto* const descriptors = reinterpret_cast<const std::uint16_t*>(in);
@@ -65,15 +66,55 @@ bool run_decode_difference(const DifferenceTable& table, std::int64_t itemsize,
   std::atomic<bool> is_good{true};
   const auto run = [&](std::int64_t grain) {
     const std::int64_t first = grain * kGrainNumel;
-    if (!table.decode(descriptors + grain * kGrainBlocks,
-                      codes + offsets[static_cast<std::size_t>(grain)],
-                      std::min(kGrainNumel, numel - first), values + first * itemsize)) {
+    if (!decode(first, std::min(kGrainNumel, numel - first), descriptors + grain * kGrainBlocks,
+                codes + offsets[static_cast<std::size_t>(grain)])) {
       is_good.store(false, std::memory_order_relaxed);
     }
   };
   share_grains(num_grains, std::min<std::int64_t>(num_threads, numel / kThreadNumel),
                [&] { return run; });
   return is_good.load();
+}
+
+}  // namespace
+
+std::int64_t run_encode_difference(const DifferenceTable& table, std::int64_t itemsize,
+                                   const char* old, const char* now, std::int64_t numel,
+                                   std::uint8_t* out, int num_threads) {
+  return encode_grains(
+      itemsize, numel, out, num_threads,
+      [&](std::int64_t first, std::int64_t count, std::uint16_t* descriptors, std::uint8_t* codes) {
+        const std::int64_t offset = first * itemsize;
+        return table.encode(old + offset, now + offset, count, descriptors, codes);
+      });
+}
+
+bool run_decode_difference(const DifferenceTable& table, std::int64_t itemsize,
+                           const std::uint8_t* in, std::int64_t nbytes, char* values,
+                           std::int64_t numel, int num_threads) {
+  return decode_grains(in, nbytes, numel, num_threads,
+                       [&](std::int64_t first, std::int64_t count, const std::uint16_t* descriptors,
+                           const std::uint8_t* codes) {
+                         return table.decode(descriptors, codes, count, values + first * itemsize);
+                       });
+}
+
+std::int64_t run_encode_values(const ValueTable& table, std::int64_t itemsize, const char* values,
+                               std::int64_t numel, std::uint8_t* out, int num_threads) {
+  return encode_grains(
+      itemsize, numel, out, num_threads,
+      [&](std::int64_t first, std::int64_t count, std::uint16_t* descriptors, std::uint8_t* codes) {
+        return table.encode(values + first * itemsize, count, descriptors, codes);
+      });
+}
+
+bool run_decode_values(const ValueTable& table, std::int64_t itemsize, const std::uint8_t* in,
+                       std::int64_t nbytes, char* values, std::int64_t numel, int num_threads) {
+  return decode_grains(in, nbytes, numel, num_threads,
+                       [&](std::int64_t first, std::int64_t count, const std::uint16_t* descriptors,
+                           const std::uint8_t* codes) {
+                         return table.decode(descriptors, codes, count, values + first * itemsize);
+                       });
 }
 
 }  // namespace zero_comm

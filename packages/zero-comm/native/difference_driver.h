@@ -1,4 +1,4 @@
-// Shares blocks of differences among threads.
+// Shares blocks of differences, or of values, among threads.
 #pragma once
 
 #include <cstdint>
@@ -18,5 +18,13 @@ std::int64_t run_encode_difference(const DifferenceTable& table, std::int64_t it
 bool run_decode_difference(const DifferenceTable& table, std::int64_t itemsize,
                            const std::uint8_t* in, std::int64_t nbytes, char* values,
                            std::int64_t numel, int num_threads);
+
+// As run_encode_difference, of values alone.
+std::int64_t run_encode_values(const ValueTable& table, std::int64_t itemsize, const char* values,
+                               std::int64_t numel, std::uint8_t* out, int num_threads);
+
+// As run_decode_difference; `values` are overwritten.
+bool run_decode_values(const ValueTable& table, std::int64_t itemsize, const std::uint8_t* in,
+                       std::int64_t nbytes, char* values, std::int64_t numel, int num_threads);
 
 }  // namespace zero_comm

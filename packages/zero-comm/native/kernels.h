@@ -84,6 +84,26 @@ struct DifferenceTable {
   DecodeDifferenceFunction decode;
 };
 
+// ---- values: [Note: the value buffer] in value_format.py ----
+
+enum ValueMode : int { kZero = 0, kRawValues = 1, kCoded = 2 };  // kCoded + bits of a code
+
+// Codes `numel` elements: a descriptor per block, and the blocks' bytes one after another. Returns
+// the number of bytes.
+using EncodeValuesFunction = std::int64_t (*)(const void* values, std::int64_t numel,
+                                              std::uint16_t* descriptors, std::uint8_t* out);
+
+// Fills `numel` elements. Returns whether the bytes are those of blocks; some elements are filled
+// even if not. Lengths have been checked.
+using DecodeValuesFunction = bool (*)(const std::uint16_t* descriptors, const std::uint8_t* codes,
+                                      std::int64_t numel, void* values);
+
+// For elements of one size.
+struct ValueTable {
+  EncodeValuesFunction encode;
+  DecodeValuesFunction decode;
+};
+
 // Sums 64-bit words, each times an odd number of its place: checksum.py. `odd` has 1,024 of them.
 using ChecksumFunction = std::uint64_t (*)(const std::uint64_t* words, std::int64_t count,
                                            const std::uint64_t* odd);
@@ -95,6 +115,7 @@ struct KernelTable {
   DecodeFunction decode;
   SumFunction decode_sum;
   DifferenceTable differences_of_16_bits, differences_of_32_bits;
+  ValueTable values_of_16_bits, values_of_32_bits;
   ChecksumFunction checksum;
 };
 

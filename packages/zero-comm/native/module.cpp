@@ -102,6 +102,29 @@ bool decode_difference(int isa, std::int64_t itemsize, std::uint64_t codes, std:
                                pointer<char>(values), numel, num_threads);
 }
 
+const ValueTable& value_table_of(int isa, std::int64_t itemsize) {
+  const KernelTable& table = table_of(isa);
+  if (itemsize == 2) return table.values_of_16_bits;
+  if (itemsize == 4) return table.values_of_32_bits;
+  throw py::value_error("itemsize: must be 2 or 4");
+}
+
+std::int64_t encode_values(int isa, std::int64_t itemsize, std::uint64_t values, std::int64_t numel,
+                           std::uint64_t out, int num_threads) {
+  const ValueTable& table = value_table_of(isa, itemsize);
+  const py::gil_scoped_release released;
+  return run_encode_values(table, itemsize, pointer<const char>(values), numel,
+                           pointer<std::uint8_t>(out), num_threads);
+}
+
+bool decode_values(int isa, std::int64_t itemsize, std::uint64_t codes, std::int64_t nbytes,
+                   std::uint64_t values, std::int64_t numel, int num_threads) {
+  const ValueTable& table = value_table_of(isa, itemsize);
+  const py::gil_scoped_release released;
+  return run_decode_values(table, itemsize, pointer<const std::uint8_t>(codes), nbytes,
+                           pointer<char>(values), numel, num_threads);
+}
+
 std::int64_t checksum(int isa, std::uint64_t words, std::int64_t count, std::uint64_t odd) {
   const KernelTable& table = table_of(isa);
   const py::gil_scoped_release released;
@@ -138,6 +161,9 @@ PYBIND11_MODULE(_kernels, m) {
   m.def("encode_difference", &encode_difference, isa, itemsize, py::arg("old"), py::arg("now"),
         numel, out, num_threads);
   m.def("decode_difference", &decode_difference, isa, itemsize, py::arg("codes"), py::arg("nbytes"),
+        py::arg("values"), numel, num_threads);
+  m.def("encode_values", &encode_values, isa, itemsize, py::arg("values"), numel, out, num_threads);
+  m.def("decode_values", &decode_values, isa, itemsize, py::arg("codes"), py::arg("nbytes"),
         py::arg("values"), numel, num_threads);
   m.def("checksum", &checksum, isa, py::arg("words"), count, py::arg("odd"));
 }

@@ -2,6 +2,7 @@
 
 #include "codec.inl"
 #include "difference.inl"
+#include "values.inl"
 
 constexpr zero_comm::KernelTable table(const char* name) {
   return {name,
@@ -10,5 +11,7 @@ constexpr zero_comm::KernelTable table(const char* name) {
           decode_sum,
           {encode_blocks<std::uint16_t>, decode_blocks<std::uint16_t>},
           {encode_blocks<std::uint32_t>, decode_blocks<std::uint32_t>},
+          {encode_value_blocks<std::uint16_t>, decode_value_blocks<std::uint16_t>},
+          {encode_value_blocks<std::uint32_t>, decode_value_blocks<std::uint32_t>},
           sum_words};
 }

@@ -94,6 +94,13 @@ def test_interpreted_differences_have_the_bytes_and_values_of_plain_torch_in_eve
         assert set(interpreted_differences["modes"][str(itemsize)]) == modes
 
 
+def test_interpreted_values_have_the_bytes_values_and_verdicts_of_plain_torch(
+    interpreted_differences: Any,
+) -> None:
+    assert interpreted_differences["wrong_values"] == []
+    assert interpreted_differences["wrong_of_damaged_values"] == []
+
+
 def test_interpreted_differences_refuse_damaged_bytes_as_plain_torch_does(
     interpreted_differences: Any,
 ) -> None:
@@ -102,17 +109,15 @@ def test_interpreted_differences_refuse_damaged_bytes_as_plain_torch_does(
     assert damaged / 4 < refused < damaged  # a flipped code is often a good one
 
 
-def test_difference_kernels_compile_for_each_gpu_and_load_elements_widely(compiled: Any) -> None:
+def test_lossless_kernels_compile_for_each_gpu_and_load_elements_widely(compiled: Any) -> None:
     texts = compiled["differences"]
-    assert len(texts) == 18
+    assert len(texts) == 36
     for name, text in texts.items():
         if "decode" not in name:
             assert re.search(r"ld\.global\.v4\.b32|load_dwordx4", text), name
 
 
-def test_difference_kernels_have_no_atomics(
-    compiled: Any,
-) -> None:
+def test_lossless_kernels_have_no_atomics(compiled: Any) -> None:
     """Bytes that several codes share are put together in registers (decision 243)."""
     for name, text in compiled["differences"].items():
         assert not re.search(r"\batom\.|\bred\.|_atomic_", text), name

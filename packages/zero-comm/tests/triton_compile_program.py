@@ -14,6 +14,8 @@ from triton.compiler import ASTSource
 from zero_comm import BlockFormat
 from zero_comm.differences import triton_blocks, triton_codec
 from zero_comm.quantizer import triton_backend, triton_tiles
+from zero_comm.values import triton_blocks as value_blocks
+from zero_comm.values import triton_codec as value_codec
 
 CUDA, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 HIP = GPUTarget("hip", "gfx942", 64)
@@ -106,6 +108,22 @@ def difference(name: str, itemsize: int, target: GPUTarget) -> str:
     )
 
 
+def values(name: str, itemsize: int, target: GPUTarget) -> str:
+    """One of the kernels of coded values."""
+    element = f"*i{8 * itemsize}"
+    places = {"descriptors_ptr": "*i16", "ends_ptr": "*i64", "codes_ptr": "*u8"}
+    kernel, arguments = {
+        "choose": (value_blocks.choose_kernel, {"descriptors_ptr": "*i16"}),
+        "encode": (value_blocks.encode_kernel, places),
+        "decode": (
+            value_blocks.decode_kernel,
+            {**places, "is_bad_ptr": "*i32", "codes_nbytes": "i64"},
+        ),
+    }[name]
+    arguments = {**arguments, "values_ptr": element, "numel": "i64"}
+    return assembly(kernel, arguments, value_codec.constants_of(itemsize), target)
+
+
 def main() -> None:
     """Compile, print."""
     cuda = {
@@ -118,7 +136,8 @@ def main() -> None:
     }
     hip = {"encode rotated": encode(ROTATED, "bf16", HIP, is_stochastic=True)}
     differences = {
-        f"{name} {8 * itemsize} bits {target.arch}": difference(name, itemsize, target)
+        f"{of.__name__}: {name} {8 * itemsize} bits {target.arch}": of(name, itemsize, target)
+        for of in (difference, values)
         for name in ("choose", "encode", "decode")
         for itemsize in (2, 4)
         for target in (CUDA, HOPPER, HIP)

@@ -1,12 +1,14 @@
-"""Holds the Triton codec of lossless differences against plain torch, in Triton's interpreter.
+"""Holds the Triton codecs of differences and of values against plain torch, in the interpreter.
 
 Started as ``python triton_difference_program.py`` with ``TRITON_INTERPRET=1``, which triton reads
 as it is imported. Prints a JSON object: what differed, and what was seen.
 """
 
 import json
+from typing import Any
 
 import torch
+import value_cases
 from difference_cases import (
     REFERENCE,
     all_modes,
@@ -21,8 +23,10 @@ from difference_cases import (
 )
 from difference_strategies import Pair, pairs
 from hypothesis import given, settings
+from torch import Tensor
 
 from zero_comm.differences.triton_codec import CODEC
+from zero_comm.values.triton_codec import CODEC as VALUE_CODEC
 
 CPU = torch.device("cpu")
 
@@ -32,6 +36,31 @@ CPU = torch.device("cpu")
 def hold_against_torch(both: Pair) -> None:
     """Any two tensors."""
     assert wrong_of(*both, CODEC, CPU) == []
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(value_cases.any_values())
+def hold_values_against_torch(values: Tensor) -> None:
+    """Any tensor."""
+    assert value_cases.wrong_values(values, VALUE_CODEC, CPU) == []
+
+
+def of_values() -> dict[str, Any]:
+    """What differs in coded values."""
+    wrong = [
+        line
+        for values in value_cases.value_cases()
+        for line in value_cases.wrong_values(values, VALUE_CODEC, CPU)
+    ]
+    verdicts = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for numel, count in ((300, 20), (2100, 8)):
+            values = value_cases.values_of(numel, dtype, 4, 0.02, numel)
+            buffer = value_cases.encoded_values(value_cases.REFERENCE, values)
+            for other in damaged(buffer, numel, count, numel):
+                verdicts += value_cases.wrong_value_verdicts(other, values, VALUE_CODEC, CPU)
+    hold_values_against_torch()
+    return {"wrong_values": wrong, "wrong_of_damaged_values": verdicts}
 
 
 def main() -> None:
@@ -54,7 +83,8 @@ def main() -> None:
                     num_refused += not decoded(REFERENCE, other, old)[0]
     hold_against_torch()
     found = {"modes": modes, "wrong": wrong, "wrong_of_damaged": wrong_of_damaged}
-    print(json.dumps({**found, "damaged": num_damaged, "refused": num_refused}))
+    found |= {"damaged": num_damaged, "refused": num_refused}
+    print(json.dumps({**found, **of_values()}))
 
 
 if __name__ == "__main__":

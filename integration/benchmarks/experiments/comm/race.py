@@ -39,7 +39,15 @@ from benchmarks.experiments.comm.link import (
     sent_bytes,
 )
 from benchmarks.harness import options
-from benchmarks.harness.job import FOUR_BITS, LOSSLESS, LOSSLESS_FOUR_BITS, QGZ, QWZ, Job
+from benchmarks.harness.job import (
+    FOUR_BITS,
+    LOSSLESS,
+    LOSSLESS_FOUR_BITS,
+    LOSSLESS_WEIGHTS,
+    QGZ,
+    QWZ,
+    Job,
+)
 from benchmarks.harness.models import GptShape
 from benchmarks.harness.options import RESULTS, Output, of, parse_size
 from benchmarks.harness.ranks import Place, Row, Runner
@@ -63,6 +71,7 @@ CONTENDERS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
     "zero-3-qgz": ("zero", QGZ, False),
     "zero-3-all": ("zero", {**QWZ, **QGZ}, True),
     "zero-3-4bit": ("zero", FOUR_BITS, True),
+    "zero-3-lossless-weights": ("zero", LOSSLESS_WEIGHTS, False),
     "zero-3-lossless": ("zero", LOSSLESS, False),
     "zero-3-lossless-4bit": ("zero", LOSSLESS_FOUR_BITS, False),
 }

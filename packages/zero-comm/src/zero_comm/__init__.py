@@ -26,6 +26,7 @@ from zero_comm.quantizer.quantize import (
     quantize_rows,
 )
 from zero_comm.transport.torch_collectives import TorchCollectives
+from zero_comm.values.codec import decode_values, encode_values
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
@@ -38,10 +39,12 @@ __all__ = [
     "backend",
     "create_collectives",
     "ddp_comm_hook",
+    "decode_values",
     "dequantize",
     "dequantize_rows",
     "dequantize_sum",
     "encode_difference",
+    "encode_values",
     "quantize",
     "quantize_rows",
     "quantized_all_gather",

@@ -17,6 +17,9 @@ Lossless differences have the same phases. At stage 3 they are phase 1, and seco
 kept. At stages 1 and 2, where every rank keeps all weights, both phases carry messages; not counted
 are 16 bytes per rank of lengths and checksums.
 
+Losslessly coded gradients are a matter of the engine's own reduction, which sends a message to
+another node in the place of a slice, or of a partial sum.
+
 Gradients are reduced in two **hops**: within the node each rank sends N messages to each of its
 R - 1 neighbours; across nodes it sends one message to the rank of equal place in each other node.
 
@@ -37,6 +40,8 @@ from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
 from zero_comm.differences.expectation import expected_message_nbytes
 from zero_comm.differences.message import is_worthwhile, max_message_nbytes
 from zero_comm.quantizer.message import Packing
+from zero_comm.values.message import GradientMessages
+from zero_comm.values.message import expected_message_nbytes as expected_coded_nbytes
 
 _FP32_NBYTES = torch.float32.itemsize
 
@@ -80,7 +85,8 @@ def comm_footprint(
         world_size: number of ranks.
         ranks_per_node: ranks of a node, which are consecutive; divides ``world_size``.
         learning_rate: of the optimizer, on which lossless differences depend: see
-            `zero_comm.differences.expectation`. None counts the most that they may take.
+            `zero_comm.differences.expectation`. None counts the most that they and coded gradients
+            may take.
 
     Raises:
         ValueError: a setting that makes no sense, by key.
@@ -179,6 +185,25 @@ class CommFootprint:
         if not all(packing.shortens(dtype, numel) for packing in taken):
             return None
         return ReduceFootprint(within.nbytes(numel), across.nbytes(numel))
+
+    def coded_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Return the expected and the most bytes of a slice that is sent to another node.
+
+        None if slices are sent as they are. Expected are gradients of a normal distribution. Those
+        of float16 are counted with the most, and so are all without a learning rate.
+
+        Args:
+            numel: elements of the slice, or of a node's partial sum.
+            dtype: its dtype.
+        """
+        messages = GradientMessages()
+        is_coded = self._settings.codes_gradients and self._num_nodes > 1
+        if not is_coded or not messages.serves(dtype, numel):
+            return None
+        most = messages.max_nbytes(dtype, numel)
+        if dtype == torch.float16 or self._learning_rate is None:
+            return most, most
+        return expected_coded_nbytes(numel, dtype.itemsize), most
 
     def memory(
         self,

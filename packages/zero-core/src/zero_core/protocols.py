@@ -186,6 +186,36 @@ class InPlaceCollectives(Collectives, Protocol):
         """
 
 
+class SliceCodec(Protocol):
+    """Codes slices of gradients so that every bit arrives.
+
+    Tensors are 1-D, contiguous and of one device.
+    """
+
+    def serves(self, dtype: torch.dtype, numel: int) -> bool:
+        """Whether slices of ``numel`` elements are coded. All ranks answer alike."""
+
+    def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
+        """Return the most bytes that a message of ``numel`` elements may have."""
+
+    def pack(self, values: Tensor, message: Tensor) -> int:
+        """Write the message of ``values``.
+
+        Args:
+            message: uint8, `max_nbytes` long, at a multiple of 16 bytes.
+
+        Returns:
+            The message's bytes, a multiple of 16. On an accelerator the host waits for them.
+        """
+
+    def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
+        """Fill ``values`` from a message, uint8, at a multiple of 16 bytes.
+
+        Raises:
+            RuntimeError: the message is damaged. The text names rank ``sender``.
+        """
+
+
 class TransportCollectives(InPlaceCollectives, Protocol):
     """The engine's own collectives, over which a plug-in sends its bytes.
 
@@ -218,6 +248,13 @@ class TransportCollectives(InPlaceCollectives, Protocol):
 
         Raises:
             ValueError: they differ, or do not divide by the number of ranks.
+        """
+
+    def coded(self, codec: SliceCodec) -> TransportCollectives:
+        """Return these collectives with reductions that send ``codec``'s messages to other nodes.
+
+        Sums, their order and their statistics are as before. Every rank calls it with a codec of
+        the same kind.
         """
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:

@@ -1,4 +1,4 @@
-"""Collectives of a sharded-training engine that send less: qwZ, hpZ, qgZ and weight differences.
+"""Collectives of a sharded-training engine that send less: qwZ, hpZ, qgZ and lossless coding.
 
 They wrap the engine's own collectives, which carry the bytes (`zero_comm.transport.protocol`), and
 offer the same methods. This module chooses how each segment is sent;
@@ -29,12 +29,14 @@ from zero_comm.differences.message import is_worthwhile
 from zero_comm.quantizer.message import Packing
 from zero_comm.transport.protocol import (
     AddingCollectives,
+    CodingCollectives,
     InPlaceCollectives,
     TransportCollectives,
     Work,
 )
 from zero_comm.transport.scratch import Scratch
 from zero_comm.transport.torch_collectives import DoneWork
+from zero_comm.values.message import GradientMessages
 
 _log = logging.getLogger(__name__)
 _PUBLISHED = "published"  # the key of a gather, beside the formats
@@ -64,10 +66,11 @@ def create_collectives(
 
     Returns:
         A `QuantizedCollectives`, or ``native`` itself when the config asks for no compression or
-        there is only one rank.
+        there is only one rank. With ``zero_lossless_gradients`` alone: ``native`` with a codec.
 
     Raises:
-        ValueError: a setting is out of range; the message names its key.
+        ValueError: a setting is out of range, or ``native`` cannot serve it; the message names its
+            key.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, {world_size}), got {rank}")
@@ -81,10 +84,19 @@ def create_collectives(
             f"zero_optimization.zero_hpz_partition_size must divide the {world_size} ranks, got "
             f"{settings.partition_size}"
         )
-    if settings == CommSettings(has_checksum=settings.has_checksum):
-        return native
     if rank == 0:
         _log_limits(settings, world_size, ranks_per_node)
+    if settings.codes_gradients and world_size > ranks_per_node:
+        if not isinstance(native, CodingCollectives):
+            raise ValueError(
+                "zero_optimization.zero_lossless_gradients needs collectives that have coded(), "
+                f"got {type(native).__name__}: leave the key out"
+            )
+        native = native.coded(GradientMessages())
+    if settings == CommSettings(
+        has_checksum=settings.has_checksum, codes_gradients=settings.codes_gradients
+    ):
+        return native
     never = frozenset(frozen)
     if settings.gradients is None and isinstance(native, AddingCollectives):
         return ExactGradients(native, settings, ranks_per_node=ranks_per_node, frozen=never)
@@ -379,6 +391,11 @@ def _log_limits(settings: CommSettings, world_size: int, ranks_per_node: int) ->
         _log.warning(
             "zero_optimization.zero_lossless_weights has no effect with one group of ranks: whole "
             "weights travel within it"
+        )
+    if settings.codes_gradients and ranks_per_node == world_size:
+        _log.warning(
+            "zero_optimization.zero_lossless_gradients has no effect on one node: gradients travel "
+            "as they are within it"
         )
     if settings.weights == DIFFERENCE:
         group = settings.group_size(ranks_per_node)

@@ -35,6 +35,7 @@ class CommSettings:
         gradients: format of gradients (qgZ); None: reduced exactly.
         has_checksum: whether messages of weights carry a checksum.
         is_lossless: whether weights that are trained travel as lossless differences.
+        codes_gradients: whether gradients travel to other nodes coded without loss.
     """
 
     weights: str | None = None
@@ -43,6 +44,7 @@ class CommSettings:
     gradients: GradientFormat | None = None
     has_checksum: bool = False
     is_lossless: bool = False
+    codes_gradients: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CommSettings:
@@ -58,10 +60,16 @@ class CommSettings:
         has_checksum = read.flag("zero_quantized_checksum")
         has_rotation = read.flag("zero_quantized_gradients_hadamard")
         is_lossless = read.flag("zero_lossless_weights")
+        codes_gradients = read.flag("zero_lossless_gradients")
         if is_lossless and has_weights:
             raise ValueError(
                 f"{_BLOCK}.zero_lossless_weights sends every bit of the weights, and "
                 "zero_quantized_weights rounds them: choose one"
+            )
+        if codes_gradients and has_gradients:
+            raise ValueError(
+                f"{_BLOCK}.zero_lossless_gradients sends every bit of the gradients, and "
+                "zero_quantized_gradients rounds them: choose one"
             )
         weights = read.choice("zero_quantized_weights_format", (*KINDS, DIFFERENCE), "int8")
         # Frozen weights have no differences: they are sent in each gather, in 8 bits.
@@ -87,6 +95,7 @@ class CommSettings:
             gradients=gradients if has_gradients else None,
             has_checksum=has_checksum,
             is_lossless=is_lossless,
+            codes_gradients=codes_gradients,
         )
 
     def group_size(self, ranks_per_node: int) -> int:

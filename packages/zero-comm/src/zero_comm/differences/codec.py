@@ -76,13 +76,13 @@ def encode_difference(old: Tensor, new: Tensor) -> Tensor:
     Raises:
         ValueError: the two don't match, or their elements have neither 2 nor 4 bytes.
     """
-    _check_itemsize("old", old)
+    check_itemsize("old", old)
     if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         raise ValueError(
             f"new must be as old, {list(old.shape)} of {old.dtype} on {old.device}, got "
             f"{list(new.shape)} of {new.dtype} on {new.device}"
         )
-    old, new = (_flat(x.detach().contiguous()) for x in (old, new))
+    old, new = (flat(x.detach().contiguous()) for x in (old, new))
     nbytes = max_difference_nbytes(old.numel(), old.element_size())
     out = torch.empty(nbytes, dtype=torch.uint8, device=old.device)
     length = find_codec(old.device).encode(old, new, out)
@@ -100,7 +100,7 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
         ValueError: an argument that doesn't fit, or bytes that `encode_difference` did not make for
             such a tensor; ``values`` may have changed in part then.
     """
-    _check_itemsize("values", values)
+    check_itemsize("values", values)
     if not values.is_contiguous():
         raise ValueError(f"values must be contiguous, got strides {values.stride()}")
     if difference.dtype != torch.uint8 or difference.dim() != 1:
@@ -110,19 +110,19 @@ def apply_difference(values: Tensor, difference: Tensor) -> None:
     if difference.device != values.device:
         raise ValueError(f"difference must be on {values.device}, got {difference.device}")
     buffer = difference if difference.data_ptr() % 2 == 0 else difference.clone()
-    if not find_codec(values.device).decode(buffer.contiguous(), _flat(values.detach())):
+    if not find_codec(values.device).decode(buffer.contiguous(), flat(values.detach())):
         raise ValueError(
             f"difference is damaged, or of another tensor: its {difference.numel()} bytes do not "
             f"describe {values.numel()} elements of {values.dtype}"
         )
 
 
-def _check_itemsize(name: str, x: Tensor) -> None:
+def check_itemsize(name: str, x: Tensor) -> None:
     if x.element_size() not in ITEMSIZES:
         raise ValueError(f"{name} must have elements of 2 or 4 bytes, got {x.dtype}")
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """View contiguous ``x`` as one dimension. A single element may have any stride till then."""
     return x.as_strided((x.numel(),), (1,))
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from zero_comm.differences.message import HEADER_NBYTES
+from zero_comm.differences.sealed import HEADER_NBYTES
 
 TYPICAL_STD: Final = 0.02
 """Of initial weights in most transformers."""

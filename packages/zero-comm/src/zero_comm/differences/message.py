@@ -1,53 +1,31 @@
 """Messages of lossless differences: a header and a difference buffer, checked before their use.
 
-[Note: the message of differences]
-A header of 48 bytes, in native byte order, and then a difference buffer (see
-`zero_comm.differences.difference_format`), padded with zeros to a multiple of 16 bytes::
-
-    0   2  the letters ZD
-    2   1  version of this layout: 1
-    3   1  bytes of an element
-    4   4  elements of a block
-    8   8  elements
-    16  8  version of the values that the differences start from
-    24  8  version of the values that they lead to
-    32  8  bytes of the difference buffer
-    40  8  checksum of the padded difference buffer
-
-Its receiver holds the values of the first version and checks everything before it changes them: it
-would not notice later. The checksum (`zero_comm.quantizer.checksum`) takes little time, since a
-message is short.
+The header is that of [Note: the sealed message] in `zero_comm.differences.sealed`, with the letters
+ZD and the versions that the differences lead from and to. The buffer is that of
+`zero_comm.differences.difference_format`. The receiver holds the values of the first version and
+checks everything before it changes them: it would not notice later. The checksum takes little time,
+since a message is short.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from zero_comm.differences.codec import find_codec
-from zero_comm.differences.difference_format import (
-    BLOCK_NUMEL,
-    ITEMSIZES,
-    descriptors_nbytes,
-    max_difference_nbytes,
-)
-from zero_comm.quantizer.checksum import checksums
+from zero_comm.differences.difference_format import ITEMSIZES, max_difference_nbytes
+from zero_comm.differences.sealed import HEADER_NBYTES, seal, sealed_nbytes, unseal
 from zero_comm.quantizer.message import CorruptMessageError
 
-HEADER_NBYTES: Final = 48
-ALIGNMENT: Final = 16
-_FIXED: Final = "=2sBBIqqq"
-_LENGTHS: Final = "=qq"
-_LENGTHS_AT: Final = struct.calcsize(_FIXED)
+_LETTERS: Final = b"ZD"
 _SHORTEST_NBYTES: Final = 4096
 
 
 def max_message_nbytes(numel: int, itemsize: int) -> int:
     """Return the most bytes that a message of ``numel`` elements may have."""
-    return HEADER_NBYTES + _padded(max_difference_nbytes(numel, itemsize))
+    return sealed_nbytes(max_difference_nbytes(numel, itemsize))
 
 
 def is_worthwhile(dtype: torch.dtype, numel: int) -> bool:
@@ -68,15 +46,8 @@ def pack_difference(old: Tensor, new: Tensor, message: Tensor, *, versions: tupl
     Returns:
         The message's bytes, a multiple of 16.
     """
-    codec, body = find_codec(old.device), message[HEADER_NBYTES:]
-    nbytes = int(codec.encode(old, new, body))
-    body[nbytes : _padded(nbytes)] = 0
-    body = body[: _padded(nbytes)]
-    fixed = struct.pack(_FIXED, *_facts(old), *versions)
-    lengths = struct.pack(_LENGTHS, nbytes, int(checksums(body)))
-    header = torch.frombuffer(bytearray(fixed + lengths), dtype=torch.uint8)
-    message[:HEADER_NBYTES] = header.to(message.device)
-    return HEADER_NBYTES + len(body)
+    nbytes = int(find_codec(old.device).encode(old, new, message[HEADER_NBYTES:]))
+    return seal(message, nbytes, _LETTERS, old, versions)
 
 
 def unpack_difference(
@@ -94,35 +65,13 @@ def unpack_difference(
         CorruptMessageError: the message is damaged or of other versions. ``values`` have changed
             only if the bytes are wrong in spite of their checksum.
     """
-    header = bytes(message[:HEADER_NBYTES].tolist())
-    if len(header) < HEADER_NBYTES:
-        raise _damaged(sender, f"it has {len(header)} bytes")
-    expected = struct.pack(_FIXED, *_facts(values), *versions)
-    if header[:_LENGTHS_AT] != expected:
-        found, wanted = (struct.unpack(_FIXED, h[:_LENGTHS_AT]) for h in (header, expected))
-        raise _damaged(sender, f"its header says {found}; expected {wanted}")
-    nbytes, checksum = struct.unpack_from(_LENGTHS, header, _LENGTHS_AT)
-    least = descriptors_nbytes(values.numel())
     most = max_difference_nbytes(values.numel(), values.element_size())
-    if not least <= nbytes <= most or HEADER_NBYTES + _padded(nbytes) > message.numel():
-        raise _damaged(
-            sender,
-            f"its header says that {nbytes} bytes follow, of {least} to {most} that may, and "
-            f"{message.numel() - HEADER_NBYTES} arrived",
-        )
-    body = message[HEADER_NBYTES : HEADER_NBYTES + _padded(nbytes)]
-    if int(checksums(body)) != checksum:
-        raise _damaged(sender, "its checksum does not match its bytes")
-    if not find_codec(values.device).decode(body[:nbytes], values):
+    try:
+        buffer = unseal(message, _LETTERS, values, versions, max_nbytes=most)
+    except CorruptMessageError as error:
+        raise _damaged(sender, str(error)) from error
+    if not find_codec(values.device).decode(buffer, values):
         raise _damaged(sender, "its bytes are not differences")
-
-
-def _facts(values: Tensor) -> tuple[bytes, int, int, int, int]:
-    return b"ZD", 1, values.element_size(), BLOCK_NUMEL, values.numel()
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _damaged(sender: int, what: str) -> CorruptMessageError:

@@ -36,9 +36,11 @@ def choose_kernel(
     BLOCKS: tl.constexpr,
 ) -> None:
     """Store the descriptors of a tile, int16."""
-    block = _blocks(BLOCKS)
-    present = _present(block, numel)
-    z = _differences(_load(old_ptr, numel, BITS, BLOCKS), _load(new_ptr, numel, BITS, BLOCKS), BITS)
+    block = blocks_of_tile(BLOCKS)
+    present = present_in(block, numel)
+    z = _differences(
+        load_tile(old_ptr, numel, BITS, BLOCKS), load_tile(new_ptr, numel, BITS, BLOCKS), BITS
+    )
     changed = tl.sum((z > 0).to(tl.int32), 1)
     # The mode in the lowest bits: of the fewest bytes the lowest.
     best = present * (BITS // 8) * 16 + RAW
@@ -68,13 +70,13 @@ def encode_kernel(
     BLOCKS: tl.constexpr,
 ) -> None:
     """Write the codes of a tile. ``ends``, int64, are those of the blocks in ``codes``."""
-    block = _blocks(BLOCKS)
-    present = _present(block, numel)
-    mode, nbytes, end = _place(descriptors_ptr, ends_ptr, block, present)
+    block = blocks_of_tile(BLOCKS)
+    present = present_in(block, numel)
+    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
     is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
     lane = tl.arange(0, BLOCK)[None, :]
-    new = _load(new_ptr, numel, BITS, BLOCKS)
-    z = _differences(_load(old_ptr, numel, BITS, BLOCKS), new, BITS)
+    new = load_tile(new_ptr, numel, BITS, BLOCKS)
+    z = _differences(load_tile(old_ptr, numel, BITS, BLOCKS), new, BITS)
     begin_ptr = codes_ptr + (end - nbytes)
     row_ptr = begin_ptr[:, None]
 
@@ -131,9 +133,9 @@ def decode_kernel(
     A block that no encoder wrote stays as it was and sets ``is_bad``, int32; so do all of them if
     they don't have ``codes_nbytes`` together. A block reads its own bytes alone, whatever they are.
     """
-    block = _blocks(BLOCKS)
-    present = _present(block, numel)
-    mode, nbytes, end = _place(descriptors_ptr, ends_ptr, block, present)
+    block = blocks_of_tile(BLOCKS)
+    present = present_in(block, numel)
+    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
     is_list, is_bitmap, is_dense, start = _layout(mode, NUM_STARTS)
     has_levels = is_list | is_bitmap | is_dense
     is_raw = mode == RAW
@@ -201,19 +203,21 @@ def decode_kernel(
 
 
 @triton.jit
-def _blocks(BLOCKS: tl.constexpr) -> tl.tensor:
+def blocks_of_tile(BLOCKS: tl.constexpr) -> tl.tensor:
     """Return the numbers of the blocks of this program's tile, as int64."""
     return tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
 
 
 @triton.jit
-def _present(block: tl.tensor, numel: tl.tensor) -> tl.tensor:
+def present_in(block: tl.tensor, numel: tl.tensor) -> tl.tensor:
     """Return how many elements of each block there are, none of one past the last."""
     return tl.minimum(tl.maximum(numel - block * BLOCK, 0), BLOCK).to(tl.int32)
 
 
 @triton.jit
-def _load(ptr: tl.tensor, numel: tl.tensor, BITS: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
+def load_tile(
+    ptr: tl.tensor, numel: tl.tensor, BITS: tl.constexpr, BLOCKS: tl.constexpr
+) -> tl.tensor:
     """Return the bits of a tile, zeros past the end. Only a tile that has an end is masked."""
     first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     offsets = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -275,7 +279,7 @@ def _levels_nbytes(
 
 
 @triton.jit
-def _place(
+def place_of(
     descriptors_ptr: tl.tensor, ends_ptr: tl.tensor, block: tl.tensor, present: tl.tensor
 ) -> tl.tensor:
     """Return mode, bytes and end of each block."""

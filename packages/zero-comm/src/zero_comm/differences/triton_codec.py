@@ -22,7 +22,8 @@ from zero_comm.differences.difference_format import (
 from zero_comm.differences.triton_blocks import choose_kernel, decode_kernel, encode_kernel
 from zero_comm.quantizer.triton_backend import on_device
 
-_TILE_BLOCKS: Final = 8  # 16 elements per thread
+TILE_BLOCKS: Final = 8
+"""Blocks of a tile: 16 elements per thread."""
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32}
 
 
@@ -36,10 +37,11 @@ class TritonCodec:
         if not numel:
             return torch.zeros((), dtype=torch.int64, device=out.device)
         descriptors, codes = out[:start].view(torch.int16), out[start:]
-        both = _integers(old), _integers(new)
-        _launch(choose_kernel, old, (*both, descriptors, numel))
-        ends = _ends(descriptors)
-        _launch(encode_kernel, old, (*both, descriptors, ends, codes, numel))
+        both = integers_of(old), integers_of(new)
+        constants = constants_of(old.element_size())
+        launch_tiles(choose_kernel, old, (*both, descriptors, numel), constants)
+        ends = block_ends(descriptors)
+        launch_tiles(encode_kernel, old, (*both, descriptors, ends, codes, numel), constants)
         return ends[-1] + start
 
     def decode(self, buffer: Tensor, values: Tensor) -> bool:
@@ -48,8 +50,9 @@ class TritonCodec:
             return buffer.numel() == start
         descriptors, codes = buffer[:start].view(torch.int16), buffer[start:]
         is_bad = torch.zeros((), dtype=torch.int32, device=values.device)
-        places = descriptors, _ends(descriptors), codes
-        _launch(decode_kernel, values, (*places, _integers(values), is_bad, numel, codes.numel()))
+        places = descriptors, block_ends(descriptors), codes
+        arguments = *places, integers_of(values), is_bad, numel, codes.numel()
+        launch_tiles(decode_kernel, values, arguments, constants_of(values.element_size()))
         return not int(is_bad)
 
 
@@ -58,23 +61,26 @@ def constants_of(itemsize: int) -> dict[str, Any]:
     return {
         "BITS": 8 * itemsize,
         "NUM_STARTS": num_starts(itemsize),
-        "BLOCKS": _TILE_BLOCKS,
+        "BLOCKS": TILE_BLOCKS,
         "num_warps": 4,
     }
 
 
-def _launch(kernel: Any, values: Tensor, arguments: tuple[Any, ...]) -> None:
+def launch_tiles(
+    kernel: Any, values: Tensor, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> None:
     """Launch a program for each tile of ``values``."""
-    num_tiles = triton.cdiv(num_blocks(values.numel()), _TILE_BLOCKS)
+    num_tiles = triton.cdiv(num_blocks(values.numel()), TILE_BLOCKS)
     with on_device(values.device):
-        kernel[(num_tiles,)](*arguments, **constants_of(values.element_size()))
+        kernel[(num_tiles,)](*arguments, **constants)
 
 
-def _integers(values: Tensor) -> Tensor:
+def integers_of(values: Tensor) -> Tensor:
+    """View elements as integers of their size."""
     return values.view(_INTEGERS[values.element_size()])
 
 
-def _ends(descriptors: Tensor) -> Tensor:
+def block_ends(descriptors: Tensor) -> Tensor:
     """Return where the bytes of each block end, int64."""
     return (descriptors & ((1 << MODE_SHIFT) - 1)).cumsum(0, dtype=torch.int64)
 

@@ -75,6 +75,30 @@ class AddingCollectives(TransportCollectives, Protocol):
         """Start to add this rank's slice of every rank's ``full`` to ``out``, in rank order."""
 
 
+class SliceCodec(Protocol):
+    """Codes slices of gradients so that every bit arrives. Tensors are 1-D and contiguous."""
+
+    def serves(self, dtype: torch.dtype, numel: int) -> bool:
+        """Whether slices of ``numel`` elements are coded."""
+
+    def max_nbytes(self, dtype: torch.dtype, numel: int) -> int:
+        """Return the most bytes that a message may have."""
+
+    def pack(self, values: Tensor, message: Tensor) -> int:
+        """Write the message of ``values``, and return its bytes."""
+
+    def unpack(self, message: Tensor, values: Tensor, *, sender: int) -> None:
+        """Fill ``values`` from a message of rank ``sender``."""
+
+
+@runtime_checkable
+class CodingCollectives(TransportCollectives, Protocol):
+    """Transport collectives whose reductions can code what they send to other nodes."""
+
+    def coded(self, codec: SliceCodec) -> TransportCollectives:
+        """Return the same collectives with reductions that send messages of ``codec``."""
+
+
 @runtime_checkable
 class InPlaceCollectives(TransportCollectives, Protocol):
     """Transport collectives that may read gradients in the other ranks' memory."""

@@ -12,10 +12,16 @@ adds them in rank order in fp32: the N partial sums of its node. Ranks of equal 
 and add them in the order of nodes. So N - 1 partial sums leave the node per rank. The order of
 additions is fixed: one tree for all stages and runs. It is that of rank order where there is one
 node, or one rank per node.
+
+[Note: coded exchanges]
+With a codec (`zero_core.protocols.SliceCodec`) the exchange that leaves the node carries messages
+of its slices or partial sums. Ranks exchange the messages' lengths first, for which the host waits.
+The messages are decoded before the same sum.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Sequence
@@ -38,7 +44,8 @@ from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.queues import CommQueues, queues_of
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks
-from zero_core.protocols import EXACT_GRADIENTS, TransportCollectives, Work
+from zero_core.errors import CollectiveError
+from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, TransportCollectives, Work
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +101,30 @@ def make_transport(
     return DeviceCollectives(ranks.library(), links=links, queues=queues, meter=meter)
 
 
+class _Scratch:
+    """Memory of reductions, which run one by one: a buffer for each purpose."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return list(self._buffers.values())
+
+    def take(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return ``numel`` elements, for one job, with undefined contents."""
+        nbytes = numel * dtype.itemsize
+        kept = self._buffers.get(purpose)
+        if kept is None or kept.nbytes < nbytes:
+            kept = None
+            self._buffers.pop(purpose, None)  # the larger one may take its place
+            with torch.inference_mode(False):
+                kept = self._buffers[purpose] = torch.empty(
+                    nbytes, dtype=torch.uint8, device=device
+                )
+        return _typed(kept, numel, dtype)
+
+
 class DeviceCollectives(Transport):
     """`zero_core.protocols.TransportCollectives` of an accelerator. See there for the contract."""
 
@@ -116,7 +147,8 @@ class DeviceCollectives(Transport):
         self._library = library
         self._members = list(range(library.world_size) if members is None else members)
         super().__init__(self._members.index(library.rank), links, queues, meter)
-        self._received: Tensor | None = None  # scratch of reductions, which run one by one
+        self._codec: SliceCodec | None = None
+        self._scratch = _Scratch()
         # Where a block's parameter is unused on one rank only, reductions and gathers interleave
         # differently there: each queue has a communicator of its own.
         self._gathers = library.subgroup(self._members, Lane.GATHERS)
@@ -153,13 +185,13 @@ class DeviceCollectives(Transport):
         self._meter.add("all_gather", content, self._links.gather(shard.nbytes))
         return self._gathers.all_gather(out, shard)
 
+    def coded(self, codec: SliceCodec) -> DeviceCollectives:
+        """See `zero_core.protocols.TransportCollectives` and [Note: coded exchanges]."""
+        found = copy.copy(self)
+        found._codec = codec
+        return found
+
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        slice_bytes = full.nbytes // self.world_size
-        sum_bytes = out.numel() * sum_dtype(full.dtype).itemsize
-        near_and_far = self._links.direct(slice_bytes)
-        if self._nodes is not None:
-            near_and_far = self._links.reduction(slice_bytes, sum_bytes)
-        self._meter.add("reduce_scatter", GRADIENTS, near_and_far)
         # Allocated here: freed when the caller's stream has waited for the job.
         norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
@@ -167,9 +199,7 @@ class DeviceCollectives(Transport):
         def job() -> None:
             nonfinite.zero_()
             if self._nodes is None:
-                received = self._take_scratch(full.numel(), full.dtype, full.device)
-                self._reductions.all_to_all(received, full).wait()
-                sum_slices(received.view(self.world_size, -1), out, norm, nonfinite)
+                sum_slices(self._exchange_slices(full), out, norm, nonfinite)
             else:
                 self._reduce_in_two_levels(*self._nodes, out, full, norm, nonfinite)
 
@@ -177,21 +207,66 @@ class DeviceCollectives(Transport):
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """See `zero_core.protocols.AddingCollectives`. It never takes two levels."""
-        sent = self._links.direct(full.nbytes // self.world_size)
-        self._meter.add("reduce_scatter", GRADIENTS, sent)
         norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
 
         def job() -> None:
             nonfinite.zero_()
-            received = self._take_scratch(full.numel(), full.dtype, full.device)
-            self._reductions.all_to_all(received, full).wait()
-            slices = received.view(self.world_size, -1)
+            slices = self._exchange_slices(full)
             add_in_rank_order(out, slices.unbind())
             find_nonfinite(slices, nonfinite)
             norm.copy_(norm_of(out))
 
         return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
+
+    def _exchange_slices(self, full: Tensor) -> Tensor:
+        """Return what all ranks have of this rank's slice, [ranks, n], in scratch memory."""
+        received = self._scratch.take("received", full.numel(), full.dtype, full.device)
+        sent = self._exchange(self._reductions, received, full, self._members)
+        per_node = self._links.ranks_per_node
+        node = self.rank // per_node
+        is_near = [rank // per_node == node for rank in range(self.world_size)]
+        near_nbytes = sum(nbytes for nbytes, near in zip(sent, is_near, strict=True) if near)
+        self._meter.add("reduce_scatter", GRADIENTS, (near_nbytes, sum(sent) - near_nbytes))
+        return received.view(self.world_size, -1)
+
+    def _exchange(
+        self, library: DeviceLibrary, out: Tensor, parts: Tensor, senders: Sequence[int]
+    ) -> list[int]:
+        """All-to-all of slices, as messages if a codec serves them.
+
+        Returns the bytes sent, by rank. ``senders`` are the ranks of ``library``, for errors.
+        """
+        size, own = library.world_size, library.rank
+        rows, into = parts.view(size, -1), out.view(size, -1)
+        codec, numel = self._codec, rows.shape[1]
+        if codec is None or size == 1 or not codec.serves(parts.dtype, numel):
+            library.all_to_all(out, parts).wait()
+            return [rows[0].nbytes if peer != own else 0 for peer in range(size)]
+        device, most = parts.device, codec.max_nbytes(parts.dtype, numel)
+        messages = self._scratch.take("messages", (size - 1) * most, torch.uint8, device)
+        sent, end = [0] * size, 0
+        for peer in range(size):
+            if peer != own:
+                sent[peer] = codec.pack(rows[peer], messages[end : end + most])
+                end += sent[peer]
+        lengths = torch.tensor(sent, device=device)
+        theirs = torch.empty_like(lengths)
+        library.all_to_all(theirs, lengths).wait()
+        received: list[int] = theirs.tolist()
+        for sender, nbytes in zip(senders, received, strict=True):
+            if not 0 <= nbytes <= most:
+                raise CollectiveError(
+                    f"rank {senders[own]} expects at most {most} bytes of a coded gradient of rank "
+                    f"{sender}, which announces {nbytes}: the ranks reduce different units"
+                )
+        arrived = self._scratch.take("arrived", sum(received), torch.uint8, device)
+        library.exchange(arrived, messages[:end], sent, received).wait()
+        for peer, message in enumerate(torch.split(arrived, received)):
+            if peer != own:
+                codec.unpack(message, into[peer], sender=senders[peer])
+        into[own].copy_(rows[own])
+        return sent
 
     def _reduce_in_two_levels(
         self,
@@ -207,7 +282,7 @@ class DeviceCollectives(Transport):
         ``nonfinite`` is set for the ranks of this node.
         """
         num_nodes, per_node, numel = far.world_size, near.world_size, out.numel()
-        scratch = self._take_scratch(full.numel(), full.dtype, full.device)
+        scratch = self._scratch.take("received", full.numel(), full.dtype, full.device)
         sent = scratch.view(per_node, num_nodes, numel)
         sent.copy_(full.view(num_nodes, per_node, numel).transpose(0, 1))
         near.all_to_all(full, scratch).wait()
@@ -216,7 +291,10 @@ class DeviceCollectives(Transport):
         of_node = nonfinite.view(num_nodes, per_node)[far.rank]
         sum_slices(full.view(per_node, -1), partial, nonfinite=of_node)
         received = _typed(full, num_nodes * numel, wide)
-        far.all_to_all(received, partial).wait()
+        far_ranks = range(near.rank, self.world_size, per_node)
+        far_nbytes = sum(self._exchange(far, received, partial, far_ranks))
+        near_nbytes = (per_node - 1) * num_nodes * numel * full.element_size()
+        self._meter.add("reduce_scatter", GRADIENTS, (near_nbytes, far_nbytes))
         sum_slices(received.view(num_nodes, numel), out, norm)
 
     def prepare_reductions(
@@ -226,7 +304,7 @@ class DeviceCollectives(Transport):
 
         def job() -> None:
             for numel, dtype, _ in wanted:
-                self._take_scratch(numel, dtype, device)
+                self._scratch.take("received", numel, dtype, device)
             for dtype, out_dtype in {(dtype, out_dtype) for _, dtype, out_dtype in wanted}:
                 self._compile(dtype, out_dtype, device)
 
@@ -244,19 +322,13 @@ class DeviceCollectives(Transport):
         sum_slices(zeros.view(1, -1), partial, nonfinite=nonfinite)
         sum_slices(partial.view(1, -1), out, norm)
 
-    def _take_scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for ``numel`` elements, for one job on this queue."""
-        nbytes = numel * dtype.itemsize
-        if self._received is None or self._received.nbytes < nbytes:
-            self._received = None  # the larger one may take its place
-            with torch.inference_mode(False):
-                self._received = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self._exchange_nbytes = nbytes
-        return _typed(self._received, numel, dtype)
-
     def device_tensors(self) -> dict[str, list[Tensor]]:
         """Return the scratch memory: see `zero_core.protocols.DeviceMemory`."""
-        return {"buffers": [] if self._received is None else [self._received]}
+        return {"buffers": self._scratch.tensors}
+
+    @property
+    def exchange_nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._scratch.tensors)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)

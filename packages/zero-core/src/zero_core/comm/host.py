@@ -11,6 +11,12 @@ in the same place there, which passes it on within its node: (N - 1) shards betw
 the queue of gathers. Reductions stay direct, W - R slices between nodes: a sum taken within the
 node first would be another sum.
 
+[Note: coded slices]
+With a codec (`zero_core.protocols.SliceCodec`) a rank of another node gets a message of its slice,
+after the message's length. The message is decoded to the place where the slice itself would have
+arrived, so the sum, its order and each rank's part are the same. Coding is a job of the queue of
+reductions: it takes a pass over the slices, while backward goes on.
+
 [Note: messages of different sizes never meet]
 Ranks that take different branches start different exchanges. gloo's collectives match them by their
 order alone, and where two of different sizes meet, gloo ends the process of the receiver with
@@ -25,6 +31,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,10 +41,13 @@ from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.p2p import CONTROL_CHANNEL, Kind, Messages, Parcel, PeerToPeer, tag_of, wait_all
 from zero_core.comm.queues import CommQueues, HostQueues
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.protocols import EXACT_GRADIENTS, Work
+from zero_core.errors import CollectiveError
+from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, Work
 
 _NUM_SIZES = 32_749
 """The largest prime below 2**15: tags are 31 bits."""
+MESSAGE_ALIGNMENT = 64
+"""Bytes at whose multiples messages of coded slices begin."""
 
 
 class Transport:
@@ -54,12 +64,6 @@ class Transport:
         self.rank = rank
         self.world_size = links.world_size
         self._links = links
-        self._exchange_nbytes = 0
-
-    @property
-    def exchange_nbytes(self) -> int:
-        """See `zero_core.protocols.TransportCollectives`."""
-        return self._exchange_nbytes
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # it serves training too
@@ -98,6 +102,31 @@ class Transport:
             )
 
 
+class _Buffers:
+    """Buffers for what arrives in reductions, kept from one to the next. Any thread may ask.
+
+    Attributes:
+        nbytes: bytes of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a buffer of ``numel`` elements, which nobody else has until it is released."""
+        free = self._free.setdefault((numel, dtype), [])
+        try:
+            return free.pop()  # another thread may have taken the last one
+        except IndexError:
+            self.nbytes += numel * dtype.itemsize
+            with torch.inference_mode(False):  # it serves training too
+                return torch.empty(numel, dtype=dtype)
+
+    def release(self, buffer: Tensor) -> None:
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+
 class HostCollectives(Transport):
     """`zero_core.protocols.TransportCollectives` among hosts. See there for the contract."""
 
@@ -128,18 +157,29 @@ class HostCollectives(Transport):
         links = Links(world_size, ranks_per_node or world_size, is_ring=False)
         super().__init__(rank, links, HostQueues() if queues is None else queues, meter)
         self._shared = shared
+        self._codec: SliceCodec | None = None
         self._wire = PeerToPeer(messages, range(world_size), rank=rank, shared=shared)
 
     def _place(self, rank: int, links: Links) -> None:
         super()._place(rank, links)
-        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._buffers = _Buffers()
         self._is_once_per_node = 1 < links.ranks_per_node < links.world_size
+
+    @property
+    def exchange_nbytes(self) -> int:
+        return self._buffers.nbytes
 
     def subgroup(self, ranks: Sequence[int]) -> HostCollectives:
         self._check_subgroup(ranks)
         found = copy.copy(self)
         found._wire = self._wire.among(ranks)
         found._place(found._wire.rank, self._links.among(ranks))
+        return found
+
+    def coded(self, codec: SliceCodec) -> HostCollectives:
+        """See `zero_core.protocols.TransportCollectives` and [Note: coded slices]."""
+        found = copy.copy(self)
+        found._codec = codec
         return found
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -203,30 +243,96 @@ class HostCollectives(Transport):
     def _reduce(self, out: Tensor, full: Tensor, unit: int, kind: type[_HostReduction]) -> Work:
         wire = self._wire
         slices = full.view(self.world_size, -1)
-        self._count("reduce_scatter", EXACT_GRADIENTS, self._links.direct(slices[0].nbytes))
+        coded = self._coded_peers(full.dtype, out.numel())
         is_near = wire.locate(full) is not None
-        received = None if is_near and not wire.has_far else self._borrow(full)
+        received = None
+        if not is_near or wire.has_far:
+            received = self._buffers.take(full.numel(), full.dtype)
         parts = slices if received is None else received.view(self.world_size, -1)
-        parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit)
-        return kind(self, out, list(slices), parcels, received, unit, is_near=is_near)
+        exact = [peer for peer in wire.peers if peer not in coded]
+        parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit, exact)
+        if coded:
+            job = partial(self._exchange_coded, slices, parts, coded, unit)
+            arrival: Work = self._queues.launch(job, is_reduction=True)
+        else:
+            sent = self._links.direct(slices[0].nbytes)
+            self._count("reduce_scatter", EXACT_GRADIENTS, sent)
+            arrival = _DONE
+        sources = list(slices)
+        for peer in coded:
+            sources[peer] = parts[peer]
+        return kind(self, out, sources, parcels, received, unit, arrival, is_near=is_near)
+
+    def _coded_peers(self, dtype: torch.dtype, numel: int) -> list[int]:
+        """Return the peers that are sent messages instead of slices."""
+        if self._codec is None or not self._codec.serves(dtype, numel):
+            return []
+        per_node = self._links.ranks_per_node
+        node = self.rank // per_node
+        return [peer for peer in self._wire.peers if peer // per_node != node]
+
+    def _exchange_coded(
+        self, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
+    ) -> None:
+        """Exchange slices with ``peers`` as messages, and decode theirs into ``parts``.
+
+        Raises:
+            CollectiveError: a peer announces a message of an impossible length.
+            RuntimeError: a message is damaged.
+        """
+        codec, wire = self._codec, self._wire
+        assert codec is not None, "there are peers to code for"
+        most = codec.max_nbytes(slices.dtype, slices.shape[1])
+        room = len(peers) * (-(-most // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT)
+        given, taken = (self._buffers.take(room, torch.uint8) for _ in range(2))
+        outgoing, incoming = given.view(len(peers), -1), taken.view(len(peers), -1)
+        lengths, theirs = torch.empty(2, len(peers), 1, dtype=torch.int64)
+        works, announced = [], []
+        for number, peer in enumerate(peers):
+            message = outgoing[number]
+            lengths[number] = nbytes = codec.pack(slices[peer], message[:most])
+            kind = Kind.REDUCE_LENGTH
+            announced.append(wire.receive(theirs[number], peer, kind, unit))
+            works.append(wire.send(lengths[number], peer, kind, unit))
+            works.append(wire.send(message[:nbytes], peer, Kind.REDUCE, unit))
+        arrivals = []
+        for number, peer in enumerate(peers):
+            announced[number].wait()
+            nbytes = int(theirs[number])
+            if not 0 <= nbytes <= most:
+                raise CollectiveError(
+                    f"rank {wire.members[wire.rank]} expects at most {most} bytes of a coded "
+                    f"gradient of rank {wire.members[peer]}, which announces {nbytes}: the ranks "
+                    "reduce different units"
+                )
+            message = incoming[number, :nbytes]
+            arrivals.append((peer, message, wire.receive(message, peer, Kind.REDUCE, unit)))
+        for peer, message, arrival in arrivals:
+            arrival.wait()
+            codec.unpack(message, parts[peer], sender=wire.members[peer])
+        wait_all(works)
+        near_nbytes, _ = self._links.direct(slices[0].nbytes)
+        sent = (near_nbytes, int(lengths.sum()))
+        self._count("reduce_scatter", EXACT_GRADIENTS, sent)
+        for buffer in (given, taken):
+            self._buffers.release(buffer)
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
         given, slices = parts.view(self.world_size, -1), out.view(self.world_size, -1)
         self._count("all_to_all", EXACT_GRADIENTS, self._links.direct(given[0].nbytes))
-        parcels = self._exchange_slices(given, slices, Kind.SWAP, unit)
+        parcels = self._exchange_slices(given, slices, Kind.SWAP, unit, self._wire.peers)
         slices[self.rank].copy_(given[self.rank])
         is_near = self._wire.locate(parts) is not None
         return _Exchange(list(parcels.values()), self._wire if is_near else None, unit)
 
     def _exchange_slices(
-        self, given: Tensor, into: Tensor, kind: Kind, unit: int
+        self, given: Tensor, into: Tensor, kind: Kind, unit: int, peers: Sequence[int]
     ) -> dict[int, Parcel]:
-        """Exchange a slice with each peer, by peer."""
+        """Exchange a slice with each of ``peers``, by peer."""
         wire = self._wire
         return {
-            p: wire.exchange(given[p], wire.locate(given[p]), into[p], p, kind, unit)
-            for p in wire.peers
+            p: wire.exchange(given[p], wire.locate(given[p]), into[p], p, kind, unit) for p in peers
         }
 
     def _count(self, collective: str, version: int, sent: tuple[int, int]) -> None:
@@ -234,18 +340,10 @@ class HostCollectives(Transport):
             content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
             self._meter.add(collective, content, sent)
 
-    def _borrow(self, like: Tensor) -> Tensor:
-        free = self._scratch.setdefault((like.numel(), like.dtype), [])
-        try:
-            return free.pop()  # another thread may have taken the last one
-        except IndexError:
-            self._exchange_nbytes += like.nbytes
-            return torch.empty_like(like)
-
     def acknowledge(self, received: Tensor | None, unit: int, *, is_near: bool) -> Work:
         """End a reduction: its scratch buffer is free, its near parts were read."""
         if received is not None:
-            self._scratch[received.numel(), received.dtype].append(received)
+            self._buffers.release(received)
         return self._wire.acknowledge(Kind.REDUCE_READ, unit) if is_near else _DONE
 
 
@@ -276,6 +374,7 @@ class _HostReduction:
 
     Attributes:
         sources: this rank's slices; `wait` puts every rank's part of the sum there.
+        arrival: of the parts that are there already as places to be filled.
     """
 
     owner: HostCollectives
@@ -284,6 +383,7 @@ class _HostReduction:
     parcels: dict[int, Parcel]
     received: Tensor | None
     unit: int
+    arrival: Work
     is_near: bool
 
     def __post_init__(self) -> None:
@@ -293,6 +393,7 @@ class _HostReduction:
         """Sum in rank order. Once."""
         if self.sources:
             sources, self.sources = self.sources, []
+            self.arrival.wait()
             for peer, parcel in self.parcels.items():
                 sources[peer] = parcel.receive()
             self._sum(sources)

@@ -56,11 +56,13 @@ class Kind(IntEnum):
     """The acknowledgement of a reduction."""
     SWAP = 4
     SWAP_READ = 5
-    CONTROL_GATHER = 6
+    REDUCE_LENGTH = 6
+    """The bytes of a coded slice, which follows as `REDUCE`."""
+    CONTROL_GATHER = 7
     """From here on: see `zero_core.comm.host`."""
-    CONTROL_SUM = 7
-    CONTROL_BROADCAST = 8
-    CONTROL_EXCHANGE = 9
+    CONTROL_SUM = 8
+    CONTROL_BROADCAST = 9
+    CONTROL_EXCHANGE = 10
 
 
 def tag_of(channel: int, kind: Kind, number: int) -> int:
@@ -227,9 +229,17 @@ class PeerToPeer:
 
     def swap(self, given: Tensor, into: Tensor, peer: int, kind: Kind, unit: int) -> list[Work]:
         """Start to send ``given`` to a peer and to receive as much from it."""
+        return [self.receive(into, peer, kind, unit), self.send(given, peer, kind, unit)]
+
+    def send(self, given: Tensor, peer: int, kind: Kind, unit: int) -> Work:
+        """Start to send ``given`` to a peer."""
         tag = tag_of(self._channel, kind, unit)
-        messages, member = self._messages, self.members[peer]
-        return [messages.irecv(into, member, tag), messages.isend(given, member, tag)]
+        return self._messages.isend(given, self.members[peer], tag)
+
+    def receive(self, into: Tensor, peer: int, kind: Kind, unit: int) -> Work:
+        """Start to receive from a peer, which sends as many bytes as ``into`` has."""
+        tag = tag_of(self._channel, kind, unit)
+        return self._messages.irecv(into, self.members[peer], tag)
 
     def read(self, peer: int, token: Tensor, like: Tensor) -> Tensor:
         """Return a near peer's bytes, in place, with the length and dtype of ``like``.

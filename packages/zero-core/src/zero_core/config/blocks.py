@@ -180,6 +180,9 @@ class ZeroConfig(_Block):
     zero_lossless_weights: bool = False
     """Send what changed in the weights since they were sent last, without loss, at stages 1, 2 and
     3. Not in DeepSpeed's configuration."""
+    zero_lossless_gradients: bool = False
+    """Code gradients that are sent to other nodes, without loss, at any stage. Not in DeepSpeed's
+    configuration."""
     zero_hpz_partition_size: PositiveInt | Literal["node"] = 1
     """Ranks of a group that keep gathered weights in secondary shards (hpZ), at stage 3. It divides
     the number of ranks. "node" is the number of ranks of a node, which `Config.on_nodes` fills in;
@@ -262,7 +265,7 @@ class ZeroConfig(_Block):
     @property
     def quantized_key(self) -> str | None:
         """Path of the first key that asks for shorter messages or secondary shards."""
-        exact = self._first_of("zero_lossless_weights")
+        exact = self._first_of("zero_lossless_weights", "zero_lossless_gradients")
         if exact is None and self.zero_hpz_partition_size != 1:
             exact = "zero_optimization.zero_hpz_partition_size"
         return self.rounding_key or exact

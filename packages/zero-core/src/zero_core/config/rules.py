@@ -166,6 +166,11 @@ def _of_quantized(zero: ZeroConfig, world_size: int) -> Iterator[_Rule]:
         "zero_optimization.zero_lossless_weights sends every bit of the weights, and "
         "zero_quantized_weights rounds them: leave one of the two out",
     )
+    yield (
+        zero.zero_lossless_gradients and zero.zero_quantized_gradients,
+        "zero_optimization.zero_lossless_gradients sends every bit of the gradients, and "
+        "zero_quantized_gradients rounds them: leave one of the two out",
+    )
     partition = zero.zero_hpz_partition_size
     yield (
         partition != 1 and zero.stage != 3,

@@ -29,11 +29,19 @@ _LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}
 _ROUNDED = {"zero_lossless_weights": False}
 """With quantized weights: they round what the other key sends exactly."""
 _GRADIENTS = {"zero_quantized_gradients": True}
+_CODED = {
+    "zero_lossless_gradients": True,
+    "zero_quantized_gradients": False,
+    "zeropp_loco_param": None,
+}
+_NOT_CODED = {"zero_lossless_gradients": False}
+"""With quantized gradients."""
 _PLAIN = {
     "zero_quantized_weights": False,
     "zero_quantized_nontrainable_weights": False,
     "zero_hpz_partition_size": 1,
     "zero_lossless_weights": False,
+    "zero_lossless_gradients": False,
     "zero_quantized_gradients": False,
     "zeropp_loco_param": None,
 }
@@ -122,19 +130,26 @@ def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, An
     every |= {**_WEIGHTS, **_GRADIENTS} if zero.stage == 3 else _GRADIENTS
     for key, value in every.items():
         settings = {key: value, **(_ROUNDED if key in _WEIGHTS else {})}
+        settings |= _NOT_CODED if key in _GRADIENTS else {}
         yield (f"{key} {value}" if value is not True else key), settings
         if getattr(zero, key) != _PLAIN[key]:
             loco = {"zeropp_loco_param": None} if key in _GRADIENTS else {}
             yield f"without {key}", {key: _PLAIN[key], **loco}
+    if has_nodes:
+        yield "zero_lossless_gradients", _CODED
     if zero.stage > 0 and has_nodes:
         yield "zero_lossless_weights", _LOSSLESS
-        yield "lossless weights, quantized gradients", {**_LOSSLESS, **_GRADIENTS}
+        yield "lossless weights and gradients", {**_LOSSLESS, **_CODED}
+        yield "lossless weights, quantized gradients", {**_LOSSLESS, **_GRADIENTS, **_NOT_CODED}
+    if zero.zero_lossless_gradients:
+        yield "without zero_lossless_gradients", _NOT_CODED
     if zero.zero_lossless_weights:
         yield "without zero_lossless_weights", _ROUNDED
+    rounded = {**every, **_ROUNDED, **_NOT_CODED}
     if zero.stage == 3:
-        yield "all of these", {**every, **_ROUNDED}
+        yield "all of these", rounded
     if zero.stage == 3 and has_nodes:
-        yield "4-bit mode", {**every, **_ROUNDED, **_FOUR_BIT}
+        yield "4-bit mode", {**rounded, **_FOUR_BIT}
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,12 @@ class CollectivesFootprint(Protocol):
     def reduction(self, numel: int, dtype: torch.dtype) -> ReduceFootprint | None:
         """Return the bytes of a shard's reduction, or None if the engine's collective does it."""
 
+    def coded_nbytes(self, numel: int, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Return the expected and the most bytes of a coded slice that is sent to another node.
+
+        None if slices are sent as they are.
+        """
+
     def memory(
         self,
         shards: Iterable[tuple[int, torch.dtype, bool]],

@@ -14,13 +14,16 @@ All byte counts are per rank. The rank planned for is rank 0; all ranks are alik
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from zero_core.blueprint import Blueprint
+from zero_core.comm.fused_sum import sum_dtype
+from zero_core.comm.host import MESSAGE_ALIGNMENT
+from zero_core.comm.meter import Links
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype
@@ -96,6 +99,12 @@ class Forecast:
         self._is_accelerated = is_accelerated
         zero, world_size = config.zero_optimization, drawn.layout.world_size
         self._has_shared_memory = ranks_per_node == world_size and not is_accelerated
+        self._links = Links(
+            world_size,
+            ranks_per_node,
+            is_ring=is_accelerated,
+            is_sequential=config.world_size_invariant,
+        )
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
         self.resting = offloaded_segments(drawn.layout, config, is_apart=is_apart)
@@ -360,7 +369,7 @@ class Forecast:
         """Return the bytes of the buffers that reductions receive into.
 
         On accelerators reductions run one by one and share one buffer. On hosts a unit's run at
-        once, and buffers are kept by size.
+        once, and buffers are kept by size. Messages of coded gradients are sent one unit at a time.
         """
         if self._layout.world_size == 1 or self._has_shared_memory:
             return 0
@@ -368,17 +377,33 @@ class Forecast:
             reduced = [
                 s for s in self._layout.segments if s.is_trainable and self._is_reduced_here(s)
             ]
-            return max(
+            slices = max(
                 (s.padded_numel * communicated_dtype(s, self._config).itemsize for s in reduced),
                 default=0,
             )
+            return slices + 2 * max(self._message_bytes(), default=0)
         largest: Counter[tuple[int, torch.dtype]] = Counter()
         for unit in self._layout.units:
             trainable = [s for s in unit.segments if s.is_trainable and self._is_reduced_here(s)]
             largest |= Counter(
                 (s.padded_numel, communicated_dtype(s, self._config)) for s in trainable
             )
-        return sum(n * numel * dtype.itemsize for (numel, dtype), n in largest.items())
+        slices = sum(n * numel * dtype.itemsize for (numel, dtype), n in largest.items())
+        return slices + 2 * sum(set(self._message_bytes()))
+
+    def _message_bytes(self) -> Iterator[int]:
+        """Yield the room of the messages of each segment's coded gradient, each way."""
+        if self.collectives is None:
+            return
+        links = self._links
+        for segment in self._layout.segments:
+            dtype = communicated_dtype(segment, self._config)
+            num_messages = links.world_size - links.ranks_per_node
+            if links.sums_in_two_levels:
+                dtype, num_messages = sum_dtype(dtype), links.num_nodes - 1
+            found = self.collectives.coded_nbytes(segment.shard_numel, dtype)
+            if segment.is_trainable and found is not None:
+                yield num_messages * (-(-found[1] // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT)
 
     def _is_reduced_here(self, segment: Segment) -> bool:
         """Whether the engine's own collective reduces the segment."""

@@ -100,11 +100,25 @@ def reduction_calls(
     dtype = communicated_dtype(segment, config)
     hops = None if footprint is None else footprint.reduction(segment.shard_numel, dtype)
     if hops is None:
-        sum_bytes = _shard_bytes(segment, sum_dtype(dtype))
-        return [links.reduction(_shard_bytes(segment, dtype), sum_bytes)], False
+        return [_reduction_bytes(segment, dtype, links, footprint)], False
     near, nodes = links.ranks_per_node - 1, links.num_nodes
     calls = [(near * nodes * hops.within_nbytes, 0)] if near else []
     return calls + ([(0, (nodes - 1) * hops.across_nbytes)] if nodes > 1 else []), True
+
+
+def _reduction_bytes(
+    segment: Segment, dtype: torch.dtype, links: Links, footprint: CollectivesFootprint | None
+) -> tuple[int, int]:
+    """Return the bytes of the engine's own reduction within the node and between nodes."""
+
+    def coded(own: torch.dtype) -> int:
+        found = None if footprint is None else footprint.coded_nbytes(segment.shard_numel, own)
+        return _shard_bytes(segment, own) if found is None else found[0]
+
+    wide = sum_dtype(dtype)
+    near, _ = links.reduction(_shard_bytes(segment, dtype), _shard_bytes(segment, wide))
+    _, far = links.reduction(coded(dtype), coded(wide))
+    return near, far
 
 
 def _phases(links: Links, group_size: int) -> tuple[Counter[Links], Counter[Links]]:

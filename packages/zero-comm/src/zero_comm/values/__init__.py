@@ -1,0 +1,1 @@
+"""Lossless coding of values themselves, such as gradients: format, backends and messages."""

@@ -1,0 +1,184 @@
+"""Triton kernels of coded values, each of which handles one tile of consecutive blocks.
+
+[Note: the value buffer] in `value_format` has the modes and bytes. A **tile** is a matrix with a
+block of 256 elements per row. Elements are passed as int16 or int32 and handled as uint32. Blocks
+of a tile have widths of their own: every plane is a step that all take, masked.
+"""
+
+# No `from __future__ import annotations`: Triton reads the annotations of the kernels.
+import triton
+import triton.language as tl
+
+from zero_comm.differences import difference_format
+from zero_comm.differences.triton_blocks import blocks_of_tile, load_tile, place_of, present_in
+from zero_comm.values import value_format
+
+BLOCK = tl.constexpr(difference_format.BLOCK_NUMEL)
+MODE_SHIFT = tl.constexpr(difference_format.MODE_SHIFT)
+ZERO = tl.constexpr(value_format.ZERO)
+RAW = tl.constexpr(value_format.RAW)
+CODED = tl.constexpr(value_format.CODED)
+MAX_WIDTH = tl.constexpr(value_format.MAX_WIDTH)
+PLANE_NBYTES = tl.constexpr(value_format.PLANE_NBYTES)
+
+
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["descriptors_ptr"])
+def choose_kernel(
+    values_ptr: tl.tensor,
+    descriptors_ptr: tl.tensor,
+    numel: tl.tensor,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Store the descriptors of a tile, int16."""
+    block = blocks_of_tile(BLOCKS)
+    present = present_in(block, numel)
+    bits = load_tile(values_ptr, numel, BITS, BLOCKS)
+    top = _rotated(bits, BITS) >> (BITS - 8)
+    code = tl.max(top, 1)[:, None] - top
+    is_whole = present == BLOCK
+    # The mode in the lowest bits: of the fewest bytes the lowest.
+    best = present * (BITS // 8) * 16 + RAW
+    of_one = is_whole & (tl.max(code, 1) == 0)
+    best = tl.where(of_one, tl.minimum(best, _fixed_nbytes(0, BITS) * 16 + CODED), best)
+    for WIDTH in tl.static_range(1, MAX_WIDTH + 1):
+        escaped = tl.sum((code >= (1 << WIDTH) - 1).to(tl.int32), 1)
+        found = (_fixed_nbytes(WIDTH, BITS) + escaped) * 16 + (CODED + WIDTH)
+        best = tl.where(is_whole, tl.minimum(best, found), best)
+    descriptors = ((best & 15) << MODE_SHIFT) + (best >> 4)
+    descriptors = tl.where(tl.max(bits, 1) == 0, ZERO, descriptors)
+    tl.store(descriptors_ptr + block, descriptors.to(tl.int16), mask=present > 0)
+
+
+@triton.jit(
+    do_not_specialize=["numel"], do_not_specialize_on_alignment=["descriptors_ptr", "codes_ptr"]
+)
+def encode_kernel(
+    values_ptr: tl.tensor,
+    descriptors_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    numel: tl.tensor,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Write the codes of a tile. ``ends``, int64, are those of the blocks in ``codes``."""
+    block = blocks_of_tile(BLOCKS)
+    present = present_in(block, numel)
+    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    lane = tl.arange(0, BLOCK)[None, :]
+    bits = load_tile(values_ptr, numel, BITS, BLOCKS)
+    row_ptr = codes_ptr + (end - nbytes)[:, None]
+    is_raw = (mode == RAW)[:, None] & (lane < present[:, None])
+    for BYTE in tl.static_range(BITS // 8):
+        place = lane * (BITS // 8) + BYTE
+        tl.store(row_ptr + place, (bits >> (8 * BYTE)).to(tl.uint8), mask=is_raw)
+
+    is_coded = mode >= CODED
+    width = (mode - CODED)[:, None]
+    rotated = _rotated(bits, BITS)
+    top = rotated >> (BITS - 8)
+    base = tl.max(top, 1)
+    tl.store(codes_ptr + (end - nbytes), base.to(tl.uint8), mask=is_coded)
+    for BYTE in tl.static_range(BITS // 8 - 1):
+        low = (rotated >> (8 * BYTE)).to(tl.uint8)
+        tl.store(row_ptr + 1 + BYTE * BLOCK + lane, low, mask=is_coded[:, None])
+    largest = _largest(width)
+    code = tl.minimum(base[:, None] - top, largest.to(tl.uint32))
+    for PLANE in tl.static_range(MAX_WIDTH):
+        eights = tl.reshape((code >> PLANE) & 1, [BLOCKS, PLANE_NBYTES, 8])
+        packed = tl.sum(eights << tl.arange(0, 8).to(tl.uint32)[None, None, :], 2)
+        byte = _fixed_nbytes(PLANE, BITS) + tl.arange(0, PLANE_NBYTES)[None, :]
+        tl.store(row_ptr + byte, packed.to(tl.uint8), mask=width > PLANE)
+    is_escape = (width > 0) & (code == largest.to(tl.uint32))
+    rank = tl.cumsum(is_escape.to(tl.int32), 1) - 1
+    tl.store(row_ptr + _coded_nbytes(width, BITS) + rank, top.to(tl.uint8), mask=is_escape)
+
+
+@triton.jit(
+    do_not_specialize=["numel", "codes_nbytes"],
+    do_not_specialize_on_alignment=["descriptors_ptr", "codes_ptr"],
+)
+def decode_kernel(
+    descriptors_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    is_bad_ptr: tl.tensor,
+    numel: tl.tensor,
+    codes_nbytes: tl.tensor,
+    BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Fill the elements of a tile.
+
+    A block that no encoder wrote stays as it was and sets ``is_bad``, int32; so do all of them if
+    they don't have ``codes_nbytes`` together. A block reads its own bytes alone, whatever they are.
+    """
+    block = blocks_of_tile(BLOCKS)
+    present = present_in(block, numel)
+    mode, nbytes, end = place_of(descriptors_ptr, ends_ptr, block, present)
+    lane = tl.arange(0, BLOCK)[None, :]
+    row_ptr = codes_ptr + (end - nbytes)[:, None]
+    width = (mode - CODED)[:, None]
+    is_raw = (mode == RAW) & (nbytes == present * (BITS // 8))
+    num_escapes = nbytes - _coded_nbytes(mode - CODED, BITS)
+    is_coded = (mode >= CODED) & (mode <= CODED + MAX_WIDTH) & (present == BLOCK)
+    is_coded = is_coded & (num_escapes >= 0)
+    is_good = is_raw | is_coded | ((mode == ZERO) & (nbytes == 0))
+    total = tl.load(ends_ptr + (tl.cdiv(numel.to(tl.int64), BLOCK) - 1))
+    is_good = is_good & (total == codes_nbytes)
+    is_coded = is_coded & is_good
+
+    code = tl.zeros([BLOCKS, BLOCK], tl.uint32)
+    for PLANE in tl.static_range(MAX_WIDTH):
+        is_here = is_coded[:, None] & (width > PLANE)
+        byte = tl.load(row_ptr + _fixed_nbytes(PLANE, BITS) + lane // 8, mask=is_here, other=0)
+        code = code | (((byte.to(tl.uint32) >> (lane & 7).to(tl.uint32)) & 1) << PLANE)
+    is_escape = is_coded[:, None] & (width > 0) & (code == _largest(width).to(tl.uint32))
+    is_good = is_good & ((is_coded == 0) | (tl.sum(is_escape.to(tl.int32), 1) == num_escapes))
+    is_coded = is_coded & is_good
+    is_escape = is_escape & is_coded[:, None]
+    rank = tl.cumsum(is_escape.to(tl.int32), 1) - 1
+    escape = tl.load(row_ptr + _coded_nbytes(width, BITS) + rank, mask=is_escape, other=0)
+    base = tl.load(codes_ptr + (end - nbytes), mask=is_coded, other=0).to(tl.uint32)
+    top = tl.where(is_escape, escape.to(tl.uint32), (base[:, None] - code) & 0xFF)
+    rotated = top << (BITS - 8)
+    for BYTE in tl.static_range(BITS // 8 - 1):
+        low = tl.load(row_ptr + 1 + BYTE * BLOCK + lane, mask=is_coded[:, None], other=0)
+        rotated = rotated | (low.to(tl.uint32) << (8 * BYTE))
+    bits = (rotated >> 1) | ((rotated & 1) << (BITS - 1))
+    raw = tl.zeros([BLOCKS, BLOCK], tl.uint32)
+    is_element = is_raw[:, None] & (lane < present[:, None])
+    for BYTE in tl.static_range(BITS // 8):
+        byte = tl.load(row_ptr + lane * (BITS // 8) + BYTE, mask=is_element, other=0)
+        raw = raw | (byte.to(tl.uint32) << (8 * BYTE))
+    bits = tl.where(is_raw[:, None], raw, tl.where((mode == ZERO)[:, None], 0, bits))
+    is_filled = is_good[:, None] & (lane < present[:, None])
+    first_ptr = values_ptr + tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
+    element_ptr = first_ptr + (tl.arange(0, BLOCKS)[:, None] * BLOCK + lane)
+    tl.store(element_ptr, bits.to(values_ptr.dtype.element_ty), mask=is_filled)
+    num_bad = tl.sum(((present > 0) & (is_good == 0)).to(tl.int32), 0)
+    tl.store(is_bad_ptr, 1, mask=num_bad > 0)
+
+
+@triton.jit
+def _rotated(bits: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """Return the bits rotated left by one, with the sign last."""
+    return ((bits << 1) | (bits >> (BITS - 1))) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _fixed_nbytes(WIDTH: tl.constexpr, BITS: tl.constexpr) -> tl.constexpr:
+    return 1 + (BITS // 8 - 1) * BLOCK + WIDTH * PLANE_NBYTES
+
+
+@triton.jit
+def _coded_nbytes(width: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    return width * PLANE_NBYTES + (1 + (BITS // 8 - 1) * BLOCK)
+
+
+@triton.jit
+def _largest(width: tl.tensor) -> tl.tensor:
+    """Return the largest code of each width."""
+    return (1 << tl.minimum(tl.maximum(width, 0), MAX_WIDTH)) - 1
