@@ -1,9 +1,9 @@
 """Which settings work together: each combination is trained on a few ranks, or refused.
 
 ``python integration/tests/support_matrix.py`` trains all of them, minutes on two cores, and writes
-docs/support-matrix.md and its data. Arguments choose a table (``options``, ``cross``) or one of
-its dtypes (``communication:fp32``). `refusal` asks the configuration alone, which
-test_support_matrix.py compares with the page.
+docs/support-matrix.md and its data. Arguments choose a table (``options``, ``cross``), one of its
+dtypes (``communication:fp32``), or a column (``communication::hpZ``). `refusal` asks the
+configuration alone, which test_support_matrix.py compares with the page.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ COMMUNICATION: Mapping[str, Keys] = {
     "plain": {},
     "qwZ": QWZ,
     "hpZ": HPZ,
-    "lossless": {"zero_lossless_weights": True},
+    "lossless weights": {"zero_lossless_weights": True},
+    "lossless gradients": {"zero_lossless_gradients": True},
     "qgZ": QGZ,
     "all three": {**QWZ, **HPZ, **QGZ},
     "4-bit": {
@@ -133,7 +134,8 @@ class Combination:
     @property
     def is_exact(self) -> bool:
         """Whether no message is quantized."""
-        return self.column not in COMMUNICATION or self.column in ("plain", "hpZ")
+        exact = ("plain", "hpZ", "lossless weights", "lossless gradients")
+        return self.column not in COMMUNICATION or self.column in exact
 
     @property
     def key(self) -> str:
@@ -262,8 +264,13 @@ def _try_all(
 
 
 def _asked(asked: str) -> list[Combination]:
-    table, _, dtype = asked.partition(":")
-    return [one for one in combinations() if one.table == table and dtype in ("", one.dtype)]
+    """Return the combinations of ``table``, ``table:dtype`` or ``table:dtype:column``."""
+    table, dtype, column = [*asked.split(":"), "", ""][:3]
+    return [
+        one
+        for one in combinations()
+        if one.table == table and dtype in ("", one.dtype) and column in ("", one.column)
+    ]
 
 
 def _judge(
