@@ -18,6 +18,7 @@ _T5 = "--model_name_or_path t5 --output_dir tuned --max_steps 2 --n_train 8 --n_
 _TIMES = "--size 1x64 --context 16 --micro-batch 1 --turns 2 --output=results"
 
 SMALLER = {
+    "zero-engine --install-completion": "bash",  # a test need not have been started by a shell
     "zero-engine train": f"{_TINY} --steps=30",
     "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": (
         f"{_TINY} --steps=30"

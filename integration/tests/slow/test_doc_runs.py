@@ -54,6 +54,15 @@ TO_RUN = {
 }
 
 
+def interpreter() -> str:
+    """Return the interpreter of programs and of the ranks that they start.
+
+    Without DeepSpeed it is a new one: transformers has no place for an engine once it was imported
+    without one.
+    """
+    return forked_python() if find_spec("deepspeed") else sys.executable
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the repository's, scripts, configurations, models and checkpoints."""
@@ -82,9 +91,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         module = f"-m {MODULES[name]} " if name in MODULES else ""
         program = programs / name
         # The process of `import` that reads files needs an interpreter with options of its own.
-        # So does transformers, which has no place for an engine once it was imported without one.
-        forked = forked_python() if find_spec("deepspeed") else sys.executable
-        choice = f'python="{forked}"; [ "$1" = import ] && python="{sys.executable}"'
+        choice = f'python="{interpreter()}"; [ "$1" = import ] && python="{sys.executable}"'
         program.write_text(f'#!/bin/sh\n{choice}\nexec "$python" {module}"$@"\n', encoding="utf-8")
         program.chmod(0o755)
     (programs / "activate").write_text("true\n", encoding="utf-8")
@@ -110,7 +117,7 @@ def test_commands_of_a_page_run(
             env={
                 **environment(),
                 "PATH": path,
-                "PYTHON_EXEC": forked_python(),
+                "PYTHON_EXEC": interpreter(),
                 "HOME": str(folder),
                 "SHELL": "/bin/bash",
                 "GLOO_SOCKET_IFNAME": "lo",
