@@ -11,12 +11,6 @@ in the same place there, which passes it on within its node: (N - 1) shards betw
 the queue of gathers. Reductions stay direct, W - R slices between nodes: a sum taken within the
 node first would be another sum.
 
-[Note: coded slices]
-With a codec (`zero_core.protocols.SliceCodec`) a rank of another node gets a message of its slice,
-after the message's length. The message is decoded to the place where the slice itself would have
-arrived, so the sum, its order and each rank's part are the same. Coding is a job of the queue of
-reductions: it takes a pass over the slices, while backward goes on.
-
 [Note: messages of different sizes never meet]
 Ranks that take different branches start different exchanges. gloo's collectives match them by their
 order alone, and where two of different sizes meet, gloo ends the process of the receiver with
@@ -38,16 +32,24 @@ from torch import Tensor
 
 from zero_core.comm.fused_sum import add_in_rank_order, sum_in_rank_order
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
-from zero_core.comm.p2p import CONTROL_CHANNEL, Kind, Messages, Parcel, PeerToPeer, tag_of, wait_all
+from zero_core.comm.p2p import (
+    CONTROL_CHANNEL,
+    CodedExchange,
+    CodedSlices,
+    ExchangeBuffers,
+    Kind,
+    Messages,
+    Parcel,
+    PeerToPeer,
+    tag_of,
+    wait_all,
+)
 from zero_core.comm.queues import CommQueues, HostQueues
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.errors import CollectiveError
 from zero_core.protocols import EXACT_GRADIENTS, SliceCodec, Work
 
 _NUM_SIZES = 32_749
 """The largest prime below 2**15: tags are 31 bits."""
-MESSAGE_ALIGNMENT = 64
-"""Bytes at whose multiples messages of coded slices begin."""
 
 
 class Transport:
@@ -102,31 +104,6 @@ class Transport:
             )
 
 
-class _Buffers:
-    """Buffers for what arrives in reductions, kept from one to the next. Any thread may ask.
-
-    Attributes:
-        nbytes: bytes of all of them.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a buffer of ``numel`` elements, which nobody else has until it is released."""
-        free = self._free.setdefault((numel, dtype), [])
-        try:
-            return free.pop()  # another thread may have taken the last one
-        except IndexError:
-            self.nbytes += numel * dtype.itemsize
-            with torch.inference_mode(False):  # it serves training too
-                return torch.empty(numel, dtype=dtype)
-
-    def release(self, buffer: Tensor) -> None:
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
-
-
 class HostCollectives(Transport):
     """`zero_core.protocols.TransportCollectives` among hosts. See there for the contract."""
 
@@ -157,12 +134,12 @@ class HostCollectives(Transport):
         links = Links(world_size, ranks_per_node or world_size, is_ring=False)
         super().__init__(rank, links, HostQueues() if queues is None else queues, meter)
         self._shared = shared
-        self._codec: SliceCodec | None = None
+        self._coded: CodedSlices | None = None
         self._wire = PeerToPeer(messages, range(world_size), rank=rank, shared=shared)
 
     def _place(self, rank: int, links: Links) -> None:
         super()._place(rank, links)
-        self._buffers = _Buffers()
+        self._buffers = ExchangeBuffers()
         self._is_once_per_node = 1 < links.ranks_per_node < links.world_size
 
     @property
@@ -177,9 +154,12 @@ class HostCollectives(Transport):
         return found
 
     def coded(self, codec: SliceCodec) -> HostCollectives:
-        """See `zero_core.protocols.TransportCollectives` and [Note: coded slices]."""
+        """See `zero_core.protocols.TransportCollectives`.
+
+        [Note: coded slices] in `zero_core.comm.p2p` explains what is sent.
+        """
         found = copy.copy(self)
-        found._codec = codec
+        found._coded = CodedSlices(codec, self._wire, self._buffers)
         return found
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -251,13 +231,15 @@ class HostCollectives(Transport):
         parts = slices if received is None else received.view(self.world_size, -1)
         exact = [peer for peer in wire.peers if peer not in coded]
         parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit, exact)
+        arrival: Work = _DONE
         if coded:
-            job = partial(self._exchange_coded, slices, parts, coded, unit)
-            arrival: Work = self._queues.launch(job, is_reduction=True)
+            assert self._coded is not None, "there are peers to code for"
+            exchange = self._coded.start(slices, parts, coded, unit)
+            job = partial(self._finish_coded, self._coded, exchange, slices[0].nbytes)
+            arrival = self._queues.launch(job, is_reduction=True)
         else:
             sent = self._links.direct(slices[0].nbytes)
             self._count("reduce_scatter", EXACT_GRADIENTS, sent)
-            arrival = _DONE
         sources = list(slices)
         for peer in coded:
             sources[peer] = parts[peer]
@@ -265,57 +247,16 @@ class HostCollectives(Transport):
 
     def _coded_peers(self, dtype: torch.dtype, numel: int) -> list[int]:
         """Return the peers that are sent messages instead of slices."""
-        if self._codec is None or not self._codec.serves(dtype, numel):
+        if self._coded is None or not self._coded.codec.serves(dtype, numel):
             return []
         per_node = self._links.ranks_per_node
         node = self.rank // per_node
         return [peer for peer in self._wire.peers if peer // per_node != node]
 
-    def _exchange_coded(
-        self, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
-    ) -> None:
-        """Exchange slices with ``peers`` as messages, and decode theirs into ``parts``.
-
-        Raises:
-            CollectiveError: a peer announces a message of an impossible length.
-            RuntimeError: a message is damaged.
-        """
-        codec, wire = self._codec, self._wire
-        assert codec is not None, "there are peers to code for"
-        most = codec.max_nbytes(slices.dtype, slices.shape[1])
-        room = len(peers) * (-(-most // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT)
-        given, taken = (self._buffers.take(room, torch.uint8) for _ in range(2))
-        outgoing, incoming = given.view(len(peers), -1), taken.view(len(peers), -1)
-        lengths, theirs = torch.empty(2, len(peers), 1, dtype=torch.int64)
-        works, announced = [], []
-        for number, peer in enumerate(peers):
-            message = outgoing[number]
-            lengths[number] = nbytes = codec.pack(slices[peer], message[:most])
-            kind = Kind.REDUCE_LENGTH
-            announced.append(wire.receive(theirs[number], peer, kind, unit))
-            works.append(wire.send(lengths[number], peer, kind, unit))
-            works.append(wire.send(message[:nbytes], peer, Kind.REDUCE, unit))
-        arrivals = []
-        for number, peer in enumerate(peers):
-            announced[number].wait()
-            nbytes = int(theirs[number])
-            if not 0 <= nbytes <= most:
-                raise CollectiveError(
-                    f"rank {wire.members[wire.rank]} expects at most {most} bytes of a coded "
-                    f"gradient of rank {wire.members[peer]}, which announces {nbytes}: the ranks "
-                    "reduce different units"
-                )
-            message = incoming[number, :nbytes]
-            arrivals.append((peer, message, wire.receive(message, peer, Kind.REDUCE, unit)))
-        for peer, message, arrival in arrivals:
-            arrival.wait()
-            codec.unpack(message, parts[peer], sender=wire.members[peer])
-        wait_all(works)
-        near_nbytes, _ = self._links.direct(slices[0].nbytes)
-        sent = (near_nbytes, int(lengths.sum()))
-        self._count("reduce_scatter", EXACT_GRADIENTS, sent)
-        for buffer in (given, taken):
-            self._buffers.release(buffer)
+    def _finish_coded(self, coded: CodedSlices, exchange: CodedExchange, slice_nbytes: int) -> None:
+        far_nbytes = coded.finish(exchange)
+        near_nbytes, _ = self._links.direct(slice_nbytes)
+        self._count("reduce_scatter", EXACT_GRADIENTS, (near_nbytes, far_nbytes))
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)

@@ -17,6 +17,18 @@ every engine over a process group), the unit and the kind of exchange. So engine
 and queues may interleave in any way, as long as the messages of one tag are sent and received in
 the same order. gloo's pairs lock themselves, so any thread may send and receive. The cache below
 is a dictionary whose entries, once made, do not change.
+
+[Note: coded slices]
+With a codec (`zero_core.protocols.SliceCodec`) a rank of another node gets a message of its slice.
+It is decoded to the place where the slice itself would have arrived, so the sum, its order and each
+rank's part are the same. Coding is a job of the queue of reductions: it takes a pass over the
+slices, while backward goes on.
+
+A message's length is not known before. Both ranks know how long the last one of the unit was, and
+expect a little more. So many bytes are sent, with the true length in front, and their receiver asks
+for them before they are made. What is longer is sent as a second part. Where the length itself
+travelled first, that and the request for the message each waited behind the data of other ranks in
+the queue of the link, 18 ms per unit at 200 Mbit/s.
 """
 
 from __future__ import annotations
@@ -34,8 +46,12 @@ from torch import Tensor
 
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.errors import CollectiveError
-from zero_core.protocols import Work
+from zero_core.protocols import SliceCodec, Work
 
+_ALIGNMENT = 64
+"""Bytes at whose multiples messages of coded slices begin, and of the length in front of each."""
+_SLACK = 128
+"""A message is expected to be at most longer than the last one by one part in so many."""
 _NUM_CHANNELS = 4096
 CONTROL_CHANNEL = 0
 """Channel of the control groups of a process group. A rank may have made more of them than others,
@@ -56,8 +72,8 @@ class Kind(IntEnum):
     """The acknowledgement of a reduction."""
     SWAP = 4
     SWAP_READ = 5
-    REDUCE_LENGTH = 6
-    """The bytes of a coded slice, which follows as `REDUCE`."""
+    REDUCE_REST = 6
+    """The second part of a coded slice, which was longer than expected."""
     CONTROL_GATHER = 7
     """From here on: see `zero_core.comm.host`."""
     CONTROL_SUM = 8
@@ -266,6 +282,162 @@ class PeerToPeer:
         works = [messages.irecv(nods[i : i + 1], member, tag) for i, member in enumerate(near)]
         works += [messages.isend(self._nod, member, tag) for member in near]
         return Acknowledgement(works, nods)
+
+
+class ExchangeBuffers:
+    """Buffers for what arrives in reductions, kept from one to the next. Any thread may ask.
+
+    Attributes:
+        nbytes: bytes of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a buffer of ``numel`` elements, which nobody else has until it is released."""
+        free = self._free.setdefault((numel, dtype), [])
+        try:
+            return free.pop()  # another thread may have taken the last one
+        except IndexError:
+            self.nbytes += numel * dtype.itemsize
+            with torch.inference_mode(False):  # it serves training too
+                return torch.empty(numel, dtype=dtype)
+
+    def release(self, buffer: Tensor) -> None:
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+
+def coded_room(max_nbytes: int) -> int:
+    """Return the bytes of the buffer for a message of at most ``max_nbytes``, each way."""
+    return _ALIGNMENT + -(-max_nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class CodedSlices:
+    """Exchanges coded slices with ranks of other nodes. See [Note: coded slices].
+
+    Attributes:
+        codec: codes them.
+    """
+
+    def __init__(self, codec: SliceCodec, wire: PeerToPeer, buffers: ExchangeBuffers) -> None:
+        self.codec = codec
+        self._wire = wire
+        self._buffers = buffers
+        # Bytes that are expected of a unit's next message, by peer: to it, and from it.
+        self._expected: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def start(
+        self, slices: Tensor, parts: Tensor, peers: Sequence[int], unit: int
+    ) -> CodedExchange:
+        """Ask for the messages of ``peers``, whose slices are decoded to ``parts``."""
+        most = self.codec.max_nbytes(slices.dtype, slices.shape[1])
+        room = coded_room(most)
+        first = room * 3 // 4 // _ALIGNMENT * _ALIGNMENT
+        sent, taken = (self._buffers.take(len(peers) * room, torch.uint8) for _ in range(2))
+        messages = []
+        for number, peer in enumerate(peers):
+            to, of = self._expected.get((unit, peer), (first, first))
+            given, into = (buffer.view(-1, room)[number] for buffer in (sent, taken))
+            work = self._wire.receive(into[:of], peer, Kind.REDUCE, unit)
+            messages.append(
+                CodedMessage(peer, slices[peer], parts[peer], given, into, to, of, work)
+            )
+        return CodedExchange(messages, [sent, taken], most, unit)
+
+    def finish(self, exchange: CodedExchange) -> int:
+        """Code and send the slices, and decode those of the peers. Returns the bytes sent.
+
+        Raises:
+            CollectiveError: a peer announces a message of an impossible length.
+            RuntimeError: a message is damaged.
+        """
+        works: list[Work] = []
+        sent = [self._send(message, exchange, works) for message in exchange.messages]
+        taken = [self._take(message, exchange) for message in exchange.messages]
+        wait_all(works)
+        room = coded_room(exchange.most)
+        for message, lengths in zip(exchange.messages, zip(sent, taken, strict=True), strict=True):
+            to, of = (min(room, coded_room(nbytes + nbytes // _SLACK)) for nbytes in lengths)
+            self._expected[exchange.unit, message.peer] = to, of
+        for buffer in exchange.buffers:
+            self._buffers.release(buffer)
+        expected = [message.sent_nbytes for message in exchange.messages]
+        return sum(max(a, _ALIGNMENT + b) for a, b in zip(expected, sent, strict=True))
+
+    def _send(self, message: CodedMessage, exchange: CodedExchange, works: list[Work]) -> int:
+        """Code a slice and start to send it. Returns the bytes of its message."""
+        given, first = message.given, message.sent_nbytes
+        room = given[_ALIGNMENT : _ALIGNMENT + exchange.most]
+        nbytes = self.codec.pack(message.values, room)
+        given[:8].view(torch.int64)[0] = nbytes
+        parts = [
+            (given[:first], Kind.REDUCE),
+            (given[first : _ALIGNMENT + nbytes], Kind.REDUCE_REST),
+        ]
+        for part, kind in parts:
+            if part.numel():
+                works.append(self._wire.send(part, message.peer, kind, exchange.unit))
+        return nbytes
+
+    def _take(self, message: CodedMessage, exchange: CodedExchange) -> int:
+        """Wait for a peer's message and decode it. Returns its bytes."""
+        message.work.wait()
+        wire, taken, most = self._wire, message.taken, exchange.most
+        nbytes = int(taken[:8].view(torch.int64))
+        if not 0 <= nbytes <= most:
+            raise CollectiveError(
+                f"rank {wire.members[wire.rank]} expects at most {most} bytes of a coded gradient "
+                f"of rank {wire.members[message.peer]}, which announces {nbytes}: the ranks reduce "
+                "different units"
+            )
+        rest = taken[message.taken_nbytes : _ALIGNMENT + nbytes]
+        if rest.numel():
+            wire.receive(rest, message.peer, Kind.REDUCE_REST, exchange.unit).wait()
+        own = taken[_ALIGNMENT : _ALIGNMENT + nbytes]
+        self.codec.unpack(own, message.into, sender=wire.members[message.peer])
+        return nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedMessage:
+    """Messages to a peer and from it.
+
+    Attributes:
+        peer: the rank.
+        values: the slice for it.
+        into: the place of its slice.
+        given, taken: room for the messages, uint8, the length first.
+        sent_nbytes, taken_nbytes: bytes that are expected of each, with the length.
+        work: that of the receive.
+    """
+
+    peer: int
+    values: Tensor
+    into: Tensor
+    given: Tensor
+    taken: Tensor
+    sent_nbytes: int
+    taken_nbytes: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedExchange:
+    """Coded slices on their way.
+
+    Attributes:
+        messages: those to and from each peer.
+        buffers: memory of the messages.
+        most: bytes that a message may have.
+        unit: that the slices belong to.
+    """
+
+    messages: list[CodedMessage]
+    buffers: list[Tensor]
+    most: int
+    unit: int
 
 
 def wait_all(works: Sequence[Work]) -> None:

@@ -22,8 +22,8 @@ from torch import nn
 
 from zero_core.blueprint import Blueprint
 from zero_core.comm.fused_sum import sum_dtype
-from zero_core.comm.host import MESSAGE_ALIGNMENT
 from zero_core.comm.meter import Links
+from zero_core.comm.p2p import coded_room
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype
@@ -403,7 +403,7 @@ class Forecast:
                 dtype, num_messages = sum_dtype(dtype), links.num_nodes - 1
             found = self.collectives.coded_nbytes(segment.shard_numel, dtype)
             if segment.is_trainable and found is not None:
-                yield num_messages * (-(-found[1] // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT)
+                yield num_messages * coded_room(found[1])
 
     def _is_reduced_here(self, segment: Segment) -> bool:
         """Whether the engine's own collective reduces the segment."""
