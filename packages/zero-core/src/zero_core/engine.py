@@ -32,11 +32,12 @@ from zero_core.plugins import REPORTS, load_part
 from zero_core.record.recorder import Recorder, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
-from zero_core.step.gradient import StepGradient, updates_in_backward
+from zero_core.step.gradient import StepGradient
 from zero_core.step.invariance import InvarianceCheck
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.replicas import check_replicas
 from zero_core.step.seeds import MicroBatchSeeds
+from zero_core.step.speculation import updates_in_backward
 from zero_core.watch.heartbeat import HeartbeatFile
 
 

@@ -27,7 +27,7 @@ from zero_core.plan.step_time import LANES, Span, StepTime
 from zero_core.plan.traffic import gather_calls, reduction_calls
 from zero_core.sharded.gradient_plan import accumulated_dtype
 from zero_core.sharded.norms import norms_of
-from zero_core.step.gradient import updates_in_backward
+from zero_core.step.speculation import updates_in_backward
 from zero_core.step.statistics import statistics_nbytes
 
 NUM_STEPS = 3
