@@ -178,6 +178,14 @@ class Engine(ShardedModel):
         self._meter.end_step()
         self._train.end_step()
 
+    def memory_report(self) -> dict[str, int]:
+        """Return bytes on this rank by kind, without activations and the state tier's memory.
+
+        The undo log of updates in backward, in host memory, is among them.
+        """
+        undo = self._gradient.undo_bytes
+        return {**super().memory_report(), **({"undo log": undo} if undo else {})}
+
     def idle_backward(self, *, over: int | None = None) -> None:
         """Take part in one forward and backward of the other ranks, without data.
 

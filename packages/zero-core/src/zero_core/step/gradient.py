@@ -399,6 +399,12 @@ class StepGradient:
             named.append(f"and {len(by_name) - len(named)} more")
         return "; ".join(named) or "no element by itself, their norm overflows"
 
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes of host memory of the undo log of updates in backward."""
+        tier = self._speculation.tier
+        return 0 if tier is None else tier.undo_bytes
+
     # ------------------------------------------------------------------- step
 
     def update_ahead(self, groups: Sequence[Mapping[str, Any]]) -> None:
