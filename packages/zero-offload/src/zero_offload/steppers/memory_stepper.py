@@ -20,6 +20,9 @@ _WINDOW_NUMEL = 1 << 15
 """Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
 torch gives it one thread, because a dozen short operations would mostly wait for other threads."""
 
+_LOGGED_NUMEL = 1 << 20
+"""Elements that are copied to an undo log and then updated: the update finds them in the cache."""
+
 
 class MemoryStepper(RuleStepper):
     """`RuleStepper` over one block per shard, or per piece under a rule with blocks.
@@ -87,9 +90,7 @@ class MemoryStepper(RuleStepper):
 
     def undo_capacity(self) -> int:
         num_bytes = self.num_bytes()
-        return undo_capacity(
-            self.geometry, num_bytes.masters + num_bytes.states, len(self.layout.names)
-        )
+        return undo_capacity(self.geometry, num_bytes.masters + num_bytes.states)
 
     def update_tentatively(
         self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
@@ -108,15 +109,21 @@ class MemoryStepper(RuleStepper):
         shadowed = (MASTER, PARAM) if self.is_in_place else (PARAM,)
         record, at = Record(chunk, [], [], span), 0
         for run, start, stop, block, stored in spans:
-            used = {}
+            copies = {}
             for name, home in stored.items():
-                copy = span.memory[at : at + home.nbytes].view(home.dtype)
-                copy.copy_(home)
+                copies[name] = span.memory[at : at + home.nbytes].view(home.dtype)
                 at += aligned(home.nbytes)
-                is_shadow = name in shadowed
-                used[name] = copy if is_shadow else home
-                (record.shadows if is_shadow else record.saved).append((home, copy))
-            self.update_span(block, start, stop, used, grads, run.key, grad_scale, None)
+                pairs = record.shadows if name in shadowed else record.saved
+                pairs.append((home, copies[name]))
+            numel = _LOGGED_NUMEL if block.rule.block == 1 else stop - start
+            for low in range(start, stop, numel):
+                high = min(low + numel, stop)
+                part = slice(low - start, high - start) if block.rule.block == 1 else slice(None)
+                used = {}
+                for name, home in stored.items():
+                    copies[name][part].copy_(home[part])
+                    used[name] = (copies[name] if name in shadowed else home)[part]
+                self.update_span(block, low, high, used, grads, run.key, grad_scale, None)
         return record
 
     def master(self, start: int, stop: int) -> Tensor:

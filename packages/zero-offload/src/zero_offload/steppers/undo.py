@@ -27,7 +27,7 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import SpanMap
-from zero_offload.memory.ring import ALIGNMENT, HostRing, RingSpan
+from zero_offload.memory.ring import ALIGNMENT, HostRing, RingSpan, aligned
 from zero_offload.steppers.stepper import Chunk
 
 
@@ -65,17 +65,20 @@ class UndoableStepper(Protocol):
         """
 
 
-def undo_capacity(geometry: Geometry, num_bytes: int, num_buffers: int) -> int:
+_MOST_BUFFERS = 6
+"""Of an element: a split master weight, and two moments of 8 bits with their scales."""
+
+
+def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
     """Return the bytes of a ring for records of all of a flat space.
 
     Args:
         geometry: its pieces and shards, which bound the number of records.
-        num_bytes: of master weights and states.
-        num_buffers: the most buffers of an element, master weights included.
+        num_bytes: of master weights and states, with shards that are master weights or halves.
     """
     num_spans = len(geometry.pieces) + len(geometry.shards)
     num_spans += geometry.numel // geometry.published_numel
-    return num_bytes + ALIGNMENT * num_buffers * num_spans
+    return aligned(num_bytes) + ALIGNMENT * _MOST_BUFFERS * num_spans
 
 
 class UndoLog:
@@ -109,15 +112,19 @@ class UndoLog:
             for run in chunk.runs:
                 self._records.put(run.start, run.stop, record)
 
+    def has(self, chunk: Chunk) -> bool:
+        """Return whether a chunk is updated tentatively."""
+        return any(record.chunk is chunk for record in self._of(chunk))
+
     def keep(self, chunk: Chunk) -> bool:
         """Make a chunk's tentative update final. Return whether there is one."""
-        for record in self._of(chunk):
-            if record.chunk is chunk:
-                self.num_kept += self._drop(record)
-                for home, new in record.shadows:
-                    home.copy_(new)
-                return True
-        return False
+        if not self.has(chunk):
+            return False
+        (record,) = self._of(chunk)
+        self.num_kept += self._drop(record)
+        for home, new in record.shadows:
+            home.copy_(new)
+        return True
 
     def undo(self, chunk: Chunk) -> None:
         """Restore the states of a chunk's elements, if they were updated tentatively."""

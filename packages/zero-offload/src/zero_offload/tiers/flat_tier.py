@@ -383,6 +383,7 @@ class HostTier(FlatTier):
         thread = HostThread(mover.device) if thread is None else thread
         super().__init__(geometry, stepper, mover, Progress(thread.changed), thread.now)
         self._thread = thread
+        self._host_mover = mover
         self._sums = GradSums(mover, stepper)
         self._speculation: Speculation | None = None
 
@@ -446,6 +447,7 @@ class HostTier(FlatTier):
         if most_bytes is not None:
             capacity = min(capacity, most_bytes)
         self._worker.log = UndoLog(stepper, HostRing(capacity))
+        self._host_mover.add_staging()
         return True
 
     def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:

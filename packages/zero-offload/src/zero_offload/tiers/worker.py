@@ -14,7 +14,8 @@ one order (`Stepper.is_sequential`) gets its chunks in the order of planning.
 Tentative chunks (`zero_offload.steppers.undo`) are picked like others, and publish nothing. Once
 the step is decided those that have not been picked are void. The chunks of the decision follow:
 kept ones are published, and updated only where that was not done, or undone ones are restored, and
-perhaps updated with another factor. All of them are picked in the order of need.
+perhaps updated with another factor. All of them are picked in the order of need, but a
+kept one waits while copies up of others are under way, and another one is updated meanwhile.
 
 The policy (`Worker`) knows no thread: `Worker.run_next` picks and updates one chunk for whoever
 calls it. For a host tier that is a `HostThread`, in tests and in the benchmark ``schedule`` a
@@ -29,7 +30,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -137,6 +138,10 @@ class Job:
     num_left: int
 
 
+_Ready = tuple[int, int, int, Job]
+"""A chunk whose gradient has arrived: offset, number, index in the job, job."""
+
+
 class Worker:
     """Picks chunks in the order of need and updates them. See [Note: order of need].
 
@@ -164,7 +169,7 @@ class Worker:
         self._progress = progress
         self._now = now
         self._waiting: deque[tuple[Job, int]] = deque()  # for gradients, in the order of arrival
-        self._ready: list[tuple[int, int, int, Job]] = []  # heap of offset, number, index in job
+        self._ready: list[_Ready] = []  # a heap
         self._num_ready = 0
 
     def add(self, job: Job) -> None:
@@ -209,10 +214,31 @@ class Worker:
         while True:
             event = self.awaited()
             if self._ready:
-                *_, index, job = heappop(self._ready)
+                *_, index, job = self._pop()
                 return job, index
             assert event is not None, "called once per chunk"
             self._mover.wait(event)
+
+    def _pop(self) -> _Ready:
+        """Return the ready chunk that is needed first.
+
+        If that only has to be published, and an update would have to wait for copies up then, the
+        first other one. Copies go on while it is updated.
+        """
+        if self._is_kept(self._ready[0]) and self._mover.is_full:
+            others = [ready for ready in self._ready if not self._is_kept(ready)]
+            if others:
+                found = min(others)
+                self._ready.remove(found)
+                heapify(self._ready)
+                return found
+        return heappop(self._ready)
+
+    def _is_kept(self, ready: _Ready) -> bool:
+        *_, index, job = ready
+        if self.log is None or job.phase is not Phase.KEEP:
+            return False
+        return self.log.has(job.chunks[index])
 
     def _admit(self) -> None:
         """Make the chunks ready whose gradients have arrived."""
