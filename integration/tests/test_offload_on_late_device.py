@@ -38,6 +38,14 @@ def _case(in_backward: bool, ratio: Any, end: str = "last", **keys: Any) -> Case
     )
 
 
+def _speculating(clipping: float, zero: dict[str, Any] | None = None, **keys: Any) -> Case:
+    """Return a case with clipping whose units are updated in backward, and undone if need be."""
+    offload = {"device": "cpu", "update_in_backward": True, **keys.pop("offload", {})}
+    return Case(
+        dtype="bf16", zero={"offload_optimizer": offload, **(zero or {})}, clipping=clipping, **keys
+    )
+
+
 AUTO = _case(False, "auto", stage=2)
 CASES = [
     _case(True, 1.0, stage=1),
@@ -46,6 +54,14 @@ CASES = [
     _case(True, 0.4, stage=3),
     _case(False, 0.4, "first", stage=2),
     AUTO,
+    _speculating(1e9, stage=3),
+    _speculating(0.5, stage=2, accumulation=2),
+    _speculating(8.0, stage=1, offload={"undo_buffer_size": 9000}),
+    _speculating(8.0, {"offload_param": {"device": "cpu"}}, stage=3),
+    _speculating(8.0, stage=2, offload={"state_dtype": "int8"}),
+    _speculating(
+        8.0, {"offload_param": {"device": "cpu"}}, stage=3, offload={"state_dtype": "bfloat16"}
+    ),
 ]
 
 

@@ -175,7 +175,7 @@ def _clip(ranks: SimulatedRanks, stage: int, steps: int) -> None:
         assert (found.num_kept == 0) == (low == 1.0)
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 3), (3, 1), (3, 2), (0, 2)])
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 3), (2, 2), (3, 1), (3, 3), (0, 2)])
 def test_clipping_in_no_step_in_some_and_in_all_changes_no_bit(stage: int, world_size: int) -> None:
     simulate(_clip, world_size, stage, 60)
 
@@ -233,6 +233,17 @@ def _spoil(ranks: SimulatedRanks) -> None:
         assert found.num_undone
 
 
+def _take(ranks: SimulatedRanks) -> None:
+    for dtype in ("fp32", "bf16"):
+        top = {"check_grad_overflow": False}
+        run = Run(dtype=dtype, spoilt_rank=0, clipping=1e9, pace=1, top=top)
+        assert both(run, ranks, 5).num_skipped == 0
+
+
+def test_nan_has_the_same_bits_where_no_step_is_skipped() -> None:
+    simulate(_take, 2)
+
+
 def test_nan_on_one_rank_skips_the_step_on_all() -> None:
     simulate(_spoil, 3)
 
@@ -258,6 +269,8 @@ def _shares(ranks: SimulatedRanks) -> None:
         run = Run(clipping=clipping, offload={"ratio": ratio, "host_share": share}, stage=2)
         found = both(run, ranks, 10)
         assert (found.num_kept > 0) == (ratio > 0)
+    # Which elements the host has depends on measurements.
+    both(Run(clipping=clipping, offload={"ratio": "auto"}, stage=2), ranks, 30)
 
 
 def test_the_hosts_part_of_a_share_is_updated_early_and_the_devices_late() -> None:

@@ -109,6 +109,13 @@ class TierFootprint:
         self._rule = None if kind is None else kind(cast(Any, None), is_decoupled=True)
         is_plain = not has_kernel or any(group.get("amsgrad") for group in groups)
         self._has_undo = is_speculative and not is_plain and geometry.master_dtype != torch.float64
+        block = config.get("offload_optimizer") or {}
+        if is_speculative and block.get("update_in_backward") and not self._has_undo:
+            raise ValueError(
+                f"offload_optimizer.update_in_backward: updates of {optimizer_class.__qualname__} "
+                "with these settings cannot be undone, as no host kernel computes them, and a step "
+                "may be clipped or cancelled: leave the key out"
+            )
         is_fused = any(group.get("fused") for group in groups)
         self._alignment = 1
         if not is_accelerated:
