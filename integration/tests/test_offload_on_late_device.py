@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import cpu_adam
 import zero_core
 from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
 from zero_engine.report import charts
@@ -69,8 +70,12 @@ def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int]]:
     """Return the values, and how many elements the host updated in a step."""
     made: list[Any] = []
 
-    def keep_tier(*args: Any, **keys: Any) -> Any:
-        made.append(create_tier(*args, **keys))
+    is_begun_early = "update_in_backward" in case.zero["offload_optimizer"]
+
+    def keep_tier(**keys: Any) -> Any:
+        if is_begun_early:  # torch's updates cannot be undone
+            keys["adam_kernel"] = cpu_adam
+        made.append(create_tier(**keys))
         return made[-1]
 
     engine = zero_core.build(
@@ -88,6 +93,9 @@ def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int]]:
                 tier.controller.ratio = MOVED[step]
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
     engine.close()
+    if is_begun_early:
+        parts = [part.tier for tier in made for part in tier.report()]
+        assert any(part.num_kept + part.num_undone for part in parts if part is not None)
     return values, shares
 
 
