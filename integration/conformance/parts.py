@@ -45,6 +45,7 @@ from zero_core.protocols import (
     ReservingTier,
     SliceCodec,
     SnapshotTier,
+    SpeculativeTier,
     StatefulCollectives,
     StateTier,
     StateTierFactory,
@@ -105,6 +106,7 @@ def prove_instances(
     accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
     reserving: list[ReservingTier] = [device_tier, twin_tier, auto_tier]
     ahead: AheadTier = device_tier
+    speculative: list[SpeculativeTier] = [twin_tier, auto_tier]
     snapshots: list[SnapshotTier] = [device_tier, twin_tier, auto_tier]
     whole: WholeStateTier = whole_tier
     memory: list[DeviceMemory] = [device, quantized, device_tier, whole_tier, twin_tier]
@@ -112,7 +114,7 @@ def prove_instances(
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
     del transports, collectives, stateful, tiers, accumulating, reserving, ahead, memory, adding
-    del param_tier, store, param, whole, snapshots, timed, codec
+    del param_tier, store, param, whole, snapshots, timed, codec, speculative
 
 
 def prove_what_is_handed_over(
@@ -181,6 +183,7 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_offload.tiers.twin.TwinTier, memory": (TwinTier, ReservingTier),
     "zero_core.optim.device_tier.DeviceTier, watched": (DeviceTier, SnapshotTier),
     "zero_offload.tiers.twin.TwinTier, watched": (TwinTier, SnapshotTier),
+    "zero_offload.tiers.twin.TwinTier, speculative": (TwinTier, SpeculativeTier),
     "zero_offload.tiers.auto_tier.AutoTier": (AutoTier, AccumulatingTier),
     "zero_offload.param_tier.OffloadedParams": (OffloadedParams, ParamTier),
     "zero_core.sharded.param_offload.LocalStore": (LocalStore, ParamStore),

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from zero_core import CheckpointError
-from zero_core.step.gradient import updates_in_backward
+from zero_core.step.speculation import updates_in_backward
 from zero_engine.hf import ZeroSeq2SeqTrainer, ZeroTrainer
 
 VOCAB = 61

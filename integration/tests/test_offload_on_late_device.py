@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import cpu_adam
 import zero_core
 from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
 from zero_engine.report import charts
@@ -38,6 +39,14 @@ def _case(in_backward: bool, ratio: Any, end: str = "last", **keys: Any) -> Case
     )
 
 
+def _speculating(clipping: float, zero: dict[str, Any] | None = None, **keys: Any) -> Case:
+    """Return a case with clipping whose units are updated in backward, and undone if need be."""
+    offload = {"device": "cpu", "update_in_backward": True, **keys.pop("offload", {})}
+    return Case(
+        dtype="bf16", zero={"offload_optimizer": offload, **(zero or {})}, clipping=clipping, **keys
+    )
+
+
 AUTO = _case(False, "auto", stage=2)
 CASES = [
     _case(True, 1.0, stage=1),
@@ -46,6 +55,14 @@ CASES = [
     _case(True, 0.4, stage=3),
     _case(False, 0.4, "first", stage=2),
     AUTO,
+    _speculating(1e9, stage=3),
+    _speculating(0.5, stage=2, accumulation=2),
+    _speculating(8.0, stage=1, offload={"undo_buffer_size": 9000}),
+    _speculating(8.0, {"offload_param": {"device": "cpu"}}, stage=3),
+    _speculating(8.0, stage=2, offload={"state_dtype": "int8"}),
+    _speculating(
+        8.0, {"offload_param": {"device": "cpu"}}, stage=3, offload={"state_dtype": "bfloat16"}
+    ),
 ]
 
 
@@ -53,8 +70,12 @@ def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int]]:
     """Return the values, and how many elements the host updated in a step."""
     made: list[Any] = []
 
-    def keep_tier(*args: Any, **keys: Any) -> Any:
-        made.append(create_tier(*args, **keys))
+    is_begun_early = "update_in_backward" in case.zero["offload_optimizer"]
+
+    def keep_tier(**keys: Any) -> Any:
+        if is_begun_early:  # torch's updates cannot be undone
+            keys["adam_kernel"] = cpu_adam
+        made.append(create_tier(**keys))
         return made[-1]
 
     engine = zero_core.build(
@@ -72,6 +93,9 @@ def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int]]:
                 tier.controller.ratio = MOVED[step]
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
     engine.close()
+    if is_begun_early:
+        parts = [part.tier for tier in made for part in tier.report()]
+        assert any(part.num_kept + part.num_undone for part in parts if part is not None)
     return values, shares
 
 

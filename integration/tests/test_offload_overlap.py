@@ -189,18 +189,6 @@ def test_what_an_update_in_backward_forbids_is_refused_with_the_cure(
     assert "update_in_backward to false" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"check_grad_overflow": False, "gradient_clipping": 1.0}, {"fp16": {"enabled": True}}],
-)
-def test_updates_in_backward_are_refused_where_a_step_may_be_called_off(
-    more: dict[str, Any],
-) -> None:
-    offload = {"device": "cpu", "update_in_backward": True}
-    with pytest.raises(zero_core.ConfigError, match="update_in_backward"):
-        _build_gated(GatedAdam(-1), zero_optimization={"offload_optimizer": offload}, **more)
-
-
 def _set_lr(engine: zero_core.Engine) -> None:
     engine.optimizer.param_groups[0]["lr"] = 0.5
     engine.step()

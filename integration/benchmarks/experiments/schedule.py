@@ -14,6 +14,12 @@ after the decision  with clipping no update may begin before backward ends, and 
                     computed before its update: max(backward, r link) + max(forward + (1 - r)
                     update on the device, r host, r link)
 
+with an undo log    clipping is on and no step is clipped: units are updated while backward goes
+                    on, and published after the decision: the larger of the first bound and
+                    max(backward, r link) + max(forward + (1 - r) update on the device, r link).
+                    What the log takes of the host's time (``undo_s``) is in no bound
+every step clipped  the same, but each update is undone and done again: the second bound
+
 The **tail** is the time per step in which the resource that sets the bound is idle, less what no
 order of updates could fill: where the host sets it, the last unit's forward, and in backward its
 backward too, as they lie between the last update and the first gradient.
@@ -41,12 +47,16 @@ from benchmarks.harness.options import RESULTS, Output, of
 from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import MS, Axes, Column, Panel, Section, judged, publish
 from zero_offload.flat.geometry import Geometry, freeze_groups
+from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.host_memory import HostMemory
+from zero_offload.memory.ring import HostRing
 from zero_offload.protocols import Groups, OptimizerClass, ParamStore
 from zero_offload.rules.plain import AdamRule
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.memory_stepper import MemoryStepper
+from zero_offload.steppers.stepper import Chunk
+from zero_offload.steppers.undo import Record
 from zero_offload.testing.virtual_time import (
     Span,
     VirtualStream,
@@ -63,8 +73,14 @@ from zero_offload.tiers.share import host_share
 from zero_offload.tiers.transfer import DeviceMover, HostMover
 from zero_offload.tiers.twin import TwinTier
 
-Mode = Literal["in backward", "after the decision"]
-MODES: tuple[Mode, ...] = ("in backward", "after the decision")
+Mode = Literal["in backward", "after the decision", "with an undo log", "every step clipped"]
+MODES: tuple[Mode, ...] = (
+    "in backward",
+    "after the decision",
+    "with an undo log",
+    "every step clipped",
+)
+PLAIN: tuple[Mode, ...] = MODES[:2]
 CPU = torch.device("cpu")
 CHUNK_NUMEL = 64
 ROOT_NUMEL = 16
@@ -85,17 +101,24 @@ class Times:
     host_s: float = 2.9
     device_s: float = 0.07
     blocks: int = 50
+    undo_s: float = 0.0
+    """Host's copies of all states to an undo log."""
 
     def bound_s(self, mode: Mode, ratio: float) -> float:
         """Return the least length of a step, see [Note: bounds]."""
         link, host, rest = ratio * self.link_s, ratio * self.host_s, (1 - ratio) * self.device_s
+        early = max(self.forward_s + self.backward_s + rest, host, link)
         if mode == "in backward":
-            return max(self.forward_s + self.backward_s + rest, host, link)
-        return max(self.backward_s, link) + max(self.forward_s + rest, host, link)
+            return early
+        decided = max(self.backward_s, link)
+        if mode == "with an undo log":
+            return max(early, decided + max(self.forward_s + rest, link))
+        return decided + max(self.forward_s + rest, host, link)
 
     def last_unit_s(self, mode: Mode, ratio: float) -> float:
         """Return the part of the idle time that no order of updates could fill."""
-        passes = self.forward_s + (self.backward_s if mode == "in backward" else 0.0)
+        is_early = mode in ("in backward", "with an undo log")
+        passes = self.forward_s + (self.backward_s if is_early else 0.0)
         rest = (1 - ratio) * self.device_s
         is_host = ratio * self.host_s > max(passes + rest, ratio * self.link_s)
         return passes / self.blocks if is_host else 0.0
@@ -185,22 +208,42 @@ class _Tiers(OffloadTiers):
         else:
             streams = VirtualStreams(job.compute, copy_s, copy_s)
         mover = HostMover(part, CPU, HostMemory(should_pin=False), streams=streams, is_staged=True)
-        stepper = _stepper(part, groups, _Kernel(job.time, times.host_s / job.numel), mover.hold)
+        kernel = _Kernel(job.time, times.host_s / job.numel)
+        frozen = freeze_groups(groups)
+        stepper = _LoggingStepper(
+            job, part, _rule(kernel), frozen, is_in_place=False, upper=mover.hold
+        )
         stepper.is_sequential = job.variant.is_fifo
         return HostTier(part, stepper, mover, thread)
 
     def make_device(self, part: Geometry, share: Intervals, groups: Groups) -> DeviceTier:
         kernel = _Kernel(self._job.compute, self._job.times.device_s / self._job.numel)
-        return DeviceTier(part, _stepper(part, groups, kernel, part.view), DeviceMover(part, CPU))
+        frozen = freeze_groups(groups)
+        stepper = MemoryStepper(part, _rule(kernel), frozen, is_in_place=False, upper=part.view)
+        return DeviceTier(part, stepper, DeviceMover(part, CPU))
 
 
-def _stepper(part: Geometry, groups: Groups, kernel: _Kernel, upper: Any) -> MemoryStepper:
-    rule = AdamRule.of(cast(Any, kernel), optim.AdamW)
-    return MemoryStepper(part, rule, freeze_groups(groups), is_in_place=False, upper=upper)
+class _LoggingStepper(MemoryStepper):
+    """A stepper whose copies to the undo log take time on the host's lane."""
+
+    def __init__(self, job: Job, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._job = job
+
+    def update_tentatively(
+        self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
+    ) -> Record | None:
+        job, numel = self._job, sum(run.stop - run.start for run in chunk.runs)
+        job.time.work("host", "log", numel * job.times.undo_s / job.numel)
+        return super().update_tentatively(chunk, grads, grad_scale, ring)
+
+
+def _rule(kernel: _Kernel) -> AdamRule:
+    return AdamRule.of(cast(Any, kernel), optim.AdamW)
 
 
 class _Pass(torch.autograd.Function):
-    """The identity, which takes time in both passes and gives its weight a gradient of zeros."""
+    """The identity, which takes time in both passes and gives its weight a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, job: Job) -> Tensor:
@@ -211,7 +254,8 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.job.launch("backward", ctx.job.times.backward_s)
-        return grads[0], torch.zeros(ctx.shape, dtype=ctx.dtype), None
+        is_clipped = ctx.job.mode == "every step clipped"
+        return grads[0], torch.full(ctx.shape, float(is_clipped), dtype=ctx.dtype), None
 
 
 class _Block(nn.Module):
@@ -259,7 +303,12 @@ class Job:
         self.compute = VirtualStream(self.time, "compute")
         model = _Model(self, round(self.chunks_per_block * CHUNK_NUMEL))
         self.numel = sum(p.numel() for p in model.parameters())
-        block = {"device": "cpu", "ratio": self.ratio, "host_share": self.variant.end}
+        block: dict[str, Any] = {
+            "device": "cpu",
+            "ratio": self.ratio,
+            "host_share": self.variant.end,
+            "update_in_backward": self.mode != "after the decision",
+        }
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -373,7 +422,7 @@ def fixed_rows(lanes: dict[str, list[Span]]) -> Iterator[Row]:
 
 def auto_rows() -> Iterator[Row]:
     """Yield the step at the ratio that ``"auto"`` finds, beside the best of fixed ones."""
-    for mode in MODES:
+    for mode in PLAIN:
         yield _auto_row(Times(), mode, f"auto, {mode}")
 
 
@@ -412,7 +461,7 @@ def random_times(count: int) -> list[Times]:
 def random_rows(count: int, *, has_auto: bool) -> Iterator[Row]:
     """Yield steps at ratios 1 and 0.4, or at that of ``"auto"``, for random times."""
     for number, times in enumerate(random_times(count)):
-        for mode in MODES:
+        for mode in PLAIN:
             more: Row = {"case": f"{number}, {mode}", **asdict(times)}
             if has_auto:
                 yield {**more, **_auto_row(times, mode, more["case"])}
@@ -496,6 +545,7 @@ COLORS = {
     "forward": "tab:blue",
     "backward": "tab:orange",
     "update": "tab:green",
+    "log": "tab:olive",
     "gradient": "tab:red",
     "parameters": "tab:purple",
 }

@@ -178,6 +178,7 @@ def _listed() -> Iterator[Malformed]:
         "zero_optimization.offload_optimizer.buffer_count": (0, -1),
         "zero_optimization.offload_optimizer.pin_memory_bytes": (-1,),
         "zero_optimization.offload_optimizer.device_budget": (-1,),
+        "zero_optimization.offload_optimizer.undo_buffer_size": (0, -1),
         "zero_optimization.offload_optimizer.cpuadam_cores_perc": (-0.1, 1.1),
         "zero_optimization.offload_optimizer.parameters": ([],),
         "zero_optimization.offload_param.buffer_size": (0, -1),

@@ -15,6 +15,7 @@ NUMEL = 3 * 1024
 PIECES = [(0, 1024, 0), (1024, NUMEL, 0)]
 
 
+@pytest.mark.parametrize("undo", ["none", "all", 5000])
 @pytest.mark.parametrize("num_added", [1, 3, 6])
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,10 +28,13 @@ def test_state_bytes_are_those_that_a_tier_reports(
     dtype: torch.dtype,
     ratio: float,
     num_added: int,
+    undo: int | str,
 ) -> None:
     param = torch.ones(NUMEL, dtype=dtype)
     groups = [group_of(optim.AdamW)]
     block = {"device": "cpu", "ratio": ratio, "state_dtype": state_dtype}
+    if isinstance(undo, int):
+        block["undo_buffer_size"] = undo
     config = {"offload_optimizer": block}
     tier = create_tier(
         numel=NUMEL,
@@ -43,6 +47,8 @@ def test_state_bytes_are_those_that_a_tier_reports(
         adam_kernel=ReferenceKernel(),
         device_tier=make_device_tier,
     )
+    if undo != "none":
+        assert tier.enable_undo()
     if num_added > 1:
         tier.expect_micro_steps(num_added)
         for micro_step in range(num_added):
@@ -64,12 +70,13 @@ def test_state_bytes_are_those_that_a_tier_reports(
         groups=groups,
         config=config,
         has_kernel=True,
+        is_speculative=undo != "none",
     )
     planned = {True: form.host_bytes(ratio), False: form.device_bytes(ratio)}
     states = 0
     for part in tier.report():
         assert part.tier is not None
-        found = dict(part.tier.memory)
+        found = {kind: nbytes for kind, nbytes in part.tier.memory.items() if nbytes}
         assert found == {kind: planned[part.is_host][kind] for kind in found}
-        states += found["optimizer states"]
+        states += part.tier.memory["optimizer states"]
     assert states == NUMEL * nbytes_per_element

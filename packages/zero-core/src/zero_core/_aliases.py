@@ -49,7 +49,7 @@ _SAME_NAMES: Mapping[str, str] = {
     "config_rules": "config.blocks: UNNEEDED; config.rules: check_rules find_unneeded",
     "deferred": "init.deferred: deferred_init is_recorded_innermost recorded recordings_of",
     "discovery": "layout.discovery: Discovered LeafRule discover note_reader",
-    "early": "step.gradient: updates_in_backward",
+    "early": "step.speculation: updates_in_backward",
     "evaluation": "sharded_model: for_evaluation",
     "export": "checkpoint.export: export_safetensors full_state_dict",
     "forecast": "plan.forecast: Forecast MemoryUse buffer_bytes num_gathers",

@@ -32,11 +32,12 @@ from zero_core.plugins import REPORTS, load_part
 from zero_core.record.recorder import Recorder, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
-from zero_core.step.gradient import StepGradient, updates_in_backward
+from zero_core.step.gradient import StepGradient
 from zero_core.step.invariance import InvarianceCheck
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.replicas import check_replicas
 from zero_core.step.seeds import MicroBatchSeeds
+from zero_core.step.speculation import updates_in_backward
 from zero_core.watch.heartbeat import HeartbeatFile
 
 
@@ -176,6 +177,14 @@ class Engine(ShardedModel):
         self._runtime.discard()
         self._meter.end_step()
         self._train.end_step()
+
+    def memory_report(self) -> dict[str, int]:
+        """Return bytes on this rank by kind, without activations and the state tier's memory.
+
+        The undo log of updates in backward, in host memory, is among them.
+        """
+        undo = self._gradient.undo_bytes
+        return {**super().memory_report(), **({"undo log": undo} if undo else {})}
 
     def idle_backward(self, *, over: int | None = None) -> None:
         """Take part in one forward and backward of the other ranks, without data.

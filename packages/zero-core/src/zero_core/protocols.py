@@ -584,6 +584,33 @@ class AheadTier(StateTier, Protocol):
 
 
 @runtime_checkable
+class SpeculativeTier(StateTier, Protocol):
+    """A state tier that can begin a step before it is decided, and undo what it began.
+
+    Speculation-then-validation of SuperOffload (arXiv 2509.21271), with nothing to be seen of it:
+    parameters, states and gradients read as if no update had begun.
+    """
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes of host memory of the undo log."""
+
+    def enable_undo(self) -> bool:
+        """Prepare for `speculate`. Called once. Return whether the tier's updates can be undone."""
+
+    def speculate(
+        self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
+    ) -> None:
+        """Begin to ``step`` over pieces whose gradient has been offered, as far as memory allows.
+
+        It may be called several times before ``step``, for other pieces each time. A ``step`` with
+        the same settings and factor over these pieces and others goes on with it. Before anything
+        else is done with these pieces it is undone: a step with another factor, an offer, reads and
+        writes of states, ``discard_grads``. Arguments are those of ``step``.
+        """
+
+
+@runtime_checkable
 class ParamStore(Protocol):
     """Takes the new values of parameter shards that rest where the tier cannot write itself."""
 

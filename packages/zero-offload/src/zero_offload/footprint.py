@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry
+from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.host_memory import packed
 from zero_offload.param_tier import NUM_WRITE_BUFFERS, ParamSettings, num_in_host_memory
 from zero_offload.protocols import Groups, OptimizerClass
@@ -30,6 +31,7 @@ from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import BLOCK_NUMEL
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
+from zero_offload.steppers.undo import undo_capacity
 from zero_offload.tiers.accumulation import num_layers
 from zero_offload.tiers.share import end_share, is_chosen, state_bytes, within_budget
 
@@ -70,6 +72,7 @@ class TierFootprint:
         groups: its ``param_groups`` without ``params``.
         config: the resolved ``zero_optimization`` block.
         has_kernel: whether a host kernel computes the update.
+        is_speculative: whether steps begin before their decision, with an undo log.
 
     Raises:
         ValueError: a setting or an optimizer that the tier cannot serve, by name.
@@ -89,6 +92,7 @@ class TierFootprint:
         groups: Groups,
         config: Mapping[str, Any],
         has_kernel: bool,
+        is_speculative: bool,
     ) -> None:
         self._spans = [
             _Span(start, start + tensor.numel(), tensor.dtype, dtype, index in resting)
@@ -104,6 +108,14 @@ class TierFootprint:
         kind = compact.get(self._settings.state_dtype)
         self._rule = None if kind is None else kind(cast(Any, None), is_decoupled=True)
         is_plain = not has_kernel or any(group.get("amsgrad") for group in groups)
+        self._has_undo = is_speculative and not is_plain and geometry.master_dtype != torch.float64
+        block = config.get("offload_optimizer") or {}
+        if is_speculative and block.get("update_in_backward") and not self._has_undo:
+            raise ValueError(
+                f"offload_optimizer.update_in_backward: updates of {optimizer_class.__qualname__} "
+                "with these settings cannot be undone, as no host kernel computes them, and a step "
+                "may be clipped or cancelled: leave the key out"
+            )
         is_fused = any(group.get("fused") for group in groups)
         self._alignment = 1
         if not is_accelerated:
@@ -159,7 +171,28 @@ class TierFootprint:
             **kept,
             "gradient copies": self._grad_bytes(part, stop - start),
             "parameter copies": self._staging_bytes(part),
+            "undo log": self._undo_bytes(ratio),
         }
+
+    def _undo_bytes(self, ratio: float) -> int:
+        capacity, most = self._undo_capacity(ratio), self._settings.undo_buffer_size
+        return capacity if most is None else min(capacity, most)
+
+    def _undo_capacity(self, ratio: float) -> int:
+        """Return the bytes of an undo log for all of the host's elements."""
+        start, stop = self._host_span(ratio)
+        if not self._has_undo or start == stop:
+            return 0
+        part = self._clipped(start, stop)
+        whole = self._whole(part)
+        halves = sum(span.nbytes for span in part if span not in whole)
+        kept = self._masters(part, needs_copy=True) + halves + self._states(start, stop)
+        return undo_capacity(self._geometry.part(Intervals([(start, stop)]))[0], kept)
+
+    def undo_share(self, ratio: float) -> float:
+        """Return the share of the host's elements for which the undo log has room."""
+        capacity = self._undo_capacity(ratio)
+        return self._undo_bytes(ratio) / capacity if capacity else 0.0
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
         """Return the bytes on the compute device by kind. See [Note: planned bytes]."""
@@ -242,7 +275,8 @@ class TierFootprint:
         longest = self._geometry.published_numel
         largest = min(max((span.numel for span in whole), default=0), longest)
         dtypes = {span.dtype for span in whole}
-        staged = sum(2 * self._pinned(largest * dtype.itemsize) for dtype in dtypes)
+        num_buffers = 3 if self._has_undo else 2
+        staged = sum(num_buffers * self._pinned(largest * dtype.itemsize) for dtype in dtypes)
         held = [span.nbytes for span in part if span not in whole]
         buffers = packed(held, should_pin=self._settings.pin_memory)
         return staged + sum(self._pinned(sum(buffer)) for buffer in buffers)

@@ -87,6 +87,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "pin_memory": _boolean,
     "pin_memory_bytes": _num_bytes,
     "state_dtype": check_state_dtype,
+    "undo_buffer_size": _num_bytes,
 }
 """Fields of `OffloadSettings` that are keys, and the check of each, called with value and name."""
 _SHARES = ("ratio", "parameters", "device_budget")
@@ -139,6 +140,8 @@ class OffloadSettings:
         parameters: the host updates the parameters whose names match one of these patterns.
         device_budget: the host updates the elements beyond this many bytes of state in device
             memory.
+        undo_buffer_size: most bytes of the undo log of updates ahead of a step's decision; None for
+            room for all of them.
     """
 
     ratio: float | Literal["auto"] = 1.0
@@ -149,6 +152,7 @@ class OffloadSettings:
     state_dtype: str = "float32"
     parameters: tuple[str, ...] | None = None
     device_budget: int | None = None
+    undo_buffer_size: int | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:

@@ -60,8 +60,13 @@ class OffloadOptimizerConfig(_Block):
     pin_memory_bytes: NonNegativeInt | None = None
     """Most host bytes that a rank page-locks for transfers. None sets no limit."""
     update_in_backward: bool | None = None
-    """Update each unit in backward. None does so where nothing can cancel the step, and without
+    """Update each unit in backward. None does so where nothing can cancel the step, or where
+    ``undo_buffer_size`` is given and few steps are cancelled or clipped, and without
     ``memory_checkpoint``."""
+    undo_buffer_size: PositiveInt | None = None
+    """Most bytes of host memory per rank for the undo log of units updated in backward, where the
+    step may still be clipped or cancelled. Units beyond it are updated after backward. None has
+    room for all, if ``update_in_backward`` is true. Not in DeepSpeed's configuration."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of Adam's moments on the host. Not in DeepSpeed's configuration."""
     numa: bool = unneeded(
@@ -543,6 +548,11 @@ class Config(_Block):
         if self.fp16.enabled or self.autocast_dtype is not torch.float16:
             return self.fp16
         return Fp16Config(enabled=True, loss_scale_window=2000, hysteresis=1)  # torch's GradScaler
+
+    @property
+    def can_cancel_steps(self) -> bool:
+        """Whether a step may be clipped or skipped for what a gradient of it brings."""
+        return bool(self.gradient_clipping or self.loss_scaling.enabled or self.check_grad_overflow)
 
     @property
     def buffer_dtype(self) -> torch.dtype | None:

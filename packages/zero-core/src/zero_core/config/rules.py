@@ -102,12 +102,10 @@ def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:
         f"{where}.update_in_backward needs device 'cpu' or 'nvme'",
     )
     yield (
-        bool(offload.update_in_backward)
-        and bool(
-            config.gradient_clipping or config.loss_scaling.enabled or config.check_grad_overflow
-        ),
-        f"{where}.update_in_backward: a step must not be called off any more once a unit is "
-        "updated, so leave gradient_clipping and fp16 out and set check_grad_overflow to false",
+        bool(offload.update_in_backward) and offload.device == "nvme" and config.can_cancel_steps,
+        f"{where}.update_in_backward with device 'nvme': updates of states in a file cannot be "
+        "undone, and gradient_clipping, fp16 or check_grad_overflow may change or cancel a step: "
+        "leave them out and set check_grad_overflow to false, or use device 'cpu'",
     )
     yield (
         offload.device == "none" and len(given) > 0,
@@ -316,6 +314,14 @@ def _unneeded(config: Config) -> dict[str, str]:
             optimizer == "none",
             "offload_optimizer.pin_memory offload_optimizer.pin_memory_bytes",
             "used with offload_optimizer only",
+        ),
+        (
+            optimizer != "cpu"
+            or zero.offload_optimizer.update_in_backward is False
+            or not config.can_cancel_steps,
+            "offload_optimizer.undo_buffer_size",
+            "used with offload_optimizer.device 'cpu' only, where update_in_backward is not false "
+            "and a step may be clipped or cancelled",
         ),
         (
             not has_weights,

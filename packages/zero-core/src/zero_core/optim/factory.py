@@ -135,6 +135,7 @@ def check_whole_update(
         "device_budget": (None,),
         "state_dtype": ("float32",),
         "update_in_backward": (None, False),
+        "undo_buffer_size": (None,),
     }
     found = config.zero_optimization.offload_optimizer.model_dump(include=set(served))
     given = {key: f"offload_optimizer.{key}" for key in served}

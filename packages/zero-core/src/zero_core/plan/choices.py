@@ -22,7 +22,7 @@ from zero_core.layout.arithmetic import Layout
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import collectives_memory
 from zero_core.plan.traffic import step_traffic
-from zero_core.step.gradient import updates_in_backward
+from zero_core.step.speculation import may_speculate, updates_in_backward
 
 _WEIGHTS = {"zero_quantized_weights": True}
 _LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}
@@ -236,7 +236,7 @@ def roundings(zero: ZeroConfig) -> list[Placement]:
 
 def schedules(config: Config, ratio: float) -> Iterator[Placement]:
     """Yield the other schedules of a host's update. None changes numbers."""
-    is_later = updates_in_backward(config)
+    is_later = updates_in_backward(config) or may_speculate(config)
     words = "the host updates after backward" if is_later else "the host updates in backward"
     yield Placement(words, ((_STATES, "update_in_backward", not is_later),))
     offload = config.zero_optimization.offload_optimizer

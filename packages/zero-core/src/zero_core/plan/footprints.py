@@ -124,6 +124,9 @@ class TierFootprint(Protocol):
         out here.
         """
 
+    def undo_share(self, ratio: float) -> float:
+        """Return the share of the host's elements for which the undo log has room."""
+
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step from the device to the host and back."""
 
@@ -154,6 +157,9 @@ class WholeFootprint:
     def device_bytes(self, ratio: float) -> dict[str, int]:
         return dict(self.on_device)
 
+    def undo_share(self, ratio: float) -> float:
+        return 0.0
+
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         return self.moved
 
@@ -175,6 +181,7 @@ class TierFootprintFactory(Protocol):
         groups: Sequence[Mapping[str, Any]],
         config: Mapping[str, Any],
         has_kernel: bool,
+        is_speculative: bool,
     ) -> TierFootprint:
         """Return the footprint of the tier that a `zero_core.protocols.StateTierFactory` makes.
 
@@ -185,6 +192,7 @@ class TierFootprintFactory(Protocol):
             resting: indices of ``params`` that rest off the device.
             is_accelerated: whether the compute device is another one than the host.
             has_kernel: whether a host kernel computes the update.
+            is_speculative: whether steps begin before their decision, with an undo log.
 
         Raises:
             ValueError: a setting or an optimizer that it cannot serve, by name.

@@ -45,6 +45,7 @@ from zero_core.sharded.gradient_plan import (
 )
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
+from zero_core.step.speculation import may_speculate
 
 _META = torch.device("meta")
 _WHOLES = "whole parameters in a step"
@@ -186,6 +187,7 @@ class Forecast:
             groups=drawn.groups,
             config=zero.model_dump(mode="json"),
             has_kernel=has_kernel_rule(self._config, drawn.given),
+            is_speculative=may_speculate(self._config),
         )
         return made
 

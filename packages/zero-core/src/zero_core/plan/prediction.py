@@ -27,11 +27,14 @@ from zero_core.plan.step_time import LANES, Span, StepTime
 from zero_core.plan.traffic import gather_calls, reduction_calls
 from zero_core.sharded.gradient_plan import accumulated_dtype
 from zero_core.sharded.norms import norms_of
-from zero_core.step.gradient import updates_in_backward
+from zero_core.step.speculation import may_speculate, updates_in_backward
 from zero_core.step.statistics import statistics_nbytes
 
 NUM_STEPS = 3
 _WIDE = "float32"
+_UNDO_COST = 24 / 28
+"""Time of an undo log over that of the update: a copy writes 12 bytes of an element, whose cache
+lines are read before, where Adam reads and writes 28. It is computed, not measured."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class UnitTime:
         reduce: a reduction of its gradient.
         sums: the gather of a gradient's sum, at stage 0.
         host_s: the host's update.
+        undo_s: what its undo log takes besides.
         down_s, up_s: copies of gradients and parameters.
         fetch_s: the copy of shards that rest off the device, for each gather.
         file_s: reads of states from a file, and as much for writes.
@@ -72,6 +76,7 @@ class UnitTime:
     reduce: Transfer
     sums: Transfer
     host_s: float
+    undo_s: float
     down_s: float
     up_s: float
     fetch_s: float
@@ -92,7 +97,8 @@ class StepShape:
         is_gathered: whether parameters are gathered at all.
         has_sharded_params: whether they are released after use.
         is_added_by_tier: whether a state tier gets the gradient of each micro-step.
-        is_in_backward: whether the host updates in backward.
+        is_in_backward: whether the host updates in backward for good.
+        undo_share: share of the host's elements that it updates in backward with an undo log.
         agree: resource and seconds of the small all-reduce.
         device_update_s: the update on the compute device.
         per_step_s: the engine's own work in a step.
@@ -107,6 +113,7 @@ class StepShape:
     has_sharded_params: bool
     is_added_by_tier: bool
     is_in_backward: bool
+    undo_share: float
     agree: tuple[str, float]
     device_update_s: float
     per_step_s: float
@@ -206,6 +213,7 @@ class Prediction:
         down = sum(n * self._forecast.offered_dtype(s).itemsize for s, n in host)
         up = sum(n * s.dtype.itemsize for s, n in host if s not in self._forecast.resting)
         state = self._forecast.file_bytes * numel
+        host_s = self._update_s("host", host)
         return UnitTime(
             forward_s=forward_s,
             backward_s=backward_s + self._memory_s(written),
@@ -213,7 +221,8 @@ class Prediction:
             gather=self._transfer("gather", gather),
             reduce=self._transfer("reduce", reduce),
             sums=self._transfer("gather", sums),
-            host_s=self._update_s("host", host),
+            host_s=host_s,
+            undo_s=host_s * _UNDO_COST,
             down_s=self._copy_s("to_host", down),
             up_s=self._copy_s("to_device", up),
             fetch_s=self._copy_s("to_device", fetched),
@@ -257,10 +266,15 @@ class Prediction:
             has_sharded_params=self._stage == 3,
             is_added_by_tier=self._forecast.is_added_by_tier,
             is_in_backward=updates_in_backward(self._config),
+            undo_share=self._undo_share(ratio),
             agree=self._agree_s(),
             device_update_s=self._update_s("device", own),
             per_step_s=self._rates.seconds(["step"], 1),
         )
+
+    def _undo_share(self, ratio: float) -> float:
+        tier = self._forecast.tier
+        return tier.undo_share(ratio) if tier and may_speculate(self._config) else 0.0
 
     def _agree_s(self) -> tuple[str, float]:
         num_params, num_units = len(self._layout.params), len(self._layout.units)
@@ -310,6 +324,7 @@ class StepProgram:
         self.schedule = schedule
         self.last: list[Work] = []
         self._now: Work | None = None  # the last work of the thread that computes
+        self._begun: dict[int, Work] = {}  # updates of units before the decision
         self._published: dict[int, Work] = {}  # the new values of units, where a host makes them
         self._gathers: dict[int, Work | None] = {}  # launched and not waited for
         self._in_flight: int | None = None  # unit whose reduction is under way
@@ -326,7 +341,10 @@ class StepProgram:
         agreed = self._agree()
         if not shape.is_in_backward:
             for unit in reversed(range(len(self._units))):
-                self._update_on_host(unit, agreed)
+                if unit in self._begun:
+                    self._publish(unit, [self._begun.pop(unit), agreed])
+                else:
+                    self._update_on_host(unit, agreed)
         end = self._compute("update", shape.device_update_s + shape.per_step_s)
         self.last = self.schedule.work[first:]
         return end
@@ -420,6 +438,8 @@ class StepProgram:
             self._reduced[unit] = self._offer(unit, sums or self._now)
             if self._shape.is_in_backward:
                 self._update_on_host(unit, None)
+            else:
+                self._begin_update(unit)
 
     def _offer(self, unit: int, ready: Work | None) -> Work | None:
         seconds = self._units[unit].down_s
@@ -448,6 +468,32 @@ class StepProgram:
         updated = add("host", "host", what, time.host_s, ready, cores=cores, need=unit)
         if time.write_s:
             add("file", "file", what, time.write_s, [updated], need=unit)
-        if time.up_s:
-            updated = add("up", "copies", what, time.up_s, [updated], need=unit)
-        self._published[unit] = updated
+        self._publish(unit, [updated])
+
+    def _begin_update(self, unit: int) -> None:
+        """Update a unit before the decision, if the undo log has room for it."""
+        shape, time = self._shape, self._units[unit]
+        room = shape.undo_share * sum(other.host_s for other in self._units)
+        begun = sum(self._units[other].host_s for other in self._begun)
+        if not time.host_s or begun + time.host_s > room * (1 + 1e-9):
+            return
+        cores = 0.0 if shape.is_accelerated else float(shape.threads)
+        self._begun[unit] = self.schedule.add(
+            "host",
+            "host",
+            f"unit {unit}",
+            time.host_s + time.undo_s,
+            [self._reduced.get(unit)],
+            cores=cores,
+            need=unit,
+        )
+
+    def _publish(self, unit: int, ready: list[Work | None]) -> None:
+        """Copy a unit's new values to the device, after its update."""
+        seconds = self._units[unit].up_s
+        if seconds or len(ready) > 1:
+            self._published[unit] = self.schedule.add(
+                "up", "copies", f"unit {unit}", seconds, ready, need=unit
+            )
+        else:
+            (self._published[unit],) = [work for work in ready if work is not None]

@@ -15,10 +15,11 @@ without another update, and anything else that uses its gradients gets an error.
 
 [Note: optimizer in backward]
 With ``update_in_backward`` a segment is updated as soon as its gradient is added: the host works on
-one unit while the device still computes the one before. The update is exact and cannot be undone.
-So it is done only where nothing later in the step may change a gradient or skip the step: without
-clipping, without fp16's loss scale and without ``check_grad_overflow``. Whoever changes or drops
-gradients after all gets an error.
+one unit while the device still computes the one before. Where nothing later in the step may change
+a gradient or skip the step (without clipping, fp16's loss scale and ``check_grad_overflow``) the
+update is exact and final. Whoever changes or drops gradients after all gets an error. Elsewhere the
+tier only begins the step, and undoes that if need be: [Note: speculation] in
+`zero_core.step.speculation`.
 """
 
 from __future__ import annotations
@@ -44,29 +45,13 @@ from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.agreement import StepAgreement
 from zero_core.step.param_grads import ParamGrads
+from zero_core.step.speculation import Speculation, updates_in_backward
 from zero_core.step.statistics import GradientStatistics
 
 CLIP_EPSILON = 1e-6
 """Of `torch.nn.utils.clip_grad_norm_`."""
 _MAX_NAMED = 3
 _MAX_RANKS = 8
-
-
-def updates_in_backward(config: Config) -> bool:
-    """Whether units are updated in backward, as configured.
-
-    By default: with optimizer offload and no clipping, fp16 or overflow check. Nor with
-    ``memory_checkpoint``, which reads the states beside backward.
-    """
-    offload = config.zero_optimization.offload_optimizer
-    if offload.update_in_backward is not None:
-        return offload.update_in_backward
-    return offload.device != "none" and not (
-        config.gradient_clipping
-        or config.loss_scaling.enabled
-        or config.check_grad_overflow
-        or config.memory_checkpoint is not None
-    )
 
 
 @dataclass(frozen=True)
@@ -156,6 +141,7 @@ class StepGradient:
             owns_grads=state.tier.owns_grads,
             is_updated_in_backward=self._is_updated_in_backward,
         )
+        self._speculation = Speculation(config, tier, rank=state.control.rank)
         self._updated: set[int] = set()  # pieces updated in backward in this step
         self._settings = ""  # that they were updated with
         self._backward_of = -1  # the micro-step of the last backward
@@ -224,7 +210,7 @@ class StepGradient:
         if self._is_updated_in_backward:
             grads.wait()
         grads.release(self._tier.offer_grad(self._starts[index], reduced.shard))
-        return self._is_updated_in_backward and self._update(grads)
+        return self._update_in_backward(grads)
 
     def _add_to_tier(self, grads: FlatGrads, shard: Tensor) -> bool:
         """Have the tier add one micro-step's gradient. Its norm is asked for with the last one."""
@@ -235,7 +221,7 @@ class StepGradient:
         if not self.is_boundary:
             return False
         self._tier_sums[index] = tier.square_sum(start, start + shard.numel())
-        return self._is_updated_in_backward and self._update(grads)
+        return self._update_in_backward(grads)
 
     def broken(self) -> None:
         self._train.restart_step()
@@ -413,6 +399,12 @@ class StepGradient:
             named.append(f"and {len(by_name) - len(named)} more")
         return "; ".join(named) or "no element by itself, their norm overflows"
 
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes of host memory of the undo log of updates in backward."""
+        tier = self._speculation.tier
+        return 0 if tier is None else tier.undo_bytes
+
     # ------------------------------------------------------------------- step
 
     def update_ahead(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -496,6 +488,8 @@ class StepGradient:
             grad_scale=factor / scale,
         )
         self._settle(is_void=not self.decision.is_taken)
+        is_plain = self.decision.is_taken and self.decision.grad_scale == 1.0 / scale
+        self._speculation.note(is_undone=not is_plain)
         if self._is_checked and not math.isfinite(self._statistics.square_sum):
             # On all ranks, also where a change of param.grad has mended it.
             self._why_skipped = self._explain_nonfinite()
@@ -535,15 +529,21 @@ class StepGradient:
 
     # -------------------------------------------------- optimizer in backward
 
-    def _update(self, grads: FlatGrads) -> bool:
-        """Update a segment's parameters that have a gradient here.
+    def _update_in_backward(self, grads: FlatGrads) -> bool:
+        """Update a segment's parameters that have a gradient here, or have the tier begin it.
 
         A parameter without a gradient here waits for ``step``: only then is it known whether
-        another rank has one.
+        another rank has one. Returns whether they have new values.
         """
         pieces = self._state.pieces
         own = self._pieces_of.get(grads.segment.index, ())
         active = [i for i in own if pieces[i].param in self.params_with_grad]
+        if not self._is_updated_in_backward:
+            tier = self._speculation.tier
+            if tier is not None and self._speculation.is_on:
+                groups = self._train.hyperparameters()
+                tier.speculate(groups, active, grad_scale=self.factor)
+            return False
         if active:
             groups = self._train.hyperparameters()
             self._settings = self._settings or repr(groups)

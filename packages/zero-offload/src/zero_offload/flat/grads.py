@@ -59,13 +59,22 @@ class GradLedger:
         Raises:
             ValueError: a part of a span was not offered; nothing has moved then.
         """
-        found = [part for span in spans for part in self._covering(*span)]
-        taken = GradLedger()
-        for a, b, terms in found:
-            taken._terms.put(a, b, terms)
+        taken = self.copy(spans)
         for span in spans:
             self._terms.discard(*span)
         return taken
+
+    def copy(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
+        """Return a ledger of the gradients of the spans, which stay here as well.
+
+        Raises:
+            ValueError: a part of a span was not offered.
+        """
+        found = GradLedger()
+        for span in spans:
+            for a, b, terms in self._covering(*span):
+                found._terms.put(a, b, terms)
+        return found
 
     def segments(self, start: int, stop: int) -> list[tuple[int, int, list[Tensor]]]:
         """Return ``(a, b, terms)`` parts that cover ``[start, stop)`` without a gap.

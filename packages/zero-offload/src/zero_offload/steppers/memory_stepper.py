@@ -8,14 +8,20 @@ import torch
 from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, split_runs
+from zero_offload.flat.grads import GradLedger
+from zero_offload.memory.ring import HostRing, aligned
 from zero_offload.protocols import Groups
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
 from zero_offload.steppers.rule_stepper import Block, BlockLayout, RuleStepper
 from zero_offload.steppers.stepper import Chunk, ShardMasters, SpanMemory, StateBytes
+from zero_offload.steppers.undo import Record, undo_capacity
 
 _WINDOW_NUMEL = 1 << 15
 """Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
 torch gives it one thread, because a dozen short operations would mostly wait for other threads."""
+
+_LOGGED_NUMEL = 1 << 20
+"""Elements that are copied to an undo log and then updated: the update finds them in the cache."""
 
 
 class MemoryStepper(RuleStepper):
@@ -81,6 +87,44 @@ class MemoryStepper(RuleStepper):
 
     def put(self, index: int) -> None:
         """Return at once: `take` gave the memory itself."""
+
+    def undo_capacity(self) -> int:
+        num_bytes = self.num_bytes()
+        return undo_capacity(self.geometry, num_bytes.masters + num_bytes.states)
+
+    def update_tentatively(
+        self, chunk: Chunk, grads: GradLedger, grad_scale: float, ring: HostRing
+    ) -> Record | None:
+        spans = [
+            (run, start, stop, block, block.clip(self.take(index), start, stop))
+            for run in chunk.runs
+            for index, start, stop in self.layout.overlaps(run.start, run.stop)
+            for block in (self.layout.blocks[index],)
+        ]
+        homes = [home for *_, stored in spans for home in stored.values()]
+        span = ring.take(sum(aligned(home.nbytes) for home in homes))
+        if span is None:
+            return None
+        # What gathers read from a shard keeps its values.
+        shadowed = (MASTER, PARAM) if self.is_in_place else (PARAM,)
+        record, at = Record(chunk, [], [], span), 0
+        for run, start, stop, block, stored in spans:
+            copies = {}
+            for name, home in stored.items():
+                copies[name] = span.memory[at : at + home.nbytes].view(home.dtype)
+                at += aligned(home.nbytes)
+                pairs = record.shadows if name in shadowed else record.saved
+                pairs.append((home, copies[name]))
+            numel = _LOGGED_NUMEL if block.rule.block == 1 else stop - start
+            for low in range(start, stop, numel):
+                high = min(low + numel, stop)
+                part = slice(low - start, high - start) if block.rule.block == 1 else slice(None)
+                used = {}
+                for name, home in stored.items():
+                    copies[name][part].copy_(home[part])
+                    used[name] = (copies[name] if name in shadowed else home)[part]
+                self.update_span(block, low, high, used, grads, run.key, grad_scale, None)
+        return record
 
     def master(self, start: int, stop: int) -> Tensor:
         return self._masters.view(start, stop)

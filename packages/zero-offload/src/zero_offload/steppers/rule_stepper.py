@@ -184,18 +184,48 @@ class RuleStepper(Stepper):
                 block = self.layout.blocks[index]
                 if index not in taken:
                     taken[index] = self.take(index)
-                for a, b, terms in _grads_of(block, start, stop, grads):
-                    stored = block.clip(taken[index], a, b)
-                    block.rule.update(
-                        stored.pop(MASTER, None),
-                        _kernel_grad(block.rule, terms),
-                        stored,
-                        run.key,
-                        grad_scale,
-                        None if rounded is None else rounded[a - run.start : b - run.start],
-                    )
+                self.update_span(
+                    block,
+                    start,
+                    stop,
+                    block.clip(taken[index], start, stop),
+                    grads,
+                    run.key,
+                    grad_scale,
+                    None if rounded is None else rounded[start - run.start : stop - run.start],
+                )
         for index in taken:
             self.put(index)
+
+    def update_span(
+        self,
+        block: Block,
+        start: int,
+        stop: int,
+        stored: Stored,
+        grads: GradLedger,
+        key: Hashable,
+        grad_scale: float,
+        out: Tensor | None,
+    ) -> None:
+        """Update ``[start, stop)`` of a block, whose buffers ``stored`` are, clipped to it.
+
+        Args:
+            key: of the run, the rule's settings.
+            out: receives the rounded parameters; None if they are not needed.
+        """
+        for a, b, terms in _grads_of(block, start, stop, grads):
+            own = dict(stored)
+            if (a, b) != (start, stop):
+                own = {name: values[a - start : b - start] for name, values in stored.items()}
+            block.rule.update(
+                own.pop(MASTER, None),
+                _kernel_grad(block.rule, terms),
+                own,
+                key,
+                grad_scale,
+                None if out is None else out[a - start : b - start],
+            )
 
     def square_sum(self, terms: list[Tensor]) -> float:
         kernel = self.rule.summing

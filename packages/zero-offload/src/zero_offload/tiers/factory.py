@@ -38,6 +38,7 @@ class OffloadTiers:
         rule: the update by a kernel; None for torch's own.
         end: at which the host's share lies when its split point moves.
         device_budget: bytes of the device's part; None without a limit.
+        undo_buffer_size: most bytes of the host part's undo log; None for room for all of it.
 
     Raises:
         ValueError: an optimizer or a setting that cannot be served.
@@ -78,6 +79,7 @@ class OffloadTiers:
             )
         self.end = settings.host_share
         self.device_budget = settings.device_budget
+        self.undo_buffer_size = settings.undo_buffer_size
         self._settings = settings
         self._device_tier = device_tier
         self._param_store = param_store

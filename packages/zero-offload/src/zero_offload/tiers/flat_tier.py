@@ -18,14 +18,16 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, Run, check_active, freeze_groups, split_runs
 from zero_offload.flat.grads import GradLedger, add_up
+from zero_offload.memory.ring import HostRing
 from zero_offload.memory.streams import TimedCopy
 from zero_offload.protocols import ChangeWatcher, Groups
 from zero_offload.rules.rule import MASTER
-from zero_offload.steppers.stepper import Stepper
+from zero_offload.steppers.stepper import Chunk, Stepper
+from zero_offload.steppers.undo import UndoableStepper, UndoLog
 from zero_offload.tiers.accumulation import GradSums
-from zero_offload.tiers.progress import Progress
-from zero_offload.tiers.transfer import HostMover, Mover, Release
-from zero_offload.tiers.worker import HostThread, Job, UpdateThread, Worker
+from zero_offload.tiers.progress import Progress, Published
+from zero_offload.tiers.transfer import Arrival, HostMover, Mover, Release
+from zero_offload.tiers.worker import HostThread, Job, Phase, Speculation, UpdateThread, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,10 @@ class TierReport:
         update_s: seconds spent on updates, without waiting for gradients or memory.
         host_bytes: host memory of master weights and states, transfer buffers apart. Parameter
             shards that are master weights, or the upper halves of some, count.
+        num_kept: elements updated before the decision of their step, and kept.
+        num_undone: elements updated before the decision of their step, and undone.
         memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
-            "optimizer states" and "gradient copies".
+            "optimizer states", "gradient copies" and "undo log".
     """
 
     has_kernel: bool
@@ -50,6 +54,8 @@ class TierReport:
     stall_s: float
     update_s: float
     host_bytes: int
+    num_kept: int
+    num_undone: int
     memory: Mapping[str, int]
 
 
@@ -90,6 +96,7 @@ class FlatTier(ABC):
         """Return counters and sizes, without waiting for a step."""
         stepper, num_bytes = self._stepper, self._stepper.num_bytes()
         is_on_host = stepper.device.type == "cpu"
+        log = self._worker.log
         return TierReport(
             has_kernel=stepper.has_kernel,
             bytes_d2h=self._mover.bytes_d2h,
@@ -97,10 +104,13 @@ class FlatTier(ABC):
             stall_s=self._stall_s,
             update_s=self._worker.update_s,
             host_bytes=num_bytes.masters + num_bytes.states if is_on_host else 0,
+            num_kept=0 if log is None else log.num_kept,
+            num_undone=0 if log is None else log.num_undone,
             memory={
                 "master weights": num_bytes.master_copies,
                 "optimizer states": num_bytes.states,
                 "gradient copies": self._mover.grad_bytes,
+                "undo log": 0 if log is None else log.num_bytes,
             },
         )
 
@@ -124,6 +134,10 @@ class FlatTier(ABC):
         """
         self._progress.drain()
         return self._worker.update_s
+
+    def _settle(self) -> None:
+        """Wait until master weights and states are those after the last step."""
+        self._progress.drain()
 
     def offer_grad(self, start: int, grad: Tensor) -> Callable[[], None] | None:
         """Accept the gradient of ``[start, start + grad.numel())``.
@@ -193,25 +207,36 @@ class FlatTier(ABC):
         if not indices:
             return
         chunks = self._stepper.plan(indices, freeze_groups(groups), self._grads)
-        spans = [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
-        grads = self._take(spans)  # may raise the error of a sum: before the steps are counted
+        # A sum may have failed: before the steps are counted.
+        grads = self._take(spans_of(chunks))
         self._stepper.count(indices)
+        self._enqueue(Phase.WHOLE, chunks, grads, grad_scale)
+
+    def _enqueue(
+        self, phase: Phase, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float
+    ) -> None:
+        """Have the worker update chunks and publish them."""
         mover = self._mover
         mover.close_grads()
-        entries, before = self._progress.begin(spans)
+        entries, before = self._progress.begin(spans_of(chunks))
         of_run = iter(entries)
         self._launch(
             Job(
+                phase=phase,
+                speculation=None,
                 chunks=chunks,
                 entries=[[next(of_run) for _ in chunk.runs] for chunk in chunks],
                 grads=grads,
                 grad_scale=grad_scale,
-                arrivals=[mover.arrival([(r.start, r.stop) for r in c.runs]) for c in chunks],
+                arrivals=self._arrivals(chunks),
                 readers=mover.mark_readers(),
                 before=before,
                 num_left=len(chunks),
             )
         )
+
+    def _arrivals(self, chunks: Sequence[Chunk]) -> list[Arrival | None]:
+        return [self._mover.arrival(spans_of([chunk])) for chunk in chunks]
 
     def _take(self, spans: Sequence[tuple[int, int]]) -> GradLedger:
         """Return the gradients of ``spans``, which are no longer offered."""
@@ -249,7 +274,7 @@ class FlatTier(ABC):
         Raises:
             KeyError: the optimizer has no such state.
         """
-        self._progress.drain()
+        self._settle()
         self._check_state(name, start, stop)
         return self._stepper.read(name, start, stop)
 
@@ -258,7 +283,7 @@ class FlatTier(ABC):
 
         It is called in the thread that updates.
         """
-        self._progress.drain()
+        self._settle()
         self._worker.watcher = watcher
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
@@ -279,7 +304,7 @@ class FlatTier(ABC):
             start: offset in the flat space, in elements.
             values: 1-D, any device, cast to the stored dtype.
         """
-        self._progress.drain()
+        self._settle()
         stop = start + values.numel()
         self._check_state(name, start, stop)
         self._announce(start, stop)
@@ -304,7 +329,7 @@ class FlatTier(ABC):
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         """Return ``num_steps`` (updates applied to the piece) and the optimizer's own scalars."""
-        self._progress.drain()
+        self._settle()
         return self._stepper.read_scalars(piece)
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
@@ -313,7 +338,7 @@ class FlatTier(ABC):
         Raises:
             ValueError: ``num_steps`` is missing, or the scalars are another optimizer's.
         """
-        self._progress.drain()
+        self._settle()
         self._stepper.check_scalars(piece, scalars)
         span = self.geometry.pieces[piece]
         self._announce(span.start, span.stop)
@@ -339,6 +364,11 @@ class HostTier(FlatTier):
     Parameters are published run by run, those first that forward needs first. See
     `zero_offload.tiers.worker`.
 
+    [Note: speculation]
+    `speculate` begins a step before it is decided. Only the thread that updates sees it. ``step``
+    with the same settings and factor goes on with it. Anything else (another factor, a gradient
+    that is replaced or dropped, a state that is read or written) undoes it first.
+
     Args:
         thread: in which the worker runs; one of its own by default.
     """
@@ -353,7 +383,9 @@ class HostTier(FlatTier):
         thread = HostThread(mover.device) if thread is None else thread
         super().__init__(geometry, stepper, mover, Progress(thread.changed), thread.now)
         self._thread = thread
+        self._host_mover = mover
         self._sums = GradSums(mover, stepper)
+        self._speculation: Speculation | None = None
 
     def expect_micro_steps(self, count: int) -> None:
         """Expect ``count`` calls of `add_grad` per range and step. It decides on memory alone."""
@@ -379,10 +411,12 @@ class HostTier(FlatTier):
 
     def drop_grads(self, start: int, stop: int) -> None:
         """Forget the gradient of a range, so that the next one added is the first."""
+        self._undo_within(start, stop)
         self._sums.replaced(start, stop)
         self._grads.discard(start, stop)
 
     def offer_grad(self, start: int, grad: Tensor) -> Release | None:
+        self._undo_within(start, start + grad.numel())
         self._sums.replaced(start, start + grad.numel())
         return super().offer_grad(start, grad)
 
@@ -391,6 +425,7 @@ class HostTier(FlatTier):
         return super().read_grad(start, stop)
 
     def discard_grads(self) -> None:
+        self._undo()
         self._sums.close()
         super().discard_grads()
 
@@ -399,12 +434,141 @@ class HostTier(FlatTier):
             self._sums.settle(*span)
         return super()._take(spans)
 
+    def enable_undo(self, most_bytes: int | None) -> bool:
+        """Prepare for `speculate`, with an undo log of at most ``most_bytes``, None for no limit.
+
+        Returns:
+            Whether this tier's updates can be undone: those of a kernel, in host memory.
+        """
+        stepper = self._stepper
+        if not isinstance(stepper, UndoableStepper):
+            return False
+        capacity = stepper.undo_capacity()
+        if most_bytes is not None:
+            capacity = min(capacity, most_bytes)
+        self._worker.log = UndoLog(stepper, HostRing(capacity))
+        self._host_mover.add_staging()
+        return True
+
+    def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
+        """Begin a step over the pieces ``active`` before it is decided. See [Note: speculation].
+
+        It may be called several times before ``step``, each time for other pieces.
+
+        Raises:
+            ValueError: as of ``step``.
+            RuntimeError: `enable_undo` was not called.
+        """
+        if self._worker.log is None:
+            raise RuntimeError("speculate without enable_undo: call that once before")
+        self._progress.check()
+        indices, frozen = check_active(self.geometry, active), freeze_groups(groups)
+        if not indices:
+            return
+        found = self._speculation
+        if found is not None and (found.groups, found.grad_scale) != (frozen, grad_scale):
+            self._undo()
+        if self._speculation is None:
+            self._speculation = Speculation(frozen, grad_scale, self._thread.changed)
+        speculation = self._speculation
+        chunks = self._stepper.plan(indices, frozen, self._grads)
+        spans = spans_of(chunks)
+        for span in spans:
+            self._sums.settle(*span)
+        self._mover.close_grads()
+        before = self._progress.begin_unpublished(spans)
+        speculation.pieces.update(indices)
+        speculation.chunks += chunks
+        grads = self._grads.copy(spans)
+        self._launch(self._quiet_job(Phase.TENTATIVE, speculation, chunks, grads, before))
+
+    def _quiet_job(
+        self,
+        phase: Phase,
+        speculation: Speculation,
+        chunks: Sequence[Chunk],
+        grads: GradLedger,
+        before: Sequence[Published],
+    ) -> Job:
+        """Return a job that publishes nothing."""
+        is_tentative = phase is Phase.TENTATIVE
+        return Job(
+            phase=phase,
+            speculation=speculation,
+            chunks=chunks,
+            entries=[],
+            grads=grads,
+            grad_scale=speculation.grad_scale,
+            arrivals=self._arrivals(chunks) if is_tentative else [None] * len(chunks),
+            readers=None,
+            before=before,
+            num_left=len(chunks),
+        )
+
+    def _undo(self) -> None:
+        """End the speculation, if there is one, and restore states in the background."""
+        speculation, self._speculation = self._speculation, None
+        if speculation is None:
+            return
+        speculation.end()
+        speculation.wait()
+        chunks = speculation.chunks
+        before = self._progress.begin_unpublished(())
+        self._launch(self._quiet_job(Phase.UNDO, speculation, chunks, GradLedger(), before))
+
+    def _settle(self) -> None:
+        self._undo()
+        super()._settle()
+
+    def _undo_within(self, start: int, stop: int) -> None:
+        """Undo the speculation if it reads a gradient of ``[start, stop)``."""
+        speculation = self._speculation
+        if speculation is not None and any(
+            a < stop and start < b for a, b in spans_of(speculation.chunks)
+        ):
+            self._undo()
+
+    def _admit(self, start: int, grad: Tensor) -> None:
+        self._undo_within(start, start + grad.numel())
+        super()._admit(start, grad)
+
+    def step(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
+        """Update the pieces in ``active``, as `FlatTier.step`. See [Note: speculation]."""
+        speculation = self._speculation
+        if speculation is None:
+            super().step(groups, active, grad_scale=grad_scale)
+            return
+        rest = [i for i in active if i not in speculation.pieces]
+        is_kept = (speculation.groups, speculation.grad_scale) == (
+            freeze_groups(groups),
+            grad_scale,
+        ) and len(rest) + len(speculation.pieces) == len(active)
+        if not is_kept:
+            self._undo()
+            super().step(groups, active, grad_scale=grad_scale)
+            return
+        super().step(groups, rest, grad_scale=grad_scale)
+        self._speculation = None
+        speculation.end()
+        self._stepper.count(sorted(speculation.pieces))
+        chunks = sorted(speculation.chunks, key=_first)
+        self._enqueue(Phase.KEEP, chunks, self._take(spans_of(chunks)), grad_scale)
+
     def _launch(self, job: Job) -> None:
         try:
             self._thread.submit(self._worker, job)
         except RuntimeError as error:  # no thread can be started: the interpreter is closing
             self._progress.finish(error)
             raise
+
+
+def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """Return the elements of all runs."""
+    return [(run.start, run.stop) for chunk in chunks for run in chunk.runs]
+
+
+def _first(chunk: Chunk) -> int:
+    return chunk.runs[0].start
 
 
 class DeviceTier(FlatTier):

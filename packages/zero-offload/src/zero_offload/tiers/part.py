@@ -17,6 +17,7 @@ from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import (
     ChangeWatcher,
     DeviceMemory,
+    Groups,
     ReservingTier,
     SnapshotTier,
     StateTier,
@@ -130,6 +131,18 @@ class Part:
             self.tier.expect_micro_steps(count)
         if self.staging is not None:
             self.staging.expect_sums()
+
+    def enable_undo(self, most_bytes: int | None) -> bool:
+        """Have an undo log, on the host. Return whether the host's updates can be undone.
+
+        The device's are not begun before the step's decision.
+        """
+        return not isinstance(self.tier, HostTier) or self.tier.enable_undo(most_bytes)
+
+    def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
+        """Have the host begin a step over the part's own pieces, before its decision."""
+        if isinstance(self.tier, HostTier):
+            self.tier.speculate(groups, active, grad_scale=grad_scale)
 
     def reserve(self, grads: Sequence[tuple[int, int, torch.dtype]], device: torch.device) -> None:
         """Allocate memory for ``(start, stop, dtype)`` of what is going to be offered."""

@@ -57,6 +57,17 @@ class Progress:
             self._num_open += 1
         return new, before
 
+    def begin_unpublished(self, runs: Sequence[tuple[int, int]]) -> list[Published]:
+        """Add work on these runs that publishes nothing. `finish` ends it, too.
+
+        Returns:
+            The entries of earlier steps that must be published before it.
+        """
+        with self._changed:
+            self._num_open += 1
+            overlapping = [entry for run in runs for entry in self._overlapping(*run)]
+            return [entry for entry in overlapping if not entry.is_published]
+
     def publish(self, entry: Published, event: torch.Event | None) -> None:
         """Mark a run as published. ``event`` fires when its values have arrived."""
         with self._changed:

@@ -6,7 +6,8 @@ gradient staging   host buffers that cover ``[0, numel)`` once per gradient dtyp
                    16. With several micro-steps there are several per dtype, and a sum: see
                    `zero_offload.tiers.accumulation`.
 parameter staging  two small host buffers per parameter dtype, in which rounded parameters wait for
-                   their copy to the device. One is filled while the other is sent. A parameter
+                   their copy to the device. One is filled while the other is sent. With an undo log
+                   there are three: an update need not wait for what is only published. A parameter
                    shard in host memory needs none: the update writes the rounded values into it.
 offloaded          a parameter shard that is kept off the device. In host memory the update writes
                    its new values, without staging and without a copy. On the meta device it stands
@@ -125,6 +126,11 @@ class Mover(ABC):
     def make_way(self) -> None:
         """Block the updating thread while others read gradients that the caller waits for."""
 
+    @property
+    @abstractmethod
+    def is_full(self) -> bool:
+        """Whether `open_spans` would wait for copies up if it was called twice now."""
+
     @abstractmethod
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Block the updating thread until there is memory for the values of ``spans``.
@@ -174,7 +180,7 @@ class Mover(ABC):
 
 
 class _Staging:
-    """One of the two buffers of [Note: buffers]: filled run by run, then sent."""
+    """One of the buffers of [Note: buffers]: filled run by run, then sent."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, Tensor] = {}
@@ -226,7 +232,8 @@ class HostMover(Mover):
         self._reads: tuple[tuple[torch.Event | None, Future[Any]], ...] = ()
         self._arrivals: SpanMap[Arrival] = SpanMap()
         self._num_copies = 0
-        self._staging = (_Staging(), _Staging())
+        # In the order of their use, the last one first.
+        self._staging: tuple[_Staging, ...] = (_Staging(), _Staging())
         self._held: dict[int, Tensor] = {}  # by shard
         self._sent: SpanMap[torch.Event] = SpanMap()  # from held memory
         self._usual: dict[torch.dtype, int] = {}  # elements of the longest run of each dtype
@@ -321,9 +328,17 @@ class HostMover(Mover):
             if arrived is None or arrived.query():
                 wait([read])
 
+    def add_staging(self) -> None:
+        """Have one more buffer of parameter staging."""
+        self._staging = (*self._staging, _Staging())
+
+    @property
+    def is_full(self) -> bool:
+        return not all(e.query() for staging in self._staging[-2:] for e in staging.sent)
+
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Wait for the copies up of the spans before the last."""
-        self._staging = self._staging[::-1]
+        """Wait for the copies up of earlier spans, as many as there are buffers."""
+        self._staging = (self._staging[-1], *self._staging[:-1])
         current = self._staging[0]
         for event in current.sent:
             self._streams.wait(event)
@@ -438,6 +453,10 @@ class DeviceMover(Mover):
 
     def make_way(self) -> None:
         """Return at once: nobody else reads gradients."""
+
+    @property
+    def is_full(self) -> bool:
+        return False  # values are written to the shards
 
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Return at once: values are written to the shards."""

@@ -65,6 +65,7 @@ class TwinTier:
         self._closed = Intervals()  # offered for this optimizer step before that call
         self._num_micro_steps = 0  # none: gradients are offered, not added
         self._reserved: list[tuple[int, int, torch.dtype]] = []  # gradients with memory
+        self._has_undo = False  # host parts have an undo log
         self._replaced: list[TierReport] = []  # of host tiers before a resplit
         self._has_dropped = False  # a tier, in the resplit under way
         self._lost: BaseException | None = None
@@ -90,6 +91,8 @@ class TwinTier:
         part = Part(tier, geometry, share, local, is_host, staging)
         if self._num_micro_steps:
             part.expect_micro_steps(self._num_micro_steps)
+        if self._has_undo:
+            part.enable_undo(self._factory.undo_buffer_size)
         self._reserve_part(part)
         if self._watcher is not None:
             part.watch_changes(self._watcher)
@@ -237,6 +240,39 @@ class TwinTier:
         self._num_micro_steps = count
         for part in self.parts:
             part.expect_micro_steps(count)
+
+    def enable_undo(self) -> bool:
+        """Prepare for `speculate`: have an undo log of at most ``undo_buffer_size`` bytes.
+
+        Returns:
+            Whether the host's updates can be undone: those of a host kernel, in host memory.
+        """
+        parts = self.parts
+        self._has_undo = all(p.enable_undo(self._factory.undo_buffer_size) for p in parts)
+        return self._has_undo
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes of host memory of the undo log."""
+        return self.host_memory_bytes().get("undo log", 0)
+
+    def speculate(self, groups: Groups, active: Sequence[int], *, grad_scale: float) -> None:
+        """Have the host begin a step over its part of the pieces ``active``, before its decision.
+
+        Nobody sees it before ``step`` with the same settings and factor, which goes on with it.
+        Anything else undoes it: see `zero_offload.tiers.flat_tier.HostTier`. The device's part is
+        updated by ``step`` alone.
+
+        Raises:
+            ValueError: as of ``step``.
+            RuntimeError: `enable_undo` was not called, or returned False.
+        """
+        if not self._has_undo:
+            raise RuntimeError("speculate without enable_undo: call that once before")
+        indices = check_active(self.geometry, active)
+        for part in self.parts:
+            local = [own for i in indices for own in part.local.get(i, ())]
+            part.speculate(groups, local, grad_scale=grad_scale)
 
     def add_grad(self, start: int, grad: Tensor, *, is_last: bool) -> Callable[[], None] | None:
         """Add to the gradient of ``[start, start + grad.numel())``, to each part its share.

@@ -10,6 +10,13 @@ hardly ever waits. If no gradient has arrived it waits for the oldest, as copies
 An element's updates stay in the order of their steps. A stepper that works through its memory in
 one order (`Stepper.is_sequential`) gets its chunks in the order of planning.
 
+[Note: ahead of the decision]
+Tentative chunks (`zero_offload.steppers.undo`) are picked like others, and publish nothing. Once
+the step is decided those that have not been picked are void. The chunks of the decision follow:
+kept ones are published, and updated only where that was not done, or undone ones are restored, and
+perhaps updated with another factor. All of them are picked in the order of need, but a
+kept one waits while copies up of others are under way, and another one is updated meanwhile.
+
 The policy (`Worker`) knows no thread: `Worker.run_next` picks and updates one chunk for whoever
 calls it. For a host tier that is a `HostThread`, in tests and in the benchmark ``schedule`` a
 simulated clock.
@@ -22,9 +29,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from enum import Enum
+from heapq import heapify, heappop, heappush
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -32,10 +40,73 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.streams import enter_device, with_index
 from zero_offload.protocols import ChangeWatcher
 from zero_offload.steppers.stepper import Chunk, Stepper
+from zero_offload.steppers.undo import UndoLog
 from zero_offload.tiers.progress import Progress, Published
 from zero_offload.tiers.transfer import Arrival, Mover
 
 _MAX_UPDATES = 256
+
+
+class Phase(Enum):
+    """Part of an update that a job does."""
+
+    WHOLE = "whole"
+    """Update and publish."""
+    TENTATIVE = "tentative"
+    """Update, such that it can be undone, and publish nothing."""
+    KEEP = "keep"
+    """Publish tentative updates. Update what was not."""
+    UNDO = "undo"
+    """Restore what was before tentative updates."""
+
+
+class Speculation:
+    """Tentative updates of one step.
+
+    The caller adds to it and ends it; the worker enters it with each chunk.
+
+    Args:
+        changed: guards this object; notified when the worker leaves.
+
+    Attributes:
+        groups: the settings of the step, frozen.
+        grad_scale: the factor on the gradients.
+        pieces: what is being updated.
+        chunks: of these pieces.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], grad_scale: float, changed: threading.Condition
+    ) -> None:
+        self.groups = groups
+        self.grad_scale = grad_scale
+        self.pieces: set[int] = set()
+        self.chunks: list[Chunk] = []
+        self._changed = changed
+        self._is_over = False
+        self._is_entered = False
+
+    def enter(self) -> bool:
+        """Begin a chunk, in the thread that updates. Return whether it is still wanted."""
+        with self._changed:
+            self._is_entered = not self._is_over
+            return self._is_entered
+
+    def leave(self) -> None:
+        """End the chunk that was begun."""
+        with self._changed:
+            self._is_entered = False
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Have no further chunk begun."""
+        with self._changed:
+            self._is_over = True
+
+    def wait(self) -> None:
+        """Block until no chunk is under way, after `end`: gradients are not read any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_entered)
 
 
 @dataclass(slots=True)
@@ -43,6 +114,8 @@ class Job:
     """The chunks of one call of ``step``, on their way through a worker.
 
     Attributes:
+        phase: what is done with them.
+        speculation: of a tentative job.
         chunks: in ascending order.
         entries: of each chunk's runs, in `Progress`.
         grads: the gradients of all chunks.
@@ -53,6 +126,8 @@ class Job:
         num_left: chunks that were not updated yet.
     """
 
+    phase: Phase
+    speculation: Speculation | None
     chunks: Sequence[Chunk]
     entries: Sequence[Sequence[Published]]
     grads: GradLedger
@@ -61,6 +136,10 @@ class Job:
     readers: torch.Event | None
     before: Sequence[Published]
     num_left: int
+
+
+_Ready = tuple[int, int, int, Job]
+"""A chunk whose gradient has arrived: offset, number, index in the job, job."""
 
 
 class Worker:
@@ -75,6 +154,7 @@ class Worker:
         update_s: seconds spent on updates so far, without waiting for gradients or memory.
         updates: start and end of the last updates, by the clock.
         watcher: called before each run is updated.
+        log: of tentative updates; None if there are none.
     """
 
     def __init__(
@@ -83,12 +163,13 @@ class Worker:
         self.update_s = 0.0
         self.updates: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
         self.watcher: ChangeWatcher | None = None
+        self.log: UndoLog | None = None
         self._stepper = stepper
         self._mover = mover
         self._progress = progress
         self._now = now
         self._waiting: deque[tuple[Job, int]] = deque()  # for gradients, in the order of arrival
-        self._ready: list[tuple[int, int, int, Job]] = []  # heap of offset, number, index in job
+        self._ready: list[_Ready] = []  # a heap
         self._num_ready = 0
 
     def add(self, job: Job) -> None:
@@ -133,10 +214,31 @@ class Worker:
         while True:
             event = self.awaited()
             if self._ready:
-                *_, index, job = heappop(self._ready)
+                *_, index, job = self._pop()
                 return job, index
             assert event is not None, "called once per chunk"
             self._mover.wait(event)
+
+    def _pop(self) -> _Ready:
+        """Return the ready chunk that is needed first.
+
+        If that only has to be published, and an update would have to wait for copies up then, the
+        first other one. Copies go on while it is updated.
+        """
+        if self._is_kept(self._ready[0]) and self._mover.is_full:
+            others = [ready for ready in self._ready if not self._is_kept(ready)]
+            if others:
+                found = min(others)
+                self._ready.remove(found)
+                heapify(self._ready)
+                return found
+        return heappop(self._ready)
+
+    def _is_kept(self, ready: _Ready) -> bool:
+        *_, index, job = ready
+        if self.log is None or job.phase is not Phase.KEEP:
+            return False
+        return self.log.has(job.chunks[index])
 
     def _admit(self) -> None:
         """Make the chunks ready whose gradients have arrived."""
@@ -153,25 +255,77 @@ class Worker:
             self._num_ready += 1
 
     def _update(self, job: Job, index: int) -> None:
-        chunk, mover = job.chunks[index], self._mover
-        if job.readers is not None:
-            mover.follow(job.readers)
-            job.readers = None
-        if self.watcher is not None:
-            for run in chunk.runs:
-                self.watcher.before_change(run.start, run.stop)
-        mover.make_way()
-        mover.open_spans([(run.start, run.stop) for run in chunk.runs])
-        started = self._now()
-        self._stepper.update(chunk, job.grads, job.grad_scale, mover.out)
-        for run, entry in zip(chunk.runs, job.entries[index], strict=True):
-            self._progress.publish(entry, mover.publish(run.start, run.stop))
+        if job.phase is Phase.TENTATIVE:
+            started = self._update_tentatively(job, index)
+        elif job.phase is Phase.UNDO:
+            started = self._undo(job.chunks[index])
+        else:
+            started = self._update_finally(job, index)
         job.num_left -= 1
         if not job.num_left:
             self._stepper.settle()
         ended = self._now()
         self.update_s += ended - started
         self.updates.append((started, ended))
+
+    def _announce(self, chunk: Chunk) -> None:
+        if self.watcher is not None:
+            for run in chunk.runs:
+                self.watcher.before_change(run.start, run.stop)
+
+    def _update_tentatively(self, job: Job, index: int) -> float:
+        """Update a chunk such that it can be undone, if that is still wanted. Return the start."""
+        speculation, log, chunk = job.speculation, self.log, job.chunks[index]
+        assert speculation is not None, "a tentative job has one"
+        assert log is not None, "and a log"
+        started = self._now()
+        if speculation.enter():
+            try:
+                self._announce(chunk)
+                self._mover.make_way()
+                started = self._now()
+                log.update(chunk, job.grads, job.grad_scale)
+            finally:
+                speculation.leave()
+        return started
+
+    def _undo(self, chunk: Chunk) -> float:
+        """Restore what was before a chunk's tentative update, if there is one. Return the start."""
+        assert self.log is not None, "there are tentative updates"
+        self._announce(chunk)
+        started = self._now()
+        self.log.undo(chunk)
+        return started
+
+    def _update_finally(self, job: Job, index: int) -> float:
+        """Update a chunk, unless a tentative update is kept, and publish it. Return the start."""
+        chunk, mover = job.chunks[index], self._mover
+        if job.readers is not None:
+            mover.follow(job.readers)
+            job.readers = None
+        self._announce(chunk)
+        mover.make_way()
+        mover.open_spans([(run.start, run.stop) for run in chunk.runs])
+        started = self._now()
+        if job.phase is Phase.KEEP and self.log is not None and self.log.keep(chunk):
+            self._round(chunk)
+        else:
+            if self.log is not None:
+                self.log.undo(chunk)
+            self._stepper.update(chunk, job.grads, job.grad_scale, mover.out)
+        for run, entry in zip(chunk.runs, job.entries[index], strict=True):
+            self._progress.publish(entry, mover.publish(run.start, run.stop))
+        return started
+
+    def _round(self, chunk: Chunk) -> None:
+        """Write what an update writes to the shards, from the master weights."""
+        if self._stepper.is_in_place:
+            return
+        for run in chunk.runs:
+            out = self._mover.out(run.start, run.stop)
+            master = self._stepper.master(run.start, run.stop)
+            if out.data_ptr() != master.data_ptr():  # else it is the upper half of a split one
+                out.copy_(master)
 
 
 class UpdateThread(Protocol):

@@ -1,0 +1,461 @@
+"""Units updated in backward although the step may be clipped or skipped: an undo log.
+
+The oracle is the late update, which waits for the decision: not a bit may differ, of parameters,
+master weights, states and scalars.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.testing import SimulatedRanks, batch, make_model, simulate
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adam": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1},
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+    "Adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.01},
+    "SGD": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+    "Lion": {"lr": 1e-3, "weight_decay": 0.1},
+}
+SPOILT = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, by both schedules."""
+
+    stage: int = 3
+    dtype: str = "fp32"
+    optimizer: str = "AdamW"
+    clipping: float = 0.0
+    accumulation: int = 1
+    num_backwards: int = 1
+    spoilt_rank: int | None = None
+    """A rank whose loss is NaN in step `SPOILT`."""
+    offload: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    top: dict[str, Any] = field(default_factory=dict)
+    pace: int = 2
+    """Every so many steps the host has begun all that it can before the decision."""
+
+    def config(self, *, is_early: bool) -> dict[str, Any]:
+        offload = {"device": "cpu", "update_in_backward": is_early, **self.offload}
+        if not is_early:
+            offload.pop("undo_buffer_size", None)
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clipping,
+            "bf16": {"enabled": self.dtype == "bf16"},
+            "fp16": {"enabled": self.dtype == "fp16", "hysteresis": 1, "initial_scale_power": 20},
+            "optimizer": {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]},
+            "zero_optimization": {"stage": self.stage, "offload_optimizer": offload, **self.zero},
+            **self.top,
+        }
+
+
+@dataclass
+class Result:
+    """What a training gave on one rank, and how many elements its log kept and undid."""
+
+    losses: list[float]
+    norms: list[float]
+    states: dict[str, Tensor]
+    scalars: list[dict[str, float]]
+    num_skipped: int
+    num_kept: int
+    num_undone: int
+
+
+def states_of(engine: zero_core.Engine) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """Return all that this rank has: states, the shards' values, and scalars."""
+    tier: Any = engine.sharded_state.tier
+    numel, count = tier.geometry.numel, len(tier.geometry.pieces)
+    found = {name: tier.read_state(name, 0, numel) for name in tier.state_names()}
+    for flat in engine.sharded_state.params:
+        found[f"shard {flat.segment.index}"] = flat.read_shard().cpu().clone()
+    return found, [dict(tier.read_scalars(i)) for i in range(count)]
+
+
+def one_step(engine: zero_core.Engine, run: Run, step: int, rank: int) -> float:
+    loss = torch.zeros(())
+    for micro in range(run.accumulation):
+        for _ in range(run.num_backwards):
+            loss = engine(**batch(step, micro, rank))["loss"] / run.num_backwards
+            if step == SPOILT and rank == run.spoilt_rank:
+                loss = loss * float("nan")
+            engine.backward(loss)
+        if step % run.pace == 0:
+            drain(engine)
+        engine.step()
+    return loss.item()
+
+
+def drain(engine: zero_core.Engine) -> None:
+    """Wait until the host has begun what it can."""
+    tier: Any = engine.sharded_state.tier
+    for part in tier.parts:
+        part.drain()
+
+
+def train(run: Run, ranks: SimulatedRanks, steps: int, *, is_early: bool) -> Result:
+    config = run.config(is_early=is_early)
+    engine = zero_core.build(make_model(), config, process_group=ranks)
+    losses, norms = [], []
+    for step in range(steps):
+        losses.append(one_step(engine, run, step, ranks.rank))
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    states, scalars = states_of(engine)
+    tier: Any = engine.sharded_state.tier
+    reports = [part.tier for part in tier.report() if part.is_host]
+    result = Result(
+        losses,
+        norms,
+        states,
+        scalars,
+        engine.skipped_steps,
+        sum(report.num_kept for report in reports),
+        sum(report.num_undone for report in reports),
+    )
+    engine.close()
+    return result
+
+
+def assert_same(found: Result, expected: Result, what: object) -> None:
+    assert same_numbers(found.losses, expected.losses), what
+    assert same_numbers(found.norms, expected.norms), what
+    assert found.scalars == expected.scalars, what
+    assert found.num_skipped == expected.num_skipped, what
+    assert found.states.keys() == expected.states.keys(), what
+    for name, value in expected.states.items():
+        assert torch.equal(bits(found.states[name]), bits(value)), (what, name)
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def same_numbers(one: list[float], other: list[float]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
+
+
+def both(run: Run, ranks: SimulatedRanks, steps: int) -> Result:
+    """Return the early one, after comparison."""
+    expected = train(run, ranks, steps, is_early=False)
+    found = train(run, ranks, steps, is_early=True)
+    assert expected.num_kept == expected.num_undone == 0
+    assert_same(found, expected, run)
+    return found
+
+
+def median_norm(run: Run, ranks: SimulatedRanks, steps: int) -> float:
+    """Return the limit that clips about half of the steps."""
+    norms = [n for n in train(run, ranks, steps, is_early=False).norms if math.isfinite(n)]
+    return sorted(norms)[len(norms) // 2]
+
+
+def _clip(ranks: SimulatedRanks, stage: int, steps: int) -> None:
+    plain = train(Run(stage=stage), ranks, steps, is_early=False)
+    rare = sorted(plain.norms)[-max(steps // 10, 1)]
+    for clipping, low, high in ((1e9, 0.0, 0.0), (rare, 0.02, 0.4), (1e-3, 1.0, 1.0)):
+        found = both(Run(stage=stage, clipping=clipping), ranks, steps)
+        fraction = sum(norm > clipping for norm in found.norms) / steps
+        assert low <= fraction <= high, (clipping, fraction)
+        assert (found.num_undone == 0) == (high == 0.0)
+        assert (found.num_kept == 0) == (low == 1.0)
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 3), (2, 2), (3, 1), (3, 3), (0, 2)])
+def test_clipping_in_no_step_in_some_and_in_all_changes_no_bit(stage: int, world_size: int) -> None:
+    simulate(_clip, world_size, stage, 60)
+
+
+def _optimizers(ranks: SimulatedRanks) -> None:
+    for name, dtype in itertools.product(OPTIMIZERS, ("fp32", "bf16")):
+        run = Run(dtype=dtype, optimizer=name)
+        found = both(replace(run, clipping=median_norm(run, ranks, 8)), ranks, 8)
+        assert found.num_kept, name
+        assert found.num_undone, name
+
+
+def test_five_optimizers_are_undone_and_redone() -> None:
+    simulate(_optimizers, 2)
+
+
+def _compact(ranks: SimulatedRanks) -> None:
+    for state_dtype, dtype, device in itertools.product(
+        ("bfloat16", "int8"), ("bf16", "fp32"), ("none", "cpu")
+    ):
+        run = Run(
+            dtype=dtype,
+            offload={"state_dtype": state_dtype},
+            zero={"offload_param": {"device": device}},
+        )
+        found = both(replace(run, clipping=median_norm(run, ranks, 10)), ranks, 10)
+        assert found.num_kept, run
+        assert found.num_undone, run
+
+
+def test_states_of_few_bits_and_split_master_weights_are_undone() -> None:
+    simulate(_compact, 2)
+
+
+def _overflow(ranks: SimulatedRanks) -> None:
+    for accumulation in (1, 3):
+        run = Run(dtype="fp16", accumulation=accumulation, stage=2, pace=1)
+        clipping = median_norm(run, ranks, 14) if accumulation > 1 else 0.0
+        found = both(replace(run, clipping=clipping), ranks, 14)
+        assert found.num_skipped > 1
+        assert found.num_kept
+        assert found.num_undone
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_overflows_of_fp16_undo_the_step(world_size: int) -> None:
+    simulate(_overflow, world_size)
+
+
+def _spoil(ranks: SimulatedRanks) -> None:
+    for stage, accumulation in itertools.product((1, 3), (1, 2)):
+        run = Run(stage=stage, accumulation=accumulation, spoilt_rank=1, pace=1)
+        found = both(run, ranks, 6)
+        assert found.num_skipped == 1
+        assert found.num_undone
+
+
+def _take(ranks: SimulatedRanks) -> None:
+    for dtype in ("fp32", "bf16"):
+        top = {"check_grad_overflow": False}
+        run = Run(dtype=dtype, spoilt_rank=0, clipping=1e9, pace=1, top=top)
+        assert both(run, ranks, 5).num_skipped == 0
+
+
+def test_nan_has_the_same_bits_where_no_step_is_skipped() -> None:
+    simulate(_take, 2)
+
+
+def test_nan_on_one_rank_skips_the_step_on_all() -> None:
+    simulate(_spoil, 3)
+
+
+def _limit(ranks: SimulatedRanks) -> None:
+    kept = []
+    clipping = median_norm(Run(accumulation=2), ranks, 10)
+    for size in (1, 4_000, 9_000, None):
+        offload = {"undo_buffer_size": size}
+        run = Run(clipping=clipping, offload=offload, accumulation=2, pace=1)
+        kept.append(both(run, ranks, 10).num_kept)
+    assert kept[0] == 0
+    assert kept[0] < kept[1] < kept[2] < kept[3]
+
+
+def test_units_beyond_the_size_of_the_log_are_updated_late() -> None:
+    simulate(_limit, 2)
+
+
+def _shares(ranks: SimulatedRanks) -> None:
+    clipping = median_norm(Run(stage=2), ranks, 10)
+    for ratio, share in ((0.5, "last"), (0.3, "first"), (0.0, "last")):
+        run = Run(clipping=clipping, offload={"ratio": ratio, "host_share": share}, stage=2)
+        found = both(run, ranks, 10)
+        assert (found.num_kept > 0) == (ratio > 0)
+    # Which elements the host has depends on measurements.
+    both(Run(clipping=clipping, offload={"ratio": "auto"}, stage=2), ranks, 30)
+
+
+def test_the_hosts_part_of_a_share_is_updated_early_and_the_devices_late() -> None:
+    simulate(_shares, 2)
+
+
+def _repeat(ranks: SimulatedRanks) -> None:
+    for dtype, stage in (("fp32", 1), ("bf16", 3)):
+        both(Run(dtype=dtype, stage=stage, num_backwards=2, clipping=2.5), ranks, 6)
+
+
+def test_a_further_backward_of_the_step_undoes_what_was_updated() -> None:
+    simulate(_repeat, 2)
+
+
+def _between(ranks: SimulatedRanks, folder: str) -> None:
+    """Save, read states, clip by hand and change settings between backward and step."""
+    run = Run(stage=2, dtype="bf16", clipping=1e9)
+    found = []
+    for is_early in (False, True):
+        config = run.config(is_early=is_early)
+        engine = zero_core.build(make_model(), config, process_group=ranks)
+        for step in range(6):
+            engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
+            drain(engine)
+            if step == 1:
+                assert engine.states.get_full("blocks.0.up.weight", "exp_avg") is not None
+            elif step == 2:
+                engine.clip_grad_norm_(0.5)
+            elif step == 3:
+                engine.optimizer.param_groups[0]["lr"] = 0.03
+            elif step == 4:
+                engine.save_checkpoint(f"{folder}/{is_early}", f"step-{step}")
+            engine.step()
+        engine.save_checkpoint(f"{folder}/{is_early}", "end")
+        found.append(states_of(engine))
+        for tag in ("step-4", "end"):
+            engine.load_checkpoint(f"{folder}/{is_early}", tag)
+            found.append(states_of(engine))
+        engine.close()
+    for (late, late_scalars), (early, early_scalars) in zip(found[:3], found[3:], strict=True):
+        assert early_scalars == late_scalars
+        assert all(torch.equal(bits(early[name]), bits(value)) for name, value in late.items())
+
+
+def test_whatever_is_done_between_backward_and_step_sees_no_update(tmp_path: Path) -> None:
+    simulate(_between, 2, str(tmp_path))
+
+
+class Breaking(nn.Module):
+    """Its first block's backward raises an error once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.is_broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if index == 1 and self.is_broken:
+                x.register_hook(self._fail)
+        return x.square().mean()
+
+    def _fail(self, grad: Tensor) -> None:
+        raise ArithmeticError("broken on purpose")
+
+
+def _break(ranks: SimulatedRanks) -> None:
+    x = torch.ones(2, 16) * (ranks.rank + 1)
+    for dtype in ("fp32", "bf16"):
+        run = Run(dtype=dtype, clipping=1.0)
+        engine = zero_core.build(Breaking(), run.config(is_early=True), process_group=ranks)
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+        before, scalars = states_of(engine)
+        engine.module.is_broken = True
+        with pytest.raises(ArithmeticError):
+            engine.backward(engine(x))
+        drain(engine)
+        tier: Any = engine.sharded_state.tier
+        assert tier.parts[0].tier._speculation is not None, "units were updated"
+        found, found_scalars = states_of(engine)
+        assert found_scalars == scalars
+        assert all(torch.equal(bits(found[name]), bits(value)) for name, value in before.items())
+        engine.close()
+
+
+def test_an_error_in_backward_leaves_the_state_as_it_was() -> None:
+    simulate(_break, 1)
+
+
+def test_after_an_error_in_backward_training_goes_on_with_the_same_bits() -> None:
+    found = []
+    x = torch.ones(2, 16)
+    for is_early in (False, True):
+        run = Run(clipping=1.0)
+        engine = zero_core.build(Breaking(), run.config(is_early=is_early))
+        for step in range(5):
+            engine.module.is_broken = step == 2
+            if step == 2:
+                with pytest.raises(ArithmeticError):
+                    engine.backward(engine(x))
+                drain(engine)
+                continue
+            engine.backward(engine(x))
+            engine.step()
+        found.append(states_of(engine))
+        engine.close()
+    (late, late_scalars), (early, early_scalars) = found
+    assert early_scalars == late_scalars
+    assert all(torch.equal(bits(early[name]), bits(value)) for name, value in late.items())
+
+
+def test_param_grad_may_be_read_and_changed() -> None:
+    found = []
+    for is_early in (False, True):
+        engine = zero_core.build(make_model(), Run(stage=0).config(is_early=is_early))
+        for step in range(4):
+            engine.backward(engine(**batch(step, 0, 0))["loss"])
+            drain(engine)
+            param = engine.module.get_parameter("blocks.1.up.weight")
+            assert param.grad is not None
+            if step == 2:
+                param.grad.mul_(0.25)
+            engine.step()
+        found.append(states_of(engine)[0])
+        engine.close()
+    late, early = found
+    assert all(torch.equal(bits(early[name]), bits(value)) for name, value in late.items())
+
+
+def test_parameters_keep_their_values_until_the_step() -> None:
+    for dtype in ("fp32", "bf16"):
+        engine = zero_core.build(make_model(), Run(dtype=dtype, stage=1).config(is_early=True))
+        engine.backward(engine(**batch(0, 0, 0))["loss"])
+        shards = [flat.read_shard().clone() for flat in engine.sharded_state.params]
+        drain(engine)
+        report: Any = engine.sharded_state.tier
+        assert report.parts[0].tier._worker.log.num_bytes == engine.memory_report()["undo log"]
+        for flat, shard in zip(engine.sharded_state.params, shards, strict=True):
+            assert torch.equal(flat.read_shard(), shard)
+        engine.step()
+        engine.close()
+
+
+def test_a_file_cannot_be_undone(tmp_path: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    with pytest.raises(zero_core.ConfigError, match="states in a file cannot be undone"):
+        zero_core.build(make_model(), Run(offload=offload).config(is_early=True))
+
+
+def test_an_optimizer_without_a_kernel_is_refused_where_it_is_demanded() -> None:
+    model = make_model()
+    config = Run().config(is_early=True)
+    del config["optimizer"]
+    with pytest.raises(zero_core.ConfigError, match="update_in_backward needs updates that can"):
+        zero_core.build(model, config, optimizer=torch.optim.NAdam(model.parameters()))
+
+
+def test_by_default_it_ends_where_most_steps_are_clipped_and_begins_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="zero_core.step.speculation")
+    config = Run(clipping=1e-3).config(is_early=True)
+    offload = {"device": "cpu", "undo_buffer_size": 1 << 20}
+    config["zero_optimization"]["offload_optimizer"] = offload
+    engine = zero_core.build(make_model(), config)
+    tier: Any = engine.sharded_state.tier
+    for step in range(20):
+        engine.backward(engine(**batch(step, 0, 0))["loss"])
+        drain(engine)
+        assert (tier.parts[0].tier._speculation is not None) == (step < 16)
+        engine.step()
+    engine.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert "updated in backward, with" in messages[0]
+    assert "after backward from now on: 100% of steps" in messages[1]
+
+
+def test_without_a_size_of_the_log_the_default_waits_for_the_decision() -> None:
+    config = Run(clipping=1.0).config(is_early=True)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    engine = zero_core.build(make_model(), config)
+    assert "undo log" not in engine.memory_report()
+    engine.close()

@@ -1,0 +1,107 @@
+"""Whether units are updated in backward before the step is decided.
+
+[Note: speculation]
+With clipping, fp16's loss scale or ``check_grad_overflow`` the last gradient of backward decides on
+the step. The state tier may begin it all the same, as if it were taken without clipping, and undo
+it where that turns out wrong (`zero_core.protocols.SpeculativeTier`). No number depends on it.
+
+An update that is undone costs the host two copies of its states and the update itself again. So by
+default the last steps count: where most of them were clipped or skipped, units are updated after
+the decision, until few are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from zero_core.config import Config
+from zero_core.errors import ConfigError
+from zero_core.protocols import SpeculativeTier, StateTier
+
+_log = logging.getLogger(__name__)
+
+WINDOW = 16
+"""Steps that count."""
+MOST_UNDONE, FEW_UNDONE = 0.5, 0.25
+"""Fractions of these: above the first speculation ends, up to the second it begins again."""
+
+
+def updates_in_backward(config: Config) -> bool:
+    """Whether units are updated in backward for good, as configured.
+
+    By default: with optimizer offload and no clipping, fp16 or overflow check. Nor with
+    ``memory_checkpoint``, which reads the states beside backward.
+    """
+    offload = config.zero_optimization.offload_optimizer
+    if config.can_cancel_steps:
+        return False
+    if offload.update_in_backward is not None:
+        return offload.update_in_backward
+    return offload.device != "none" and config.memory_checkpoint is None
+
+
+def may_speculate(config: Config) -> bool:
+    """Whether units are updated in backward such that it can be undone, as configured.
+
+    By default: with a size of the undo log, and without ``memory_checkpoint``.
+    """
+    offload = config.zero_optimization.offload_optimizer
+    if offload.device != "cpu" or not config.can_cancel_steps:
+        return False
+    if offload.update_in_backward is not None:
+        return offload.update_in_backward
+    return offload.undo_buffer_size is not None and config.memory_checkpoint is None
+
+
+class Speculation:
+    """Decides from step to step. See [Note: speculation].
+
+    Attributes:
+        tier: the state tier, where it is to begin steps; else None.
+        is_on: whether it is to begin the next one.
+    """
+
+    def __init__(self, config: Config, tier: StateTier, *, rank: int) -> None:
+        """Prepare the tier.
+
+        Raises:
+            ConfigError: it is demanded, and the tier cannot undo updates.
+        """
+        offload = config.zero_optimization.offload_optimizer
+        self.tier: SpeculativeTier | None = None
+        self._is_demanded = bool(offload.update_in_backward)
+        self._is_logging = rank == 0
+        self._undone: deque[bool] = deque(maxlen=WINDOW)
+        if may_speculate(config):
+            if isinstance(tier, SpeculativeTier) and tier.enable_undo():
+                self.tier = tier
+                self._tell("in backward, with %d bytes of undo log on a rank", tier.undo_bytes)
+            elif self._is_demanded:
+                raise ConfigError(
+                    "zero_optimization.offload_optimizer.update_in_backward needs updates that can "
+                    "be undone, as gradient_clipping, fp16 or check_grad_overflow may change or "
+                    "cancel a step: those of Adam, AdamW, Adagrad, SGD or Lion by cpu-adam's "
+                    "kernel (pip install zero-offload[cpu-adam]). Found another optimizer, no "
+                    "kernel or another tier: leave the key out"
+                )
+            else:
+                self._tell("after backward: no kernel of this optimizer can be undone")
+        self.is_on = self.tier is not None
+
+    def note(self, *, is_undone: bool) -> None:
+        """Note whether a step was decided otherwise than speculation takes it to be."""
+        self._undone.append(is_undone)
+        if self.tier is None or self._is_demanded or len(self._undone) < WINDOW:
+            return
+        fraction = sum(self._undone) / WINDOW
+        if self.is_on and fraction > MOST_UNDONE:
+            self.is_on = False
+            self._tell("after backward from now on: %d%% of steps were undone", 100 * fraction)
+        elif not self.is_on and fraction <= FEW_UNDONE:
+            self.is_on = True
+            self._tell("in backward from now on: %d%% of steps were clipped", 100 * fraction)
+
+    def _tell(self, text: str, *values: float) -> None:
+        if self._is_logging:
+            _log.info("offloaded units are updated " + text, *values)
