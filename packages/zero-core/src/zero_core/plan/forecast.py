@@ -410,7 +410,8 @@ def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
         return int(stage > 0 and segment.is_trainable)
     # The root and the tail stay, and backward begins with the last block.
     is_once = segment.unit == 0 or segment.unit >= layout.last_block
-    return config.gradient_accumulation_steps * (1 if is_once else 2)
+    passes = 1 if config.is_vertical else config.gradient_accumulation_steps
+    return passes * (1 if is_once else 2)
 
 
 def collectives_memory(
