@@ -75,9 +75,9 @@ def _config(stage: int, **further: Any) -> dict[str, Any]:
 
 
 def _train(
-    ranks: SimulatedRanks, config: dict[str, Any], steps: int, **model: Any
+    ranks: SimulatedRanks, config: dict[str, Any], steps: int, model: _Net
 ) -> tuple[list[float], dict[str, Tensor], list[str], int]:
-    engine = zero_core.build(_Net(**model), config, process_group=ranks)
+    engine = zero_core.build(model, config, process_group=ranks)
     losses, norms = [], []
     for step in range(steps):
         k = engine.gradient_accumulation_steps
@@ -89,8 +89,9 @@ def _train(
 def _same_bits(
     ranks: SimulatedRanks, config: dict[str, Any], steps: int, model: dict[str, Any]
 ) -> None:
-    horizontal = _train(ranks, config, steps, **model)
-    vertical = _train(ranks, config | {"accumulation_schedule": "vertical"}, steps, **model)
+    nets = _Net(**model), _Net(**model)  # before any rank trains: they share a generator
+    horizontal = _train(ranks, config, steps, nets[0])
+    vertical = _train(ranks, config | {"accumulation_schedule": "vertical"}, steps, nets[1])
     assert vertical[0] == horizontal[0]
     assert vertical[2:] == horizontal[2:]
     torch.testing.assert_close(vertical[1], horizontal[1], rtol=0.0, atol=0.0)
@@ -118,7 +119,7 @@ def test_bits_are_the_same_at_every_precision_with_clipping_and_overflow(world_s
 def _overflows(ranks: SimulatedRanks) -> None:
     further = {"fp16": {"enabled": True, "hysteresis": 1, "initial_scale_power": 18}}
     config = _config(3, accumulation_schedule="vertical", **further)
-    *_, num_skipped = _train(ranks, config, 10)
+    *_, num_skipped = _train(ranks, config, 10, _Net())
     assert 0 < num_skipped < 10
 
 
@@ -154,12 +155,13 @@ def test_parameters_are_gathered_in_two_passes_per_step_however_many_micro_batch
 
 
 def _like_a_loop(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(_Net(), _config(stage), process_group=ranks)
+    nets = _Net(), _Net()
+    engine = zero_core.build(nets[0], _config(stage), process_group=ranks)
     for step in range(3):
         for batch in _batches(step, ranks.rank, 3):
             engine.backward(engine(**batch)["loss"])
             engine.step()
-    vertical = _train(ranks, _config(stage, accumulation_schedule="vertical"), 3)
+    vertical = _train(ranks, _config(stage, accumulation_schedule="vertical"), 3, nets[1])
     torch.testing.assert_close(
         vertical[1], engine.full_state_dict(dtype=torch.float32), rtol=0.0, atol=0.0
     )

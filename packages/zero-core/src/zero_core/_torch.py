@@ -321,7 +321,7 @@ def sequence_number(node: Any) -> int:
 def next_sequence_number() -> int:
     """Return a number that this thread's nodes so far are below, and later ones are not."""
     with torch.enable_grad():
-        node = torch.zeros((), requires_grad=True).view(()).grad_fn
+        node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
     return sequence_number(node)
 
 

@@ -19,7 +19,8 @@ have the bits of the horizontal schedule. A tied weight of the root gets a part 
 the head, which waits for the embedding's part: one such gradient per micro-batch is kept.
 
 Blocks must be called in the order of the module tree, each once. Anything else is refused with an
-`AccumulationScheduleError`.
+`AccumulationScheduleError`. So are tensors that a forward leaves in attributes of modules, which
+the first step looks for: micro-batches would find each other's.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.unit import Unit
+from zero_core.vertical.attributes import TensorAttributes
 from zero_core.vertical.random_numbers import RandomStates
 from zero_core.vertical.segments import CrossingError, Segments
 from zero_core.vertical.turns import Turns
@@ -128,6 +130,7 @@ class VerticalSchedule:
             for position, param in enumerate(grads.params)
         }
         self._random = RandomStates(state.device)
+        self._attributes: TensorAttributes | None = TensorAttributes(state.module)
         self._running: _MicroBatch | None = None  # the forward that has its turn
         # Backward: the micro-batch, and the unit that its gradients are of; the prologue's is the
         # root.
@@ -169,6 +172,8 @@ class VerticalSchedule:
         ]
         self._runtime.begin_turns(self._model, self)
         try:
+            if self._attributes is not None:
+                self._attributes.note()
             for number in range(len(self._blocks)):
                 for one in all_:
                     self._advance(one)
@@ -176,6 +181,7 @@ class VerticalSchedule:
             self._run_epilogues(all_)
             self._run_backward(all_)
             self._runtime.end_turns()
+            self._attributes = None  # the model's code has been seen
         except BaseException:
             for one in all_:
                 one.abandon()
@@ -198,6 +204,7 @@ class VerticalSchedule:
             one.advance()
         except CrossingError as error:
             raise self._crossing(one, error) from None
+        self._check_attributes(one)
         self._running = None  # after an error it goes on until it is abandoned
         one.states = self._random.get()
 
@@ -205,18 +212,11 @@ class VerticalSchedule:
         self._check_order(one, number)
         one.pause()
         self._note_buffers(number)
-        if one.segments.number == 0:
-            one.segments.begin()
-        if not torch.is_grad_enabled():
-            return None
         return one.segments.enter((args, kwargs))
 
     def _leave_block(self, one: _MicroBatch, number: int, output: Any) -> Any:
         one.next_block = number + 1
         self._check_buffers(one, number)
-        if not torch.is_grad_enabled():
-            one.segments.begin()
-            return None
         found = one.segments.leave(output)
         self._check_params(one, number + 1)
         return found
@@ -309,6 +309,13 @@ class VerticalSchedule:
             if unit is not None and unit is not own and not unit.is_root:
                 name = self._names[param]
                 raise self._refuse(one, f"{self._place(segment)} uses {name} of {unit!r}, too")
+            is_hooked = bool(one.segments.params(segment)[param]._backward_hooks)
+            if param in one.segments.partial and is_hooked:
+                raise self._refuse(
+                    one,
+                    f"{self._place(segment)} and code behind it use {self._names[param]}, on which "
+                    "a hook would change each part of its gradient",
+                )
 
     def _note_buffers(self, number: int) -> None:
         if self._has_common_buffers:
@@ -329,12 +336,23 @@ class VerticalSchedule:
                 "the next micro-batch with broadcast_buffers",
             )
 
+    def _check_attributes(self, one: _MicroBatch) -> None:
+        """Refuse tensors left in modules for later: another micro-batch would find them."""
+        if self._attributes is None:
+            return
+        if (name := self._attributes.find_changed()) is not None:
+            raise self._refuse(
+                one,
+                f"{self._place(one.segments.number)} or code in front of it leaves a tensor in the "
+                f"attribute {name}, where another micro-batch would find it",
+            )
+
     def _crossing(self, one: _MicroBatch, error: CrossingError) -> AccumulationScheduleError:
+        maker = "another micro-batch" if error.segment is None else self._place(error.segment)
         return self._refuse(
             one,
-            f"{self._place(one.segments.number)} uses a tensor with gradients that "
-            f"{self._place(error.segment)} computed, and neither was given it as an argument nor "
-            "as what the block before returned",
+            f"{self._place(one.segments.number)} uses a tensor that needs a gradient and that "
+            f"{maker} computed, but was not given it as an argument",
         )
 
     def _refuse(self, one: _MicroBatch, why: str) -> AccumulationScheduleError:

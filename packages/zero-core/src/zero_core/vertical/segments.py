@@ -7,9 +7,10 @@ block begins; the last, behind all blocks, is the *epilogue* with the loss. Auto
 through one segment alone if nothing in its graph leads to an earlier one. So each tensor that needs
 a gradient and goes from a segment to a later one is replaced by a *border* tensor: the same memory
 with a node of its own, `_Border`, at which backward ends and leaves the gradient. Borders are what
-a block returns, and what a block is given that was made in an earlier segment, such as a position
-bias. A tensor that reaches a later segment in another way (over an attribute, say) is found, as its
-node is older than the segment, and refused: `CrossingError`.
+a block returns, and what a block, or an operation between blocks, is given that was made in an
+earlier segment: a position bias, the input of a residual connection. A tensor that gets into a
+block in another way (over an attribute, say) is found, as its node is older than the segment, and
+refused: `CrossingError`.
 
 [Note: one order of sums]
 Autograd adds the gradients of a tensor one by one in the order in which they come: last use first.
@@ -22,35 +23,48 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from zero_core._torch import AccumulateGrad, next_sequence_number, pytree, sequence_number
+from zero_core._torch import (
+    METADATA_READS,
+    AccumulateGrad,
+    next_sequence_number,
+    pytree,
+    sequence_number,
+)
 
 
 class CrossingError(Exception):
-    """A tensor of an earlier segment is used in another way than as a block's input or output.
+    """A tensor of an earlier segment got into a block in another way than as its input.
 
     Attributes:
-        segment: the number of the segment that made it.
+        segment: the number of the segment that made it, None for one of another micro-batch.
     """
 
-    def __init__(self, segment: int) -> None:
+    def __init__(self, segment: int | None) -> None:
         super().__init__(segment)
         self.segment = segment
 
 
 class _Gradient:
-    """Gradient of a border: the sum so far."""
+    """Gradient of a border: the sum so far.
 
-    __slots__ = ("grad",)
+    Attributes:
+        grad: the sum.
+        anchor: that of the micro-batch.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("anchor", "grad")
+
+    def __init__(self, anchor: Tensor) -> None:
         self.grad: Tensor | None = None
+        self.anchor = anchor
 
 
 class _Border(torch.autograd.Function):
@@ -67,6 +81,36 @@ class _Border(torch.autograd.Function):
         if grad is not None:
             ctx.gradient.grad = grad
         return None, None, None
+
+
+class _Between(TorchFunctionMode):
+    """Between blocks, replaces what operations are given that earlier segments made."""
+
+    def __init__(self, segments: Segments) -> None:
+        super().__init__()
+        self._segments = segments
+        self._is_on = False
+
+    def begin(self) -> None:
+        self._is_on = True
+        self.__enter__()
+
+    def end(self) -> None:
+        self._is_on = False
+        if _get_current_function_mode_stack()[-1:] == [self]:  # else the model entered another one
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = (tuple(args), dict(kwargs or {}))
+        if self._is_on and func not in METADATA_READS and torch.is_grad_enabled():
+            given = self._segments.replace(given)
+        return func(*given[0], **given[1])
 
 
 class _Segment:
@@ -101,7 +145,8 @@ class Segments:
         # Borders of blocks' inputs, and what they stand for, by node and number of the output. What
         # nobody can pass to a block again is not kept.
         self._entries: dict[tuple[Any, int], tuple[weakref.ref[Tensor], Tensor]] = {}
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), device="cpu", requires_grad=True)
+        self._between = _Between(self)
 
     @property
     def number(self) -> int:
@@ -115,7 +160,11 @@ class Segments:
 
     def enter(self, inputs: Any) -> Any:
         """Return a block's nested ``inputs`` with borders for what earlier segments made."""
-        return pytree.tree_map_only(Tensor, self._enter, inputs)
+        if self.number == 0:
+            self.begin()
+        else:
+            self._between.end()
+        return self.replace(inputs) if torch.is_grad_enabled() else inputs
 
     def leave(self, output: Any) -> Any:
         """Return a block's nested ``output`` as borders. The next segment begins.
@@ -123,9 +172,21 @@ class Segments:
         Raises:
             CrossingError: see [Note: segments].
         """
-        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
-        self.close(tensors)
-        self.begin()
+        found = output
+        if torch.is_grad_enabled():
+            self.close([t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)])
+            self.begin()
+            found = self._replace_outputs(output)
+        else:
+            self.begin()
+        self._between.begin()
+        return found
+
+    def replace(self, inputs: Any) -> Any:
+        """Return nested ``inputs`` with borders for what earlier segments made."""
+        return pytree.tree_map_only(Tensor, self._enter, inputs)
+
+    def _replace_outputs(self, output: Any) -> Any:
         made: dict[tuple[Any, int], Tensor] = {}
 
         def replace(tensor: Tensor) -> Tensor:
@@ -163,7 +224,7 @@ class Segments:
     def _put_border(self, tensor: Tensor) -> Tensor:
         number = self._number_of(tensor.grad_fn)
         self._search(number, [tensor.grad_fn])
-        gradient = _Gradient()
+        gradient = _Gradient(self._anchor)
         self._segments[number].sources.append((get_gradient_edge(tensor), gradient))
         border: Tensor = _Border.apply(self._anchor, tensor.detach(), gradient)
         return border
@@ -185,6 +246,8 @@ class Segments:
             if isinstance(node, AccumulateGrad):
                 segment.params[id(node.variable)] = node.variable
             elif isinstance(node, _BORDER):
+                if node.gradient.anchor is not self._anchor:
+                    raise CrossingError(None)
                 segment.borders[node] = node.gradient
             elif self._is_earlier(node, number):
                 raise CrossingError(self._number_of(node))
@@ -211,7 +274,7 @@ class Segments:
         """
         segment = self._segments[number]
         self._segments[number] = _Segment(segment.start)
-        self._entries.clear()
+        self._entries.clear()  # the forward has ended
         roots: list[Any] = [] if loss is None else [loss]
         grads: list[Tensor | None] = [None] * len(roots)
         for edge, gradient in segment.sources:
