@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.errors import AccumulationScheduleError
-from zero_core.testing import SimulatedRanks, run_alone, run_on_processes, seeded, simulate
+from zero_core.testing import (
+    SimulatedRanks,
+    late_device,
+    run_alone,
+    run_on_processes,
+    seeded,
+    simulate,
+)
 
 WIDTH = 8
 
@@ -560,3 +567,36 @@ def test_auto_chooses_where_gathers_are_saved_and_says_so(further, chosen, caplo
 
 def _build(ranks: SimulatedRanks, config: dict[str, Any]) -> None:
     zero_core.build(_Plain(), config, process_group=ranks)
+
+
+def _train_on(ranks: Any, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    engine = zero_core.build(_Plain(), config, process_group=ranks)
+    losses = [
+        engine.train_batch([x.to(engine.device) for x in _inputs(step, ranks.rank)])
+        for step in range(3)
+    ]
+    return [loss.item() for loss in losses], engine.full_state_dict()
+
+
+def _train_on_late_device(world_size: int) -> None:
+    late_device.load()
+    for seed, further in enumerate(
+        (
+            {},
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            {"zero_optimization": {"stage": 1}},
+        )
+    ):
+        config = _config() | further
+        expected = simulate(_train_on, world_size, config)
+        late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
+        config |= {"accumulation_schedule": "vertical"}
+        found = simulate(_train_on, world_size, config, device="late")
+        for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
+            assert losses == exact_losses
+            torch.testing.assert_close(values, exact_values, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bits_on_an_accelerator_are_those_of_the_cpu(world_size):
+    run_alone(_train_on_late_device, world_size)
