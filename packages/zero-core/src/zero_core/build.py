@@ -52,6 +52,7 @@ from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.states import StateAccess
+from zero_core.vertical.choice import ScheduleChoice
 from zero_core.vertical.schedule import VerticalSchedule
 from zero_core.watch.place import OUTSIDE
 from zero_core.watch.under_way import under_way
@@ -246,10 +247,13 @@ def build(
         modules = [module for _, module, _ in found.units]
         installed = hooks.install(runtime, modules, resolved, found.experts)
         vertical = None
+        choice = None
         wanted = resolved.accumulation_schedule
-        if wanted == "auto":
-            chosen = "vertical" if resolved.is_vertical else "horizontal"
-            _log.info("accumulation_schedule: auto chose %s", chosen)
+        if is_training and wanted == "auto":
+            if resolved.is_vertical:
+                choice = ScheduleChoice(control, ranks.device)
+            else:
+                _log.info("accumulation_schedule: auto chose horizontal: no gather would be saved")
         if is_training and (wanted == "vertical" or resolved.is_vertical):
             blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
             vertical = VerticalSchedule(blocks, runtime, train, state)
@@ -287,6 +291,7 @@ def build(
                 copies=copies,
                 patches=patches,
                 vertical=vertical,
+                choice=choice,
             )
         else:
             engine = ShardedModel(parts)

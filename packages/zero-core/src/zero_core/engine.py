@@ -11,7 +11,7 @@ between is in `zero_core.runtime.runtime` (gather and reduce) and in the state t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -44,6 +44,7 @@ from zero_core.step.invariance import InvarianceCheck
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.replicas import check_replicas
 from zero_core.step.seeds import MicroBatchSeeds
+from zero_core.vertical.choice import ScheduleChoice
 from zero_core.vertical.random_numbers import RandomStates
 from zero_core.vertical.schedule import VerticalSchedule
 from zero_core.watch.heartbeat import HeartbeatFile
@@ -66,11 +67,12 @@ class Engine(ShardedModel):
         copies: MemoryCheckpoints | None = None,
         patches: PatchWriter,
         vertical: VerticalSchedule | None = None,
+        choice: ScheduleChoice | None = None,
     ) -> None:
         """Called by `zero_core.build`.
 
         ``seeds`` are there with ``world_size_invariant``, ``copies`` with ``memory_checkpoint``,
-        ``vertical`` if the accumulation schedule is that or may become it.
+        ``vertical`` if the accumulation schedule is that or may become it, and ``choice`` then.
         """
         super().__init__(parts)
         if parts.config.check_replicas_every and updates_in_backward(parts.config):
@@ -90,6 +92,7 @@ class Engine(ShardedModel):
         self._snapshots = copies
         self._patches = patches
         self._vertical = vertical
+        self._choice = choice
         self._random = RandomStates(self.device)
         if copies is not None:
             self.remove_at_end([copies])
@@ -216,14 +219,24 @@ class Engine(ShardedModel):
         if len(found) < steps:
             raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
         compute = compute_loss or self._loss_of
-        with self._random.kept():
-            if self._is_vertical:
-                losses = self._run_vertically(found, compute, over)
-            else:
-                losses = self._run_horizontally(found, compute, over)
+        with self._random.kept(), nullcontext() if self._choice is None else self._choice.timed():
+            losses = self._run_micro_batches(found, compute, over)
             self._end_micro_step(client_state)
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()
+
+    def _run_micro_batches(
+        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None
+    ) -> list[Tensor]:
+        if not self._is_vertical:
+            return self._run_horizontally(batches, compute, over)
+        try:
+            return self._run_vertically(batches, compute, over)
+        except AccumulationScheduleError as error:
+            if self._choice is None:
+                raise
+            self._choice.refuse(str(error))
+            return self._run_horizontally(batches, compute, over)
 
     def _run_vertically(
         self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None
@@ -265,10 +278,11 @@ class Engine(ShardedModel):
 
     @property
     def _is_vertical(self) -> bool:
-        return self._vertical is not None and self.gradient_accumulation_steps > 1
+        is_wanted = self._vertical is not None and self.gradient_accumulation_steps > 1
+        return is_wanted and (self._choice is None or self._choice.is_vertical)
 
     def _check_horizontal(self, call: str) -> None:
-        if self._is_vertical and self.config.accumulation_schedule == "vertical":
+        if self._is_vertical and self._choice is None:
             raise AccumulationScheduleError(
                 f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
                 "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
