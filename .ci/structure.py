@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "runtime": {"watch", "tiled", "sharded", "comm", "layout", "config"},
     "optim": {"config", "layout", "comm"},
     "step": {"watch", "runtime", "optim", "sharded", "comm", "layout", "config"},
+    "vertical": {"runtime", "optim", "sharded", "comm", "layout", "config"},
     "checkpoint": {"sharded", "optim", "step", "comm", "layout", "config"},
     "init": {"layout", "comm", "sharded"},
     "record": {"watch", "step", "optim", "sharded", "comm", "layout", "config"},

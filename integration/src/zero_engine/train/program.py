@@ -3,8 +3,9 @@
 The copy still imports data, settings, metrics and artifacts from `zero_engine.train`, and ranks and
 memory from `zero_engine`, which stays installed.
 
-Everything that concerns ZeRO is in six calls: `zero_core.build`, then ``engine(...)``,
-``engine.backward``, ``engine.step``, ``engine.async_save`` and ``engine.resume``.
+Everything that concerns ZeRO is in five calls: `zero_core.build`, then ``engine(...)``,
+``engine.train_batch``, ``engine.async_save`` and ``engine.resume``. ``train_batch`` runs backward
+and the update, so that ``accumulation_schedule`` may choose the order of a step's work.
 The model is an ordinary transformers model and knows nothing of it.
 
 Start it with ``zero-engine train``, which runs it under torchrun on every rank.
@@ -292,18 +293,23 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
         yet. It is exact, so that the mean over all ranks does not depend on how many there are.
     """
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
-    for micro_step in range(engine.gradient_accumulation_steps):
-        ids = corpus.batch(
-            step * engine.gradient_accumulation_steps + micro_step,
+    first = step * engine.gradient_accumulation_steps
+    batches = (
+        corpus.batch(
+            first + micro_step,
             rank=engine.rank,
             world_size=engine.world_size,
             micro_batch_size=engine.train_micro_batch_size_per_gpu,
         ).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-        engine.backward(loss)
-        # Updates the weights after the last micro-batch, counts the others.
-        engine.step(client_state={"step": step + 1})
-        total += loss.detach()
+        for micro_step in range(engine.gradient_accumulation_steps)
+    )
+
+    def compute_loss(ids: Tensor) -> Tensor:
+        loss: Tensor = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        total.add_(loss.detach())
+        return loss
+
+    engine.train_batch(batches, compute_loss, client_state={"step": step + 1})
     return total
 
 

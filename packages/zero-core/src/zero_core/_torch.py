@@ -309,6 +309,22 @@ def autocast_source(tensor: Tensor) -> Tensor | None:
     return source if source.device == cast.device else None
 
 
+AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""Node of a leaf in autograd's graph; ``variable`` is the leaf."""
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node of autograd's graph: it grows with each node of a thread."""
+    return int(node._sequence_nr())
+
+
+def next_sequence_number() -> int:
+    """Return a number that this thread's nodes so far are below, and later ones are not."""
+    with torch.enable_grad():
+        node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
+    return sequence_number(node)
+
+
 def cast_floats(inputs: Any, dtype: torch.dtype | None) -> Any:
     """Cast floating tensors in nested ``inputs`` to ``dtype``, or none of them if it is None."""
     if dtype is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,8 +52,12 @@ from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.states import StateAccess
+from zero_core.vertical.choice import ScheduleChoice
+from zero_core.vertical.schedule import VerticalSchedule
 from zero_core.watch.place import OUTSIDE
 from zero_core.watch.under_way import under_way
+
+_log = logging.getLogger(__name__)
 
 
 @overload
@@ -241,6 +246,18 @@ def build(
         )
         modules = [module for _, module, _ in found.units]
         installed = hooks.install(runtime, modules, resolved, found.experts)
+        vertical = None
+        choice = None
+        wanted = resolved.accumulation_schedule
+        if is_training and wanted == "auto":
+            if resolved.is_vertical:
+                choice = ScheduleChoice(control, ranks.device)
+            else:
+                _log.info("accumulation_schedule: auto chose horizontal: no gather would be saved")
+        if is_training and (wanted == "vertical" or resolved.is_vertical):
+            blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
+            vertical = VerticalSchedule(blocks, runtime, train, state)
+            installed += vertical.handles
         copies = None
         if is_training and resolved.memory_checkpoint is not None:
             copies = make_memory_checkpoints(
@@ -273,6 +290,8 @@ def build(
                 seeds=seeds,
                 copies=copies,
                 patches=patches,
+                vertical=vertical,
+                choice=choice,
             )
         else:
             engine = ShardedModel(parts)

@@ -10,8 +10,9 @@ between is in `zero_core.runtime.runtime` (gather and reduce) and in the state t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,8 +28,14 @@ from zero_core.checkpoint.patches.document import WeightPatch
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
-from zero_core.errors import CheckpointError, ConfigError, UnusedParameterError
+from zero_core.errors import (
+    AccumulationScheduleError,
+    CheckpointError,
+    ConfigError,
+    UnusedParameterError,
+)
 from zero_core.plugins import REPORTS, load_part
+from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import Recorder, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
@@ -38,6 +45,9 @@ from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.replicas import check_replicas
 from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.speculation import updates_in_backward
+from zero_core.vertical.choice import ScheduleChoice
+from zero_core.vertical.random_numbers import RandomStates
+from zero_core.vertical.schedule import VerticalSchedule
 from zero_core.watch.heartbeat import HeartbeatFile
 
 
@@ -57,10 +67,13 @@ class Engine(ShardedModel):
         seeds: MicroBatchSeeds | None = None,
         copies: MemoryCheckpoints | None = None,
         patches: PatchWriter,
+        vertical: VerticalSchedule | None = None,
+        choice: ScheduleChoice | None = None,
     ) -> None:
         """Called by `zero_core.build`.
 
-        ``seeds`` are there with ``world_size_invariant``, ``copies`` with ``memory_checkpoint``.
+        ``seeds`` are there with ``world_size_invariant``, ``copies`` with ``memory_checkpoint``,
+        ``vertical`` if the accumulation schedule is that or may become it, and ``choice`` then.
         """
         super().__init__(parts)
         if parts.config.check_replicas_every and updates_in_backward(parts.config):
@@ -79,6 +92,9 @@ class Engine(ShardedModel):
         self._heartbeat = HeartbeatFile()
         self._snapshots = copies
         self._patches = patches
+        self._vertical = vertical
+        self._choice = choice
+        self._random = RandomStates(self.device)
         if copies is not None:
             self.remove_at_end([copies])
         self.remove_at_end([optimizer.guard])
@@ -108,7 +124,11 @@ class Engine(ShardedModel):
 
         A plain ``loss.backward()`` works too, except with fp16; it doesn't divide by the
         accumulation steps. Every rank must run it; ``kwargs`` go to `torch.Tensor.backward`.
+
+        Raises:
+            AccumulationScheduleError: with the vertical schedule: `train_batch` runs backward.
         """
+        self._check_horizontal("backward()")
         with self.place.during("backward"):
             self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -127,7 +147,12 @@ class Engine(ShardedModel):
             CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
+            AccumulationScheduleError: with the vertical schedule: `train_batch` steps.
         """
+        self._check_horizontal("step()")
+        self._end_micro_step(client_state)
+
+    def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:
         self._device_states.check("step()")
         if not self.is_gradient_accumulation_boundary():
             self._train.end_micro_step()
@@ -151,6 +176,118 @@ class Engine(ShardedModel):
             )
         if self._snapshots is not None:
             self._snapshots.start(client_state or {})
+
+    def train_batch(
+        self,
+        batches: Iterable[Any],
+        compute_loss: MicroBatchLoss | None = None,
+        *,
+        over: int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Run one step: forward and backward of all its micro-batches, and the update.
+
+        As DeepSpeed's method of the name. The key ``accumulation_schedule`` sets the order of the
+        work, which changes no bit: see `zero_core.vertical.schedule`. Every rank must call it.
+        Torch's generators are seeded for each micro-batch, from torch's seed and the number of the
+        micro-step, and restored at the end.
+
+        Args:
+            batches: ``gradient_accumulation_steps`` micro-batches are taken from it.
+            compute_loss: computes the loss of one, by one call of the engine. With the vertical
+                schedule it runs on another thread, so contexts such as `torch.autocast` must be
+                entered within it. None: a micro-batch is the keyword arguments of the model (a
+                mapping) or its positional ones (a tuple or list, or a tensor alone), and the loss
+                is what the model returns, or its entry "loss".
+            over: as in `backward`.
+            client_state: as in `step`.
+
+        Returns:
+            The mean of the losses, 0-dim, fp32 or wider, without gradient.
+
+        Raises:
+            ValueError: there are fewer micro-batches than a step has.
+            RuntimeError: as `step` and `backward`, in the middle of a step, or within ``no_sync``.
+            AccumulationScheduleError: the model cannot be computed with the vertical schedule.
+        """
+        accumulation, steps = self._train.accumulation, self.gradient_accumulation_steps
+        if accumulation.count or accumulation.override is not None or not self._runtime.should_sync:
+            raise RuntimeError(
+                "train_batch() runs a whole step: call it after step(), outside of no_sync(), and "
+                "without set_gradient_accumulation_boundary()"
+            )
+        found = list(islice(batches, steps))
+        if len(found) < steps:
+            raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
+        compute = compute_loss or self._loss_of
+        with self._random.kept(), nullcontext() if self._choice is None else self._choice.timed():
+            losses = self._run_micro_batches(found, compute, over)
+            self._end_micro_step(client_state)
+        wide = torch.promote_types(losses[0].dtype, torch.float32)
+        return torch.stack(losses).to(wide).mean()
+
+    def _run_micro_batches(
+        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None
+    ) -> list[Tensor]:
+        if not self._is_vertical:
+            return self._run_horizontally(batches, compute, over)
+        try:
+            return self._run_vertically(batches, compute, over)
+        except AccumulationScheduleError as error:
+            if self._choice is None:
+                raise
+            self._choice.refuse(str(error))
+            return self._run_horizontally(batches, compute, over)
+
+    def _run_vertically(
+        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None
+    ) -> list[Tensor]:
+        def scaled(batch: Any) -> tuple[Tensor, Tensor]:
+            loss = compute(batch)
+            return loss, self.scale(loss, over=over)
+
+        assert self._vertical is not None
+        with self.place.during("train_batch()"):
+            return self._vertical.run(batches, scaled)
+
+    def _run_horizontally(
+        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None
+    ) -> list[Tensor]:
+        losses = []
+        for number, batch in enumerate(batches):
+            if number:
+                self._end_micro_step(None)
+            self._random.seed(torch.initial_seed(), self.micro_steps)
+            loss = compute(batch)
+            with self.place.during("backward"):
+                self.scale(loss, over=over).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return losses
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        if isinstance(batch, Mapping):
+            output = self(**batch)
+        else:
+            output = self(*(batch if isinstance(batch, tuple | list) else (batch,)))
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"train_batch: the model returned {type(output).__name__}, expected a loss, or a "
+                'mapping with "loss": give compute_loss'
+            )
+        return loss
+
+    @property
+    def _is_vertical(self) -> bool:
+        is_wanted = self._vertical is not None and self.gradient_accumulation_steps > 1
+        return is_wanted and (self._choice is None or self._choice.is_vertical)
+
+    def _check_horizontal(self, call: str) -> None:
+        if self._is_vertical and self._choice is None:
+            raise AccumulationScheduleError(
+                f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
+                "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
+            )
 
     def _update(self) -> None:
         """Update the parameters, or skip the step on all ranks."""
@@ -211,6 +348,7 @@ class Engine(ShardedModel):
         `idle_backward` and `step`: the counterpart of one forward, backward and step elsewhere. It
         updates this rank's part of the parameters.
         """
+        self._check_horizontal("idle_step()")
         self.idle_backward(over=over)
         self.step()
 

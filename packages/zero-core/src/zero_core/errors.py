@@ -45,6 +45,13 @@ class PatchGapError(CheckpointError):
     """
 
 
+class AccumulationScheduleError(ZeroError, RuntimeError):
+    """A model or a program cannot be computed with the vertical schedule.
+
+    The message names the block and the cause.
+    """
+
+
 class EvaluationOnlyError(ZeroError, RuntimeError, AttributeError):
     """A member of a training engine was used on one that was built for evaluation."""
 

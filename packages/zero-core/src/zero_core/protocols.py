@@ -768,6 +768,13 @@ class ParamTierFactory(Protocol):
         """
 
 
+class MicroBatchLoss(Protocol):
+    """Computes the loss of one micro-batch, for `zero_core.Engine.train_batch`."""
+
+    def __call__(self, batch: Any, /) -> Tensor:
+        """Return the loss of ``batch``, 0-dim."""
+
+
 class AdamKernel(Protocol):
     """One pass over flat host memory: gradient in, master and moments updated, copy out.
 

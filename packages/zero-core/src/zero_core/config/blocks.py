@@ -462,6 +462,9 @@ class Config(_Block):
     train_batch_size: PositiveInt
     train_micro_batch_size_per_gpu: PositiveInt
     gradient_accumulation_steps: PositiveInt
+    accumulation_schedule: Literal["horizontal", "vertical", "auto"] = "horizontal"
+    """Order in which ``train_batch`` computes a step's micro-batches: one after the other, or all
+    through each unit in turn. Not in DeepSpeed's configuration."""
     zero_optimization: ZeroConfig = ZeroConfig()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
@@ -521,6 +524,21 @@ class Config(_Block):
         if self.bf16.enabled:
             return torch.bfloat16
         return torch.float16 if self.fp16.enabled else None
+
+    @property
+    def is_vertical(self) -> bool:
+        """Whether a step's micro-batches go through each unit in turn.
+
+        With "auto": where a unit is gathered for each use (stage 3, with other ranks or offloaded
+        parameters) and recomputed, so that no more than the inputs of blocks are kept.
+        """
+        steps, zero = self.gradient_accumulation_steps, self.zero_optimization
+        if steps == 1 or self.accumulation_schedule != "auto":
+            return steps > 1 and self.accumulation_schedule == "vertical"
+        has_peers = self.train_batch_size > steps * self.train_micro_batch_size_per_gpu
+        is_moved = has_peers or zero.offload_param.device != "none"
+        block = self.activation_checkpointing
+        return zero.stage == 3 and is_moved and block is not None and block.enabled
 
     @property
     def has_bf16_masters(self) -> bool:

@@ -27,7 +27,7 @@ from zero_core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_OWN_AUTO = "zero_optimization.offload_optimizer.ratio"
+_OWN_AUTO = ("accumulation_schedule", "zero_optimization.offload_optimizer.ratio")
 """Key at which "auto" is a value of this engine's own."""
 
 _BF16_MOMENTS = {"state_dtype": "bfloat16"}
@@ -241,7 +241,7 @@ def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_auto(block: Mapping[str, Any], *path: str) -> None:
     for key, value in block.items():
         place = _name_path((*path, key))
-        if isinstance(value, str) and value == "auto" and place != _OWN_AUTO:
+        if isinstance(value, str) and value == "auto" and place not in _OWN_AUTO:
             raise ConfigError(
                 f'{place}: "auto" is filled in by the Hugging Face integration; '
                 "give a value here or leave the key out"

@@ -71,6 +71,11 @@ class Accumulation:
         """Whether the current micro-step is the last one of its step."""
         return self.count + 1 >= self.steps if self.override is None else self.override
 
+    def enter_micro_step(self, number: int) -> None:
+        """Go to micro-step ``number`` of the current step, from 0 on, forward or back."""
+        self.micro_steps += number - self.count
+        self.count = number
+
     def end_micro_step(self) -> None:
         """Count a micro-step. At a boundary, start a new step."""
         self.count = 0 if self.is_boundary() else self.count + 1

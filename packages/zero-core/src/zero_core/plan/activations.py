@@ -67,16 +67,31 @@ class Trace:
         forward: operators of forward by unit. What is computed between units counts to the root
             before the first block, and to the last unit after it.
         backward: operators of backward, recomputation not included; None if it was not traced.
+        kept_bytes: of what is recomputed, inputs of blocks and what is saved in front of them.
+        border_bytes: the largest input of a block.
+        epilogue_bytes: of what is saved, that behind the blocks.
     """
 
     saved_bytes: int
     recomputed_bytes: int
     forward: Mapping[int, Pass]
     backward: Pass | None
+    kept_bytes: int = 0
+    border_bytes: int = 0
+    epilogue_bytes: int = 0
 
     def nbytes(self, config: Config) -> int:
-        """Return the bytes that a configuration saves."""
-        return self.recomputed_bytes if is_recomputed(config) else self.saved_bytes
+        """Return the bytes that a configuration saves.
+
+        With the vertical schedule those of all micro-batches, and a gradient of each between two
+        blocks. The code behind the blocks, and recomputed blocks, run for one at a time.
+        """
+        is_again = is_recomputed(config)
+        whole = self.recomputed_bytes if is_again else self.saved_bytes
+        if not config.is_vertical:
+            return whole
+        each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
+        return whole - each + config.gradient_accumulation_steps * (each + self.border_bytes)
 
     def code_bytes(self) -> int:
         """Return the bytes of code that a CPU compiles for matrix products in bf16.
@@ -164,6 +179,9 @@ def trace_step(
         place.recomputed_bytes + casts,
         {unit: Pass(calls) for unit, calls in operators.take().items()},
         _trace_backward(output, weights, operators),
+        place.kept_bytes,
+        place.border_bytes,
+        place.epilogue_bytes,
     )
 
 
@@ -199,6 +217,8 @@ class _Place:
         # Alive, so that no address is used again.
         self._inputs: dict[int, torch.UntypedStorage] = {}
         self._saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the first one's unit
+        self._is_behind = False  # all blocks
+        self._epilogue: set[int] = set()  # of what is saved, behind the blocks
 
     def save(self, tensor: Tensor) -> Tensor:
         """Note a tensor that is saved: the hook of autograd."""
@@ -206,6 +226,8 @@ class _Place:
         if number in self._known:
             self.weights.add(number)
         else:
+            if number not in self._saved and self._is_behind:
+                self._epilogue.add(number)
             self._saved.setdefault(number, (self.unit, tensor.untyped_storage()))
         return tensor
 
@@ -224,6 +246,24 @@ class _Place:
         inputs = sum(storage.nbytes() for storage in self._inputs.values())
         return inputs + by_unit.total() + max(of_blocks, default=0)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of inputs of blocks, and of what is saved in front of all blocks."""
+        inputs = sum(storage.nbytes() for storage in self._inputs.values())
+        return inputs + sum(
+            storage.nbytes()
+            for number, (unit, storage) in self._saved.items()
+            if unit == 0 and number not in self._inputs
+        )
+
+    @property
+    def border_bytes(self) -> int:
+        return max((storage.nbytes() for storage in self._inputs.values()), default=0)
+
+    @property
+    def epilogue_bytes(self) -> int:
+        return sum(self._saved[number][1].nbytes() for number in self._epilogue)
+
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Follow a forward by hooks on the blocks."""
@@ -236,7 +276,8 @@ class _Place:
             self.unit = index_of[module]
 
         def leave(module: nn.Module, *_: Any) -> None:
-            self.unit = self._last if index_of[module] == max(self._blocks) else index_of[module]
+            self._is_behind = index_of[module] == max(self._blocks)
+            self.unit = self._last if self._is_behind else index_of[module]
 
         index_of = {module: index for index, module in self._blocks.items()}
         handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in index_of]

@@ -151,6 +151,7 @@ class Forecast:
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": self._further_shard_bytes(),
             "parameter gradient": self._largest_gradient_bytes(),
+            "gradients of tied weights": self._tied_gradient_bytes(),
             # Buffers grow to the longest message there has been.
             **collectives_memory(
                 footprints.collectives(config, world_size, ranks_per_node, is_worst_case=True),
@@ -429,6 +430,15 @@ class Forecast:
         params = (p for p in self._layout.params if p.is_trainable)
         return max((p.numel * p.dtype.itemsize for p in params), default=0)
 
+    def _tied_gradient_bytes(self) -> int:
+        """Return the bytes of gradients that wait for a part that comes at the end of backward."""
+        if not self._config.is_vertical:
+            return 0
+        root = {slot.param for s in self._layout.units[0].segments for slot in s.slots}
+        params = ((n, p) for n, p in enumerate(self._layout.params) if p.is_trainable and p.aliases)
+        tied = sum(p.numel * p.dtype.itemsize for n, p in params if n in root)
+        return self._config.gradient_accumulation_steps * tied
+
 
 def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
     """Return how often the segment's parameters are gathered in one optimizer step."""
@@ -437,7 +447,8 @@ def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:
         return int(stage > 0 and segment.is_trainable)
     # The root and the tail stay, and backward begins with the last block.
     is_once = segment.unit == 0 or segment.unit >= layout.last_block
-    return config.gradient_accumulation_steps * (1 if is_once else 2)
+    passes = 1 if config.is_vertical else config.gradient_accumulation_steps
+    return passes * (1 if is_once else 2)
 
 
 def collectives_memory(

@@ -225,7 +225,8 @@ class Planner:
         """
         config = self._changed(variant, stage, device)
         micro_steps = config.gradient_accumulation_steps
-        key = (stage, device, micro_steps, variant.is_quantized, variant.placement)
+        how = (micro_steps, config.is_vertical, variant.is_quantized, variant.placement)
+        key = (stage, device, *how)
         if key not in self._forecasts:
             self._forecasts[key] = Forecast(
                 self._drawn,

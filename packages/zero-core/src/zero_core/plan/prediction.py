@@ -8,6 +8,9 @@ updates in backward where nothing can cancel the step (`zero_core.step.gradient`
 forward waits for its update. Three steps are simulated (`zero_core.plan.schedule`), and the last
 one is taken.
 
+With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,
+and each reduces its gradient of a unit by itself.
+
 Where ranks compute on the CPU, the thread that computes copies what ranks of its node hand over.
 """
 
@@ -102,6 +105,7 @@ class StepShape:
         agree: resource and seconds of the small all-reduce.
         device_update_s: the update on the compute device.
         per_step_s: the engine's own work in a step.
+        num_together: micro-batches that go through a unit before the next one.
     """
 
     micro_steps: int
@@ -117,6 +121,7 @@ class StepShape:
     agree: tuple[str, float]
     device_update_s: float
     per_step_s: float
+    num_together: int = 1
 
 
 class Prediction:
@@ -256,8 +261,9 @@ class Prediction:
             (s, self._forecast.update_numel(s) - self._forecast.host_numel(s, ratio))
             for s in trainable
         ]
+        steps = self._config.gradient_accumulation_steps
         return StepShape(
-            micro_steps=self._config.gradient_accumulation_steps,
+            micro_steps=steps,
             last_block=self._layout.last_block,
             is_accelerated=self._is_accelerated,
             threads=self._rates.threads,
@@ -270,6 +276,7 @@ class Prediction:
             agree=self._agree_s(),
             device_update_s=self._update_s("device", own),
             per_step_s=self._rates.seconds(["step"], 1),
+            num_together=steps if self._config.is_vertical else 1,
         )
 
     def _undo_share(self, ratio: float) -> float:
@@ -327,7 +334,8 @@ class StepProgram:
         self._begun: dict[int, Work] = {}  # updates of units before the decision
         self._published: dict[int, Work] = {}  # the new values of units, where a host makes them
         self._gathers: dict[int, Work | None] = {}  # launched and not waited for
-        self._in_flight: int | None = None  # unit whose reduction is under way
+        # Unit whose reduction is under way, and whether it is the last micro-batch's.
+        self._in_flight: tuple[int, bool] | None = None
         self._reduction: Work | None = None
         self._reduced: dict[int, Work | None] = {}
 
@@ -335,9 +343,10 @@ class StepProgram:
         """Add one optimizer step, and return its last work on the thread that computes."""
         shape, first = self._shape, len(self.schedule.work)
         self._reduced.clear()
-        for number in range(shape.micro_steps):
+        num_passes = shape.micro_steps // shape.num_together
+        for number in range(num_passes):
             self._forward(is_first=number == 0)
-            self._backward(is_last=number == shape.micro_steps - 1)
+            self._backward(is_last=number == num_passes - 1)
         agreed = self._agree()
         if not shape.is_in_backward:
             for unit in reversed(range(len(self._units))):
@@ -400,12 +409,12 @@ class StepProgram:
                 if 0 < unit < len(self._units) - 1:
                     self._launch_gather(unit + 1, is_new=is_first)
             published = self._published.get(unit) if is_first else None
-            self._compute(f"forward of unit {unit}", self._units[unit].forward_s, [published])
+            seconds = shape.num_together * self._units[unit].forward_s
+            self._compute(f"forward of unit {unit}", seconds, [published])
 
     def _backward(self, *, is_last: bool) -> None:
         shape = self._shape
         is_sharded = shape.is_gathered and shape.has_sharded_params
-        is_reducing = shape.has_peers or is_last or shape.is_added_by_tier
         for unit in reversed(range(len(self._units))):
             if is_sharded and 0 < unit < shape.last_block:
                 self._launch_gather(unit, is_new=False)
@@ -414,20 +423,27 @@ class StepProgram:
                     self._launch_gather(unit - 1, is_new=False)
             elif is_sharded and unit == shape.last_block and unit > 1:
                 self._launch_gather(unit - 1, is_new=False)
-            self._compute(f"backward of unit {unit}", self._units[unit].backward_s)
-            if is_reducing:
-                self._finish_reduction(is_last=is_last)
-                time = self._units[unit].reduce
-                self._in_flight = unit
-                self._reduction = self._exchange("reduce", f"unit {unit}", time, None)
-                if not shape.has_peers:
-                    self._finish_reduction(is_last=is_last)
-        self._finish_reduction(is_last=is_last)
+            for number in range(shape.num_together):
+                self._compute(f"backward of unit {unit}", self._units[unit].backward_s)
+                self._reduce(unit, is_last=is_last and number == shape.num_together - 1)
+        self._finish_reduction()
 
-    def _finish_reduction(self, *, is_last: bool) -> None:
-        unit, self._in_flight = self._in_flight, None
-        if unit is None:
+    def _reduce(self, unit: int, *, is_last: bool) -> None:
+        """Reduce the gradient that a unit has from one micro-batch."""
+        shape = self._shape
+        if not (shape.has_peers or is_last or shape.is_added_by_tier):
             return
+        self._finish_reduction()
+        self._in_flight = unit, is_last
+        self._reduction = self._exchange("reduce", f"unit {unit}", self._units[unit].reduce, None)
+        if not shape.has_peers:
+            self._finish_reduction()
+
+    def _finish_reduction(self) -> None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
+        unit, is_last = in_flight
         time, arrived, self._reduction = self._units[unit], self._reduction, None
         if arrived is not None or time.reduce.main_s:
             self._compute(f"unit {unit}", time.reduce.main_s, [arrived], "reduce")

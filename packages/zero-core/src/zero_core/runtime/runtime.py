@@ -35,6 +35,14 @@ skips all of them. Both take the ways of a forward and a backward with data, so 
 are in one order. Gradients count as zero, and averages are divided by all ranks, as
 `torch.distributed.algorithms.Join` does for DDP with ``divide_by_initial_world_size=True``, its
 default.
+
+[Note: micro-batches in turns]
+With the vertical schedule (`zero_core.vertical`) the micro-batches of a step are one forward and
+one backward here. `begin_turns` enters the root. Each micro-batch's forward runs on a thread of its
+own, one of them at a time, and enters and leaves the root and the blocks by its hooks: a block
+stays gathered until the first of them enters the next block. In backward `enter_turn` gathers a
+unit for all of them, and `reduce_turn` reduces one micro-batch's gradient of it. Who knows which
+micro-batch has its turn is the `GradientTaker`.
 """
 
 from __future__ import annotations
@@ -43,7 +51,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +77,20 @@ class _Running(NamedTuple):
     unit: Unit
     module: nn.Module
     handled: BaseException | None
+
+
+class ForwardAbandoned(BaseException):
+    """Ends a micro-batch's forward on its thread, as that of another one has failed."""
+
+
+class GradientTaker(Protocol):
+    """Takes gradients while micro-batches have turns.
+
+    `zero_core.vertical.schedule.VerticalSchedule` is the one implementation.
+    """
+
+    def take(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
+        """Take the gradient of parameter ``position`` of a segment of ``unit``."""
 
 
 class Runtime:
@@ -138,6 +160,7 @@ class Runtime:
         self._current: Unit | None = None  # the block in use
         self._running: list[_Running] = []
         self._forward: Forward | None = None  # the one that is running with gradients
+        self._taker: GradientTaker | None = None  # while micro-batches have turns
         self._is_failing = False  # between `forward_failed` and `leave_forward`
         self._failure = 0  # id of the error that ended the last forward
         # Blocks and tail in the order in which the model's last whole forward used them, by whether
@@ -158,9 +181,12 @@ class Runtime:
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> None:
         """Gather ``unit`` for the forward of its ``module``."""
-        if unit.is_root:
+        if unit.is_root and self._taker is None:
             self.end_interrupted_forward(entering=module)
-        if not self._running:
+        if unit.is_root and self._taker is not None:
+            if self._has_sharded_params:
+                self.saved.watch_thread()
+        elif not self._running:
             if self._is_backward_open:
                 self._sink.broken()
                 self.discard()
@@ -211,6 +237,8 @@ class Runtime:
         if running and running[-1].unit is unit and running[-1].handled is error:
             return
         self._is_failing = True
+        if isinstance(error, ForwardAbandoned):
+            return  # another one was noted
         if id(error) != self._failure:  # else it has been noted of a block within
             self._failure = id(error)  # the error itself would keep its frames' tensors
             self._communicator.note_failure(f"the forward of {unit!r}", error)
@@ -241,11 +269,13 @@ class Runtime:
                     self._release_but(self._unsharded)
                     if self._unsharded and self._blocks <= self.ready & self._unsharded:
                         self.part_hooks.suspend()
+            elif unit.is_root and self._taker is not None:
+                self.saved.leave_thread()
         if unit.index == self._last_block and running:
             self._use_tail()
         # The last block stays gathered: backward begins with it.
         stays = unit.index in self._unsharded or (is_trained and unit.index == self._last_block)
-        if unit.is_block and not stays:
+        if unit.is_block and not stays and self._taker is None:
             self.release(unit)
 
     def idle_forward(self, model: nn.Module) -> None:
@@ -480,6 +510,9 @@ class Runtime:
 
     def gradient_ready(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         """Take the gradient of parameter ``position`` of a segment of ``unit``."""
+        if self._taker is not None:
+            self._taker.take(unit, grads, position, grad)
+            return
         if not self._is_backward_open:
             self.begin_backward()
         index = unit.index
@@ -573,6 +606,78 @@ class Runtime:
         self._is_backward_open = False
         self._stay_idle = set()
 
+    # -------------------------------------------------- micro-batches in turns
+
+    def begin_turns(self, model: nn.Module, taker: GradientTaker) -> None:
+        """Begin the forward of all micro-batches of a step. See [Note: micro-batches in turns].
+
+        ``model`` is the root's module. Until `end_turns` ``taker`` takes the gradients.
+        """
+        self.enter_forward(self.units[0], model)
+        self.saved.leave_thread()  # each micro-batch watches its own
+        self._experts.begin(is_whole=True)  # rounds would have to agree on micro-batches, too
+        self._taker = taker
+
+    def begin_backward_of_turns(self) -> None:
+        """Begin the backward of all micro-batches, unless it has begun."""
+        if self._is_backward_open:
+            return
+        if self._why_no_backward is not None:
+            raise RuntimeError(self._why_no_backward)
+        self.part_hooks.resume()
+        self._sink.begin_backward()
+        self._is_backward_open = True
+        self._is_reducing = False  # `reduce_turn` does
+        self.entered = None
+        self._recomputed.clear()
+        self._order.begin_backward({unit.index: 0 for unit in self.units})
+
+    def end_forward_of_turns(self) -> None:
+        """End the forward of all micro-batches."""
+        self.leave_forward(self.units[0], needs_grad=True)
+
+    def enter_turn(self, unit: Unit, *, is_used: bool) -> None:
+        """Gather a block for the backward of all micro-batches, unless no rank needs it.
+
+        ``is_used``: whether this rank's backward goes into it.
+        """
+        self._place.enter(self._backwards[unit.index])
+        if is_used or unit.index not in self._order.left_out:
+            self.entered = unit
+            if self._has_sharded_params:
+                self._use(unit, backward=True)
+
+    def begin_turn(self, unit: Unit) -> None:
+        """Begin the backward of one micro-batch through ``unit``."""
+        self._reductions.begin_unit(unit.index)
+
+    def add_in_turn(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
+        """Add the gradient that one micro-batch has of a parameter."""
+        self._reductions.finish_unit(unit.index)
+        grads.add(position, grad)
+        self._params_with_grad.add(grads.param_numbers[position])
+
+    def reduce_turn(self, unit: Unit) -> None:
+        """Reduce one micro-batch's gradient of ``unit``, which is complete."""
+        if unit.grads and self._will_reduce():
+            self._reductions.start(unit.index)
+
+    def end_turns(self) -> None:
+        """End the backward of all micro-batches."""
+        self._reductions.finish()
+        self._taker = None
+        self._order.end_backward()
+        self._place.enter("backward")
+        self.release_all()
+        self._place.enter(OUTSIDE)
+        self._is_backward_open = False
+
+    def abandon_turns(self) -> None:
+        """End turns that failed. If gradients were taken, the next forward drops them."""
+        self._taker = None
+        self.abandon_forward()
+        self.release_all()
+
     # ----------------------------------------------------------- accumulation
 
     @property
@@ -657,7 +762,7 @@ class Runtime:
     def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
         """Pass on the gradient of a segment again: that of parameter number ``param`` was set."""
         self._params_with_grad.add(param)
-        self._reductions.offer(grads)
+        self._reductions.offer(grads, is_last=self._sink.is_boundary)
 
     def discard(self) -> None:
         """Drop all gradients and start a new step.

@@ -23,6 +23,7 @@ that backward. Every rank must unpack it, as it must enter `gathered`.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -164,7 +165,8 @@ class SavedWeights:
         # The forward that is watched, and who begins its backward. What it saves holds both.
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        self._hooks: AbstractContextManager[Any] | None = None
+        # By thread, as torch's stack of hooks is the thread's own.
+        self._hooks: dict[int, AbstractContextManager[Any]] = {}
         self._is_autocast = False  # in this forward
 
     def add(self, unit: Unit, flat: FlatParams) -> None:
@@ -190,17 +192,28 @@ class SavedWeights:
         ``backward`` gathers units when autograd reads what was saved of them.
         """
         self._forward, self._backward = forward, backward
+        self.watch_thread()
+
+    def watch_thread(self) -> None:
+        """Watch what this thread's operations save for the forward that has begun."""
+        assert self._backward is not None, "begin_forward comes first"
         self._is_autocast = is_autocast_enabled()
-        unpack = partial(self._unpack, backward)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
-        self._hooks.__enter__()
+        unpack = partial(self._unpack, self._backward)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        self._hooks[threading.get_ident()] = hooks
+        hooks.__enter__()
+
+    def leave_thread(self) -> None:
+        """End `watch_thread`."""
+        hooks = self._hooks.pop(threading.get_ident(), None)
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
 
     def end_forward(self) -> None:
         """End the forward that has begun, if one has."""
         self._forward = self._backward = None  # what was saved alone keeps them alive
-        if self._hooks is not None:
-            hooks, self._hooks = self._hooks, None
-            hooks.__exit__(None, None, None)
+        self.leave_thread()
+        self._hooks.clear()  # of threads that have ended
 
     def _pack(self, tensor: Tensor) -> _Saved:
         found = None

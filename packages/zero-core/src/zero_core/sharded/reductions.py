@@ -40,8 +40,10 @@ class GradientSink(Protocol):
             RuntimeError: units have been updated already, or fp16's loss scale is missing.
         """
 
-    def add(self, grads: FlatGrads) -> bool:
+    def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
         """Take a segment's reduced gradient and offer it to the state tier.
+
+        ``is_last``: whether it is that of the last micro-step of its step.
 
         Returns:
             Whether the segment's parameters have been updated with it.
@@ -104,18 +106,30 @@ class Reductions:
         self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self._grads)
         self._sink = sink
         self._ready = ready
-        self._in_flight: tuple[FlatGrads, ...] = ()
+        # With whether they are those of the last micro-step of their step.
+        self._in_flight: tuple[tuple[FlatGrads, bool], ...] = ()
 
     def begin_backward(self) -> None:
         for grads in self._sequential:
             grads.begin_backward()
+
+    def begin_unit(self, index: int) -> None:
+        """Begin the backward of one micro-batch through a unit."""
+        for grads in self._units[index].grads:
+            if isinstance(grads, SequentialGrads):
+                grads.begin_backward()
+
+    def finish_unit(self, index: int) -> None:
+        """`finish`, if reductions of this unit are under way: more is to be added to it."""
+        if any(grads.segment.unit == index for grads, _ in self._in_flight):
+            self.finish()
 
     def start(self, index: int) -> None:
         """Start to reduce a unit, when the one before it has been reduced."""
         self.finish()
         for grads in self._units[index].grads:
             grads.reduce()
-            self._in_flight += (grads,)
+            self._in_flight += ((grads, self._sink.is_boundary),)
         if not self.has_peers:
             self.finish()
 
@@ -123,15 +137,15 @@ class Reductions:
         """Wait for the reductions under way, and offer what they bring to the sink."""
         in_flight = self._in_flight
         if in_flight:
-            for grads in in_flight:
+            for grads, is_last in in_flight:
                 grads.finish()
-                if self._sink.is_boundary or grads.plan.is_passed_on_each:
-                    self.offer(grads)
+                if is_last or grads.plan.is_passed_on_each:
+                    self.offer(grads, is_last=is_last)
             self._in_flight = ()
 
-    def offer(self, grads: FlatGrads) -> None:
+    def offer(self, grads: FlatGrads, *, is_last: bool) -> None:
         """Offer a reduced gradient to the sink. If it updates the segment, its values are stale."""
-        if self._sink.add(grads):
+        if self._sink.add(grads, is_last=is_last):
             unit = grads.segment.unit
             for flat in self._units[unit].params:
                 if flat.segment is grads.segment:
@@ -154,7 +168,7 @@ class Reductions:
 
     def discard(self) -> None:
         """Wait for the reductions under way, and drop all gradients."""
-        for grads in self._in_flight:
+        for grads, _ in self._in_flight:
             grads.finish()
         self._in_flight = ()
         for grads in self._grads:

@@ -195,30 +195,30 @@ class StepGradient:
         self._is_agreed = False
         self._changed_square_sum = None
 
-    def add(self, grads: FlatGrads) -> bool:
+    def add(self, grads: FlatGrads, *, is_last: bool) -> bool:
         self.reopen()
         index = grads.segment.index
         reduced = grads.result()
         self._grads[index] = grads
         self._tier_sums.pop(index, None)
         self._norms.pop(index, None)
-        if self.is_boundary:
+        if is_last:
             self.param_grads.open(grads)
         if reduced.norm is None:
-            return self._add_to_tier(grads, reduced.shard)
+            return self._add_to_tier(grads, reduced.shard, is_last=is_last)
         self._norms[index] = reduced.norm
         if self._is_updated_in_backward:
             grads.wait()
         grads.release(self._tier.offer_grad(self._starts[index], reduced.shard))
         return self._update_in_backward(grads)
 
-    def _add_to_tier(self, grads: FlatGrads, shard: Tensor) -> bool:
+    def _add_to_tier(self, grads: FlatGrads, shard: Tensor, *, is_last: bool) -> bool:
         """Have the tier add one micro-step's gradient. Its norm is asked for with the last one."""
         tier, index = self._accumulating_tier, grads.segment.index
         assert tier is not None, "so it was planned"
         start = self._starts[index]
-        grads.release(tier.add_grad(start, shard, is_last=self.is_boundary))
-        if not self.is_boundary:
+        grads.release(tier.add_grad(start, shard, is_last=is_last))
+        if not is_last:
             return False
         self._tier_sums[index] = tier.square_sum(start, start + shard.numel())
         return self._update_in_backward(grads)

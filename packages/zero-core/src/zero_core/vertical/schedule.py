@@ -1,0 +1,362 @@
+"""The vertical schedule of a step's micro-batches.
+
+[Note: the vertical schedule]
+The horizontal schedule runs forward and backward of one micro-batch after the other, and gathers
+each unit of a stage-3 model twice per micro-batch. Here all micro-batches go through a unit before
+the next one, so that each unit is gathered twice per step:
+
+1. Forward. Each micro-batch's forward runs on a thread of its own (`zero_core.vertical.turns`) up
+   to the first block, in the order of micro-batches. Then all run the first block, then all the
+   second one.
+2. Behind the last block, one micro-batch after the other computes its loss and goes backward to the
+   last block's output, so that the logits of one are in memory at a time.
+3. Backward goes through the last block for all micro-batches, then through the one before. What
+   blocks are given and return are the borders of `zero_core.vertical.segments`. At last it goes
+   through what precedes the blocks.
+
+Every micro-batch's gradient of a unit is reduced by itself, in the order of micro-batches, so sums
+have the bits of the horizontal schedule. A tied weight of the root gets a part of its gradient from
+the head, which waits for the embedding's part: one such gradient per micro-batch is kept.
+
+Blocks must be called in the order of the module tree, each once. Anything else is refused with an
+`AccumulationScheduleError`. So are tensors that a forward leaves in attributes of modules, which
+the first step looks for: micro-batches would find each other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zero_core._torch import is_in_backward, outside_graphs
+from zero_core.errors import AccumulationScheduleError
+from zero_core.optim.train_state import TrainState
+from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.grads import FlatGrads
+from zero_core.sharded.sharded_state import ShardedState
+from zero_core.sharded.unit import Unit
+from zero_core.vertical.attributes import TensorAttributes
+from zero_core.vertical.random_numbers import RandomStates
+from zero_core.vertical.segments import CrossingError, Segments
+from zero_core.vertical.turns import Turns
+
+
+class ScaledLoss(Protocol):
+    """Computes the loss of a micro-batch."""
+
+    def __call__(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss of ``batch``, and what backward begins with: the scaled loss."""
+
+
+class _MicroBatch(Turns):
+    """One micro-batch.
+
+    Attributes:
+        number: in the step, from 0 on.
+        segments: its graph.
+        next_block: number of the block that its forward is about to enter.
+        states: of random number generators, between its turns.
+        results: loss and scaled loss, once its forward is done.
+    """
+
+    def __init__(self, number: int, batch: Any, loss_of: ScaledLoss, device: torch.device) -> None:
+        super().__init__(f"zero_core micro-batch {number}", device)
+        self.number = number
+        self.segments = Segments()
+        self.next_block = 0
+        self.states: tuple[Tensor, ...] | None = None
+        self.results: tuple[Tensor, Tensor] | None = None
+        self._batch = batch
+        self._loss_of = loss_of
+
+    def compute(self) -> None:
+        loss, scaled = self._loss_of(self._batch)
+        self.segments.close([scaled])
+        self.results = loss.detach(), scaled
+        self._batch = None
+
+    def take_scaled_loss(self) -> Tensor:
+        assert self.results is not None
+        loss, scaled = self.results
+        self.results = loss, loss
+        return scaled
+
+
+class VerticalSchedule:
+    """Runs all micro-batches of a step. See the note at the top of this file.
+
+    Attributes:
+        handles: of the hooks on the blocks.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        runtime: Runtime,
+        train: TrainState,
+        state: ShardedState,
+    ) -> None:
+        """Hook ``modules``, those of the runtime's blocks. ``state``: the model's.
+
+        Raises:
+            AccumulationScheduleError: the model has no blocks.
+        """
+        if not runtime.blocks:
+            raise AccumulationScheduleError(
+                "accumulation_schedule = 'vertical' needs a sequence of blocks (an nn.ModuleList "
+                f"or nn.Sequential), and {type(state.module).__name__} has none: use 'horizontal'"
+            )
+        self._model = state.module
+        self._names = state.param_names
+        self._runtime = runtime
+        self._train = train
+        self._has_common_buffers = state.control.world_size > 1 and bool(
+            state.common_buffers.by_dtype()
+        )
+        self._device = state.device
+        self._blocks = runtime.blocks
+        self._modules = tuple(modules)
+        self._versions: list[int] = []  # of the buffers of the block under way
+        self._root = runtime.units[0]
+        last = runtime.units[-1]
+        self._tail = last if last.is_tail else None
+        self._owners = {
+            id(param): (unit, grads, position)
+            for unit in runtime.units
+            for grads in unit.grads
+            for position, param in enumerate(grads.params)
+        }
+        self._random = RandomStates(state.device)
+        self._attributes: TensorAttributes | None = TensorAttributes(state.module)
+        self._running: _MicroBatch | None = None  # the forward that has its turn
+        # Backward: the micro-batch, and the unit that its gradients are of; the prologue's is the
+        # root.
+        self._turn: tuple[_MicroBatch, Unit | None] | None = None
+        self.handles: list[Any] = []
+        for number, module in enumerate(modules):
+            self._hook(number, module)
+
+    def _hook(self, number: int, module: nn.Module) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._running is None or is_in_backward():
+                return None
+            return self._enter_block(self._running, number, args, kwargs)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            if self._running is None or is_in_backward():
+                return None
+            return self._leave_block(self._running, number, output)
+
+        self.handles += [
+            module.register_forward_pre_hook(outside_graphs(enter), prepend=True, with_kwargs=True),
+            module.register_forward_hook(outside_graphs(leave)),
+        ]
+
+    # ---------------------------------------------------------------- forward
+
+    def run(self, batches: Sequence[Any], loss_of: ScaledLoss) -> list[Tensor]:
+        """Run forward and backward of one step's micro-batches, and return their losses.
+
+        ``loss_of`` is called once for each, on another thread. The step's last micro-step is under
+        way then.
+
+        Raises:
+            AccumulationScheduleError: blocks are not called one after another.
+        """
+        all_ = [
+            _MicroBatch(number, batch, loss_of, self._device)
+            for number, batch in enumerate(batches)
+        ]
+        self._runtime.begin_turns(self._model, self)
+        try:
+            if self._attributes is not None:
+                self._attributes.note()
+            for number in range(len(self._blocks)):
+                for one in all_:
+                    self._advance(one)
+                    self._check_place(one, number)
+            self._run_epilogues(all_)
+            self._run_backward(all_)
+            self._runtime.end_turns()
+            self._attributes = None  # the model's code has been seen
+        except BaseException:
+            for one in all_:
+                one.abandon()
+            self._running = self._turn = None
+            self._train.accumulation.enter_micro_step(0)
+            self._runtime.abandon_turns()
+            raise
+        return [one.results[0] for one in all_ if one.results is not None]
+
+    def _advance(self, one: _MicroBatch) -> None:
+        """Run a micro-batch's forward to its next block, or to its end."""
+        accumulation = self._train.accumulation
+        accumulation.enter_micro_step(one.number)
+        if one.states is None:
+            self._random.seed(torch.initial_seed(), accumulation.micro_steps)
+        else:
+            self._random.set(one.states)
+        self._running = one
+        try:
+            one.advance()
+        except CrossingError as error:
+            raise self._crossing(one, error) from None
+        self._check_attributes(one)
+        self._running = None  # after an error it goes on until it is abandoned
+        one.states = self._random.get()
+
+    def _enter_block(self, one: _MicroBatch, number: int, args: Any, kwargs: Any) -> Any:
+        self._check_order(one, number)
+        one.pause()
+        self._note_buffers(number)
+        return one.segments.enter((args, kwargs))
+
+    def _leave_block(self, one: _MicroBatch, number: int, output: Any) -> Any:
+        one.next_block = number + 1
+        self._check_buffers(one, number)
+        found = one.segments.leave(output)
+        self._check_params(one, number + 1)
+        return found
+
+    def _run_epilogues(self, all_: Sequence[_MicroBatch]) -> None:
+        """Compute each loss, and go backward from it to what the last block returned."""
+        for one in all_:
+            self._advance(one)
+            self._runtime.begin_backward_of_turns()
+            self._go_backward(one, len(self._blocks) + 1, self._tail, one.take_scaled_loss())
+        self._runtime.end_forward_of_turns()
+
+    # --------------------------------------------------------------- backward
+
+    def _run_backward(self, all_: Sequence[_MicroBatch]) -> None:
+        """Go backward through the blocks, and then through what precedes them."""
+        for number in range(len(self._blocks) - 1, -1, -1):
+            is_used = any(one.segments.needs_backward(number + 1) for one in all_)
+            self._runtime.enter_turn(self._blocks[number], is_used=is_used)
+            for one in all_:
+                self._go_backward(one, number + 1, self._blocks[number])
+        for one in all_:
+            self._go_backward(one, 0, self._root)
+
+    def _go_backward(
+        self, one: _MicroBatch, segment: int, unit: Unit | None, loss: Tensor | None = None
+    ) -> None:
+        """Go backward through one segment of a micro-batch, and reduce its gradient of ``unit``."""
+        self._check_params(one, segment)
+        self._train.accumulation.enter_micro_step(one.number)
+        self._turn = one, unit
+        if unit is not None:
+            self._runtime.begin_turn(unit)
+        one.segments.backward(segment, loss)
+        if unit is self._root:
+            for param, grad in one.segments.partial.items():
+                self._runtime.add_in_turn(*self._owners[param], grad)
+            one.segments.partial.clear()
+        self._turn = None
+        if unit is not None:
+            self._runtime.reduce_turn(unit)
+
+    def take(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
+        """Take the gradient of parameter ``position`` of a segment of ``unit``."""
+        assert self._turn is not None, "a gradient comes within a backward"
+        one, own = self._turn
+        param = id(grads.params[position])
+        if unit is own:
+            one.segments.partial.pop(param, None)
+            self._runtime.add_in_turn(unit, grads, position, grad)
+        else:  # of the root: `_check_params`
+            one.segments.partial[param] = grad
+
+    # ----------------------------------------------------------------- checks
+
+    def _unit_of(self, segment: int) -> Unit | None:
+        """Return the unit whose gradients a segment's backward brings."""
+        if segment == 0:
+            return self._root
+        return self._tail if segment > len(self._blocks) else self._blocks[segment - 1]
+
+    def _place(self, segment: int) -> str:
+        """Name a segment in messages."""
+        if segment == 0:
+            return "the code before the blocks"
+        if segment > len(self._blocks):
+            return "the code behind the blocks"
+        return repr(self._blocks[segment - 1])
+
+    def _check_order(self, one: _MicroBatch, number: int) -> None:
+        expected = one.next_block
+        if number == expected:
+            return
+        found = repr(self._blocks[number])
+        if number < expected:
+            why = f"{found} is called again after {self._blocks[expected - 1]!r}"
+        else:
+            why = f"{found} is called before {self._blocks[expected]!r}"
+        raise self._refuse(one, f"{why}, and each block must be called once, in their order")
+
+    def _check_place(self, one: _MicroBatch, number: int) -> None:
+        if one.is_done:
+            raise self._refuse(one, f"its forward ended without a call of {self._blocks[number]!r}")
+
+    def _check_params(self, one: _MicroBatch, segment: int) -> None:
+        """Refuse parameters whose gradient would not be whole when their unit's is reduced."""
+        own = self._unit_of(segment)
+        for param in one.segments.params(segment):
+            unit = self._owners[param][0] if param in self._owners else None
+            if unit is not None and unit is not own and not unit.is_root:
+                name = self._names[param]
+                raise self._refuse(one, f"{self._place(segment)} uses {name} of {unit!r}, too")
+            is_hooked = bool(one.segments.params(segment)[param]._backward_hooks)
+            if param in one.segments.partial and is_hooked:
+                raise self._refuse(
+                    one,
+                    f"{self._place(segment)} and code behind it use {self._names[param]}, on which "
+                    "a hook would change each part of its gradient",
+                )
+
+    def _note_buffers(self, number: int) -> None:
+        if self._has_common_buffers:
+            self._versions = [b._version for b in self._modules[number].buffers()]
+
+    def _check_buffers(self, one: _MicroBatch, number: int) -> None:
+        """Refuse a block that changes buffers, which ranks exchange between two micro-batches."""
+        if not self._has_common_buffers:
+            return
+        buffers = list(self._modules[number].named_buffers())
+        changed = [
+            name for (name, b), v in zip(buffers, self._versions, strict=True) if b._version != v
+        ]
+        if changed:
+            raise self._refuse(
+                one,
+                f"{self._blocks[number]!r} changes its buffer {changed[0]}, which is rank 0's in "
+                "the next micro-batch with broadcast_buffers",
+            )
+
+    def _check_attributes(self, one: _MicroBatch) -> None:
+        """Refuse tensors left in modules for later: another micro-batch would find them."""
+        if self._attributes is None:
+            return
+        if (name := self._attributes.find_changed()) is not None:
+            raise self._refuse(
+                one,
+                f"{self._place(one.segments.number)} or code in front of it leaves a tensor in the "
+                f"attribute {name}, where another micro-batch would find it",
+            )
+
+    def _crossing(self, one: _MicroBatch, error: CrossingError) -> AccumulationScheduleError:
+        maker = "another micro-batch" if error.segment is None else self._place(error.segment)
+        return self._refuse(
+            one,
+            f"{self._place(one.segments.number)} uses a tensor that needs a gradient and that "
+            f"{maker} computed, but was not given it as an argument",
+        )
+
+    def _refuse(self, one: _MicroBatch, why: str) -> AccumulationScheduleError:
+        return AccumulationScheduleError(
+            f"rank {self._runtime.rank}: accumulation_schedule = 'vertical', micro-batch "
+            f"{one.number}: {why}; use 'horizontal' for this model"
+        )

@@ -1,0 +1,297 @@
+"""Autograd's graph of one micro-batch, cut where blocks begin and end.
+
+[Note: segments]
+A *segment* is what a micro-batch computes from the end of one block to the end of the next: the
+model's code between them, and the block. The first is the *prologue*, which ends where the first
+block begins; the last, behind all blocks, is the *epilogue* with the loss. Autograd can go backward
+through one segment alone if nothing in its graph leads to an earlier one. So each tensor that needs
+a gradient and goes from a segment to a later one is replaced by a *border* tensor: the same memory
+with a node of its own, `_Border`, at which backward ends and leaves the gradient. Borders are what
+a block returns, and what a block, or an operation between blocks, is given that was made in an
+earlier segment: a position bias, the input of a residual connection. A tensor that gets into a
+block in another way (over an attribute, say) is found, as its node is older than the segment, and
+refused: `CrossingError`.
+
+[Note: one order of sums]
+Autograd adds the gradients of a tensor one by one in the order in which they come: last use first.
+A border that several segments use, or a parameter (a tied weight), gets parts of its gradient in
+several backwards. Each of these begins with the sum so far as the gradient of one more root, to
+which the engine of autograd adds what comes, one by one. So the sum has the bits of one backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from zero_core._torch import (
+    METADATA_READS,
+    AccumulateGrad,
+    next_sequence_number,
+    pytree,
+    sequence_number,
+)
+
+
+class CrossingError(Exception):
+    """A tensor of an earlier segment got into a block in another way than as its input.
+
+    Attributes:
+        segment: the number of the segment that made it, None for one of another micro-batch.
+    """
+
+    def __init__(self, segment: int | None) -> None:
+        super().__init__(segment)
+        self.segment = segment
+
+
+class _Gradient:
+    """Gradient of a border: the sum so far.
+
+    Attributes:
+        grad: the sum.
+        anchor: that of the micro-batch.
+    """
+
+    __slots__ = ("anchor", "grad")
+
+    def __init__(self, anchor: Tensor) -> None:
+        self.grad: Tensor | None = None
+        self.anchor = anchor
+
+
+class _Border(torch.autograd.Function):
+    """Returns the values as a tensor whose backward ends here, and leaves its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gradient = gradient
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+        if grad is not None:
+            ctx.gradient.grad = grad
+        return None, None, None
+
+
+class _Between(TorchFunctionMode):
+    """Between blocks, replaces what operations are given that earlier segments made."""
+
+    def __init__(self, segments: Segments) -> None:
+        super().__init__()
+        self._segments = segments
+        self._is_on = False
+
+    def begin(self) -> None:
+        self._is_on = True
+        self.__enter__()
+
+    def end(self) -> None:
+        self._is_on = False
+        if _get_current_function_mode_stack()[-1:] == [self]:  # else the model entered another one
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = (tuple(args), dict(kwargs or {}))
+        if self._is_on and func not in METADATA_READS and torch.is_grad_enabled():
+            given = self._segments.replace(given)
+        return func(*given[0], **given[1])
+
+
+class _Segment:
+    """What one segment's backward begins with, and what it may add to.
+
+    Attributes:
+        start: `sequence_number` of its first node.
+        sources: the tensors that it made and that borders were put behind, without their memory.
+        borders: the borders in its graph, by their nodes.
+        params: the parameters in its graph, by id.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.sources: list[tuple[GradientEdge, _Gradient]] = []
+        self.borders: dict[Any, _Gradient] = {}
+        self.params: dict[int, Tensor] = {}
+
+
+class Segments:
+    """The segments of one micro-batch. The prologue is number 0, block n of 0, 1, ... is n + 1.
+
+    All methods but `backward` and `params` are called on the thread that computes the forward.
+
+    Attributes:
+        partial: gradients of parameters of which more is to come, by id.
+    """
+
+    def __init__(self) -> None:
+        self.partial: dict[int, Tensor] = {}
+        self._segments = [_Segment(0)]
+        # Borders of blocks' inputs, and what they stand for, by node and number of the output. What
+        # nobody can pass to a block again is not kept.
+        self._entries: dict[tuple[Any, int], tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._anchor = torch.zeros((), device="cpu", requires_grad=True)
+        self._between = _Between(self)
+
+    @property
+    def number(self) -> int:
+        """Number of the segment under way."""
+        return len(self._segments) - 1
+
+    def begin(self) -> None:
+        """End the segment under way and begin the next one."""
+        self._segments.append(_Segment(next_sequence_number()))
+        self._entries = {k: (ref, b) for k, (ref, b) in self._entries.items() if ref() is not None}
+
+    def enter(self, inputs: Any) -> Any:
+        """Return a block's nested ``inputs`` with borders for what earlier segments made."""
+        if self.number == 0:
+            self.begin()
+        else:
+            self._between.end()
+        return self.replace(inputs) if torch.is_grad_enabled() else inputs
+
+    def leave(self, output: Any) -> Any:
+        """Return a block's nested ``output`` as borders. The next segment begins.
+
+        Raises:
+            CrossingError: see [Note: segments].
+        """
+        found = output
+        if torch.is_grad_enabled():
+            self.close([t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)])
+            self.begin()
+            found = self._replace_outputs(output)
+        else:
+            self.begin()
+        self._between.begin()
+        return found
+
+    def replace(self, inputs: Any) -> Any:
+        """Return nested ``inputs`` with borders for what earlier segments made."""
+        return pytree.tree_map_only(Tensor, self._enter, inputs)
+
+    def _replace_outputs(self, output: Any) -> Any:
+        made: dict[tuple[Any, int], Tensor] = {}
+
+        def replace(tensor: Tensor) -> Tensor:
+            if not self._needs_border(tensor):
+                return tensor
+            key = (tensor.grad_fn, tensor.output_nr)
+            if key not in made:
+                made[key] = self._put_border(tensor)
+            return made[key]
+
+        return pytree.tree_map_only(Tensor, replace, output)
+
+    def close(self, results: Iterable[Tensor]) -> None:
+        """Search the graph of the segment under way from its ``results`` on.
+
+        Raises:
+            CrossingError: see [Note: segments].
+        """
+        nodes = [t.grad_fn for t in results if t.grad_fn is not None]
+        self._search(self.number, [n for n in nodes if not self._is_earlier(n, self.number)])
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        if not self._needs_border(tensor):
+            return tensor
+        key = (tensor.grad_fn, tensor.output_nr)
+        if key not in self._entries:
+            self._entries[key] = weakref.ref(tensor), self._put_border(tensor)
+        return self._entries[key][1]
+
+    def _needs_border(self, tensor: Tensor) -> bool:
+        node = tensor.grad_fn
+        is_made = node is not None and not isinstance(node, _BORDER)
+        return is_made and self._is_earlier(node, self.number)
+
+    def _put_border(self, tensor: Tensor) -> Tensor:
+        number = self._number_of(tensor.grad_fn)
+        self._search(number, [tensor.grad_fn])
+        gradient = _Gradient(self._anchor)
+        self._segments[number].sources.append((get_gradient_edge(tensor), gradient))
+        border: Tensor = _Border.apply(self._anchor, tensor.detach(), gradient)
+        return border
+
+    def _number_of(self, node: Any) -> int:
+        """Number of the segment that made ``node``."""
+        starts = [segment.start for segment in self._segments]
+        return bisect_right(starts, sequence_number(node)) - 1
+
+    def _is_earlier(self, node: Any, number: int) -> bool:
+        return sequence_number(node) < self._segments[number].start
+
+    def _search(self, number: int, nodes: list[Any]) -> None:
+        """Note borders and parameters in the graph of segment ``number`` from ``nodes`` on."""
+        segment = self._segments[number]
+        seen, left = set(nodes), list(nodes)
+        while left:
+            node = left.pop()
+            if isinstance(node, AccumulateGrad):
+                segment.params[id(node.variable)] = node.variable
+            elif isinstance(node, _BORDER):
+                if node.gradient.anchor is not self._anchor:
+                    raise CrossingError(None)
+                segment.borders[node] = node.gradient
+            elif self._is_earlier(node, number):
+                raise CrossingError(self._number_of(node))
+            else:
+                for following, _ in node.next_functions:
+                    if following is not None and following not in seen:
+                        seen.add(following)
+                        left.append(following)
+
+    # --------------------------------------------------------------- backward
+
+    def params(self, number: int) -> dict[int, Tensor]:
+        """Parameters that segment ``number`` computes with, by id."""
+        return self._segments[number].params
+
+    def needs_backward(self, number: int) -> bool:
+        """Whether a gradient has come to what segment ``number`` made."""
+        return any(gradient.grad is not None for _, gradient in self._segments[number].sources)
+
+    def backward(self, number: int, loss: Tensor | None = None) -> None:
+        """Go backward through one segment, later ones first. Its graph is freed.
+
+        ``loss`` is what the epilogue computed.
+        """
+        segment = self._segments[number]
+        self._segments[number] = _Segment(segment.start)
+        self._entries.clear()  # the forward has ended
+        roots: list[Any] = [] if loss is None else [loss]
+        grads: list[Tensor | None] = [None] * len(roots)
+        for edge, gradient in segment.sources:
+            if gradient.grad is not None:
+                roots.append(edge)
+                grads.append(gradient.grad)
+        if not roots:
+            return
+        for node, gradient in segment.borders.items():  # [Note: one order of sums]
+            if gradient.grad is not None:
+                roots.append(GradientEdge(node, 0))
+                grads.append(gradient.grad)
+        for key, param in segment.params.items():
+            if key in self.partial:
+                roots.append(get_gradient_edge(param))
+                grads.append(self.partial[key])
+        torch.autograd.backward(roots, grads)
+
+
+_BORDER = type(_Border.apply(torch.zeros((), requires_grad=True), torch.zeros(()), None).grad_fn)
