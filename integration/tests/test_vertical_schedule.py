@@ -177,6 +177,7 @@ OFFLOADS: list[dict[str, Any]] = [
     {},
     {"offload_optimizer": {"device": "cpu", "ratio": 1.0}},
     {"offload_optimizer": {"device": "cpu", "ratio": 0.4}},
+    {"offload_optimizer": {"device": "cpu", "ratio": 1.0, "update_in_backward": True}},
     {"offload_optimizer": {"device": "nvme", "ratio": 1.0}},
 ]
 
