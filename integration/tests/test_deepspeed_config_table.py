@@ -145,6 +145,7 @@ EXAMPLES: dict[str, Any] = {
     "seed": 3,
     "broadcast_buffers": True,
     "check_grad_overflow": False,
+    "accumulation_schedule": "vertical",
     "world_size_invariant": True,
     "name_waits_within_s": 30.0,
     "collective_timeout_s": 60.0,

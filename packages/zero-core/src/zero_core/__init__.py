@@ -15,6 +15,7 @@ from zero_core.checkpoint.pretrained import Loaded, load_pretrained
 from zero_core.config import Config, load_config
 from zero_core.engine import Engine
 from zero_core.errors import (
+    AccumulationScheduleError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointFailedError,
@@ -38,6 +39,7 @@ from zero_core.runtime.device_states import StatePart
 from zero_core.sharded_model import ShardedModel, engine_of
 
 __all__ = [
+    "AccumulationScheduleError",
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointFailedError",

@@ -40,7 +40,7 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.unit import Unit
 from zero_core.vertical.attributes import TensorAttributes
 from zero_core.vertical.random_numbers import RandomStates
-from zero_core.vertical.segments import CrossingError, Segments
+from zero_core.vertical.segments import SegmentCrossing, Segments
 from zero_core.vertical.turns import Turns
 
 
@@ -202,7 +202,7 @@ class VerticalSchedule:
         self._running = one
         try:
             one.advance()
-        except CrossingError as error:
+        except SegmentCrossing as error:
             raise self._crossing(one, error) from None
         self._check_attributes(one)
         self._running = None  # after an error it goes on until it is abandoned
@@ -347,7 +347,7 @@ class VerticalSchedule:
                 f"attribute {name}, where another micro-batch would find it",
             )
 
-    def _crossing(self, one: _MicroBatch, error: CrossingError) -> AccumulationScheduleError:
+    def _crossing(self, one: _MicroBatch, error: SegmentCrossing) -> AccumulationScheduleError:
         maker = "another micro-batch" if error.segment is None else self._place(error.segment)
         return self._refuse(
             one,

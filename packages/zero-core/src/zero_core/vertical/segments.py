@@ -10,7 +10,7 @@ with a node of its own, `_Border`, at which backward ends and leaves the gradien
 a block returns, and what a block, or an operation between blocks, is given that was made in an
 earlier segment: a position bias, the input of a residual connection. A tensor that gets into a
 block in another way (over an attribute, say) is found, as its node is older than the segment, and
-refused: `CrossingError`.
+refused: `SegmentCrossing`.
 
 [Note: one order of sums]
 Autograd adds the gradients of a tensor one by one in the order in which they come: last use first.
@@ -40,7 +40,7 @@ from zero_core._torch import (
 )
 
 
-class CrossingError(Exception):
+class SegmentCrossing(Exception):
     """A tensor of an earlier segment got into a block in another way than as its input.
 
     Attributes:
@@ -170,7 +170,7 @@ class Segments:
         """Return a block's nested ``output`` as borders. The next segment begins.
 
         Raises:
-            CrossingError: see [Note: segments].
+            SegmentCrossing: see [Note: segments].
         """
         found = output
         if torch.is_grad_enabled():
@@ -203,7 +203,7 @@ class Segments:
         """Search the graph of the segment under way from its ``results`` on.
 
         Raises:
-            CrossingError: see [Note: segments].
+            SegmentCrossing: see [Note: segments].
         """
         nodes = [t.grad_fn for t in results if t.grad_fn is not None]
         self._search(self.number, [n for n in nodes if not self._is_earlier(n, self.number)])
@@ -247,10 +247,10 @@ class Segments:
                 segment.params[id(node.variable)] = node.variable
             elif isinstance(node, _BORDER):
                 if node.gradient.anchor is not self._anchor:
-                    raise CrossingError(None)
+                    raise SegmentCrossing(None)
                 segment.borders[node] = node.gradient
             elif self._is_earlier(node, number):
-                raise CrossingError(self._number_of(node))
+                raise SegmentCrossing(self._number_of(node))
             else:
                 for following, _ in node.next_functions:
                     if following is not None and following not in seen:
