@@ -309,8 +309,13 @@ def autocast_source(tensor: Tensor) -> Tensor | None:
     return source if source.device == cast.device else None
 
 
-AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """Node of a leaf in autograd's graph; ``variable`` is the leaf."""
+
+
+def function_modes() -> list[Any]:
+    """Return the modes of torch functions that are entered, the innermost last."""
+    return list(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 def sequence_number(node: Any) -> int:

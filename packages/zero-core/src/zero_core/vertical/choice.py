@@ -41,13 +41,13 @@ class ScheduleChoice:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Time one step, while schedules are tried. Every rank must enter it."""
-        if self._is_made:
+        if self._has_chosen():
             yield
             return
         self._synchronize()
         began = perf_counter()
         yield
-        if self._is_made:  # by `refuse`
+        if self._has_chosen():  # by `refuse`
             return
         self._synchronize()
         if self._num_steps >= _NUM_WARM_UP:
@@ -62,6 +62,9 @@ class ScheduleChoice:
         """Stay with the horizontal schedule, as the vertical one cannot be used."""
         _log.warning("accumulation_schedule: auto chose horizontal: %s", why)
         self.is_vertical, self._is_made = False, True
+
+    def _has_chosen(self) -> bool:
+        return self._is_made
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from zero_core._torch import (
     METADATA_READS,
     AccumulateGrad,
+    function_modes,
     next_sequence_number,
     pytree,
     sequence_number,
@@ -77,7 +78,7 @@ class _Border(torch.autograd.Function):
         return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
         if grad is not None:
             ctx.gradient.grad = grad
         return None, None, None
@@ -93,12 +94,12 @@ class _Between(TorchFunctionMode):
 
     def begin(self) -> None:
         self._is_on = True
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         self._is_on = False
-        if _get_current_function_mode_stack()[-1:] == [self]:  # else the model entered another one
-            self.__exit__(None, None, None)
+        if function_modes()[-1:] == [self]:  # else the model entered another one
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -226,7 +227,8 @@ class Segments:
         self._search(number, [tensor.grad_fn])
         gradient = _Gradient(self._anchor)
         self._segments[number].sources.append((get_gradient_edge(tensor), gradient))
-        border: Tensor = _Border.apply(self._anchor, tensor.detach(), gradient)
+        values = tensor.detach()
+        border: Tensor = _Border.apply(self._anchor, values, gradient)  # type: ignore[no-untyped-call]
         return border
 
     def _number_of(self, node: Any) -> int:
@@ -294,4 +296,7 @@ class Segments:
         torch.autograd.backward(roots, grads)
 
 
-_BORDER = type(_Border.apply(torch.zeros((), requires_grad=True), torch.zeros(()), None).grad_fn)
+_OF_NOTHING: Tensor = _Border.apply(  # type: ignore[no-untyped-call]
+    torch.zeros((), requires_grad=True), torch.zeros(()), None
+)
+_BORDER: Any = type(_OF_NOTHING.grad_fn)
