@@ -451,6 +451,17 @@ class _HookedTwice(_Plain):
         return super().forward(x) + self.first.weight.square().mean()
 
 
+class _DropoutHookedTwice(_Dropout):
+    """As `_HookedTwice`, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda grad: grad * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.first.weight.square().mean()
+
+
 class _BlockReadsAnother(_Plain):
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -585,12 +596,24 @@ def test_auto_tries_both_schedules_and_says_which_one_it_chose(caplog):
 
 
 def _falls_back(ranks: SimulatedRanks) -> None:
-    for kind in (_CalledAgain, _HookedTwice):  # seen in forward, and at the end of backward
+    for kind in (_CalledAgain, _HookedTwice):  # seen within a forward, and when it has ended
         models = kind(), kind()
         expected = _train(models[0], _config(), ranks)
         found = _train(models[1], _config(accumulation_schedule="auto"), ranks)
         assert found[0] == expected[0]
         torch.testing.assert_close(found[1], expected[1], rtol=0.0, atol=0.0)
+
+
+def _falls_back_with_dropout(ranks: SimulatedRanks) -> None:
+    models = _DropoutHookedTwice(), _DropoutHookedTwice()
+    expected = _train(models[0], _config(), ranks)
+    found = _train(models[1], _config(accumulation_schedule="auto"), ranks)
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], rtol=0.0, atol=0.0)
+
+
+def test_step_draws_the_same_numbers_after_auto_refused_the_vertical_schedule():
+    run_on_processes(_falls_back_with_dropout, 2)
 
 
 def test_auto_stays_horizontal_where_blocks_are_no_sequence(caplog):

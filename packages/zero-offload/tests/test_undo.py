@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support import ReferenceKernel, Space, assert_same, group_of, make_tier, offer, snapshot
 from torch import optim
 
+from zero_offload.errors import OffloadError
 from zero_offload.memory.ring import ALIGNMENT, HostRing, RingSpan
 from zero_offload.tiers.twin import TwinTier
 
@@ -27,13 +28,13 @@ TIMEOUT_S = 120.0
 )
 @settings(deadline=None)
 def test_spans_of_a_ring_lie_in_it_and_apart(capacity: int, calls: list[int]) -> None:
-    """A negative number gives back the span so many places from the end."""
+    """A negative number frees the span so many places from the end."""
     ring = HostRing(capacity)
     held: list[RingSpan] = []
     for call in calls:
         if call < 0:
             if len(held) >= -call:
-                ring.give_back(held.pop(call))
+                ring.free(held.pop(call))
             continue
         span = ring.take(call)
         if span is None:
@@ -66,11 +67,13 @@ def counts(tier: TwinTier) -> tuple[int, int]:
     return sum(r.num_kept for r in reports), sum(r.num_undone for r in reports)
 
 
-def _tiers(**block: Any) -> tuple[tuple[Space, TwinTier], tuple[Space, TwinTier]]:
+def _tiers(
+    dtype: torch.dtype = torch.float32, **block: Any
+) -> tuple[tuple[Space, TwinTier], tuple[Space, TwinTier]]:
     """Return a tier that speculates, after a step, and a plain one."""
     made = []
     for _ in range(2):
-        space = Space(dtype=block.pop("dtype", torch.float32))
+        space = Space(dtype=dtype)
         tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceKernel(), **block)
         made.append((space, tier))
     assert made[0][1].enable_undo()
@@ -82,9 +85,16 @@ def _tiers(**block: Any) -> tuple[tuple[Space, TwinTier], tuple[Space, TwinTier]
 
 
 NUMEL = sum(Space.sizes)
+BLOCKS: list[dict[str, Any]] = [
+    {},
+    {"state_dtype": "int8"},
+    {"ratio": 0.5},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "state_dtype": "bfloat16"},
+]
 
 
-@pytest.mark.parametrize("block", [{}, {"state_dtype": "int8"}, {"ratio": 0.5}])
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize(("scale", "is_kept"), [(1.0, True), (0.25, False)])
 def test_a_step_goes_on_with_what_was_begun_or_undoes_it(
     block: dict[str, Any], scale: float, is_kept: bool
@@ -180,7 +190,7 @@ def test_a_decision_that_comes_in_the_middle_leaves_the_rest_to_the_step(
     assert kernel.reached.wait(TIMEOUT_S)
     stepping = threading.Thread(target=lambda: tier.step(GROUPS, PIECES, grad_scale=scale))
     stepping.start()
-    stepping.join(0.05)
+    stepping.join(TIMEOUT_S if scale == 1.0 else 0.05)
     assert stepping.is_alive() == (scale != 1.0), "only an undo waits for the chunk under way"
     kernel.gate.set()
     stepping.join(TIMEOUT_S)
@@ -210,11 +220,27 @@ def test_updates_of_torch_and_in_a_file_cannot_be_undone(tmp_path: Any) -> None:
         tier.speculate(GROUPS, [0], grad_scale=1.0)
 
 
-def test_an_error_of_an_update_that_was_begun_ends_the_tier() -> None:
-    (space, tier), _ = _tiers()
-    begin(tier, space, 1)
-    tier.step(GROUPS, PIECES, grad_scale=1.0)
-    tier.wait_params(0, space.numel)
+def test_a_step_that_is_refused_at_its_begin_changes_nothing() -> None:
+    (space, tier), (other, plain) = _tiers()
     with pytest.raises(ValueError, match="no gradient was offered"):
         tier.speculate(GROUPS, PIECES, grad_scale=1.0)
-    drain(tier)
+    assert_same(snapshot(tier, space), snapshot(plain, other))
+    assert counts(tier) == (0, 0)
+
+
+class FailingKernel(ReferenceKernel):
+    def adam_step(self, *args: Any, **kwargs: Any) -> None:
+        raise ArithmeticError("broken on purpose")
+
+
+def test_an_error_of_an_update_that_was_begun_ends_the_tier() -> None:
+    space = Space()
+    tier = make_tier(space, optim.AdamW, GROUPS, kernel=FailingKernel())
+    assert tier.enable_undo()
+    begin(tier, space, 0)
+    with pytest.raises(OffloadError, match="broken on purpose"):
+        drain(tier)
+    with pytest.raises(OffloadError, match="broken on purpose"):
+        tier.read_state("exp_avg", 0, 5)
+    with pytest.raises(OffloadError, match="broken on purpose"):
+        tier.step(GROUPS, PIECES, grad_scale=1.0)

@@ -292,7 +292,7 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
         The sum of the losses of this rank's micro-batches: 0-dim, float64, on the device, not read
         yet. It is exact, so that the mean over all ranks does not depend on how many there are.
     """
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    losses: list[Tensor] = []
     first = step * engine.gradient_accumulation_steps
     batches = (
         corpus.batch(
@@ -306,11 +306,13 @@ def take_step(engine: zero_core.Engine, corpus: Corpus, step: int) -> Tensor:
 
     def compute_loss(ids: Tensor) -> Tensor:
         loss: Tensor = engine(input_ids=ids, labels=ids, use_cache=False).loss
-        total.add_(loss.detach())
+        losses.append(loss.detach())
         return loss
 
     engine.train_batch(batches, compute_loss, client_state={"step": step + 1})
-    return total
+    # "auto" computes a step again horizontally if the model refuses the vertical schedule.
+    last = losses[-engine.gradient_accumulation_steps :]
+    return torch.stack(last).to(torch.float64).sum()
 
 
 @torch.no_grad()

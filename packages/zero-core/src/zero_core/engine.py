@@ -220,27 +220,28 @@ class Engine(ShardedModel):
         if len(found) < steps:
             raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
         compute = compute_loss or self._loss_of
+        seed = torch.initial_seed()  # before a micro-batch seeds the generators
         with self._random.kept(), nullcontext() if self._choice is None else self._choice.timed():
-            losses = self._run_micro_batches(found, compute, over)
+            losses = self._run_micro_batches(found, compute, over, seed)
             self._end_micro_step(client_state)
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()
 
     def _run_micro_batches(
-        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None
+        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None, seed: int
     ) -> list[Tensor]:
         if not self._is_vertical:
-            return self._run_horizontally(batches, compute, over)
+            return self._run_horizontally(batches, compute, over, seed)
         try:
-            return self._run_vertically(batches, compute, over)
+            return self._run_vertically(batches, compute, over, seed)
         except AccumulationScheduleError as error:
             if self._choice is None:
                 raise
             self._choice.refuse(str(error))
-            return self._run_horizontally(batches, compute, over)
+            return self._run_horizontally(batches, compute, over, seed)
 
     def _run_vertically(
-        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None
+        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None, seed: int
     ) -> list[Tensor]:
         def scaled(batch: Any) -> tuple[Tensor, Tensor]:
             loss = compute(batch)
@@ -248,16 +249,16 @@ class Engine(ShardedModel):
 
         assert self._vertical is not None
         with self.place.during("train_batch()"):
-            return self._vertical.run(batches, scaled)
+            return self._vertical.run(batches, scaled, seed=seed)
 
     def _run_horizontally(
-        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None
+        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None, seed: int
     ) -> list[Tensor]:
         losses = []
         for number, batch in enumerate(batches):
             if number:
                 self._end_micro_step(None)
-            self._random.seed(torch.initial_seed(), self.micro_steps)
+            self._random.seed(seed, self.micro_steps)
             loss = compute(batch)
             with self.place.during("backward"):
                 self.scale(loss, over=over).backward()  # type: ignore[no-untyped-call]

@@ -11,8 +11,8 @@ from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import REFUSED, UNNEEDED, check_refused
 
 _ZERO = "zero_optimization"
-_OWN_AUTO = f"{_ZERO}.offload_optimizer.ratio"
-"""Where "auto" is a value of zero-core's own: the fastest ratio that fits."""
+_OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
+"""Where "auto" is a value of zero-core's own: the faster schedule, the fastest ratio that fits."""
 
 _STAGE3 = (
     "prefetch_bucket_size",
@@ -62,7 +62,7 @@ def without_auto(block: Mapping[str, Any], tell: Tell, path: str = "") -> dict[s
         where = f"{path}{key}"
         if isinstance(value, Mapping):
             kept[key] = without_auto(value, tell, f"{where}.")
-        elif value == "auto" and where != _OWN_AUTO:
+        elif value == "auto" and where not in _OWN_AUTO:
             tell(where, value, "nothing filled it in: the default holds")
         elif value is not None:
             kept[key] = value

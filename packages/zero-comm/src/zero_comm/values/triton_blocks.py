@@ -129,6 +129,7 @@ def decode_kernel(
     total = tl.load(ends_ptr + (tl.cdiv(numel.to(tl.int64), BLOCK) - 1))
     is_good = is_good & (total == codes_nbytes)
     is_coded = is_coded & is_good
+    is_raw = is_raw & is_good
 
     code = tl.zeros([BLOCKS, BLOCK], tl.uint32)
     for PLANE in tl.static_range(MAX_WIDTH):

@@ -150,6 +150,7 @@ class HostCollectives(Transport):
         self._check_subgroup(ranks)
         found = copy.copy(self)
         found._wire = self._wire.among(ranks)
+        found._coded = None  # it would send to the ranks of the whole group
         found._place(found._wire.rank, self._links.among(ranks))
         return found
 

@@ -318,10 +318,11 @@ def _unneeded(config: Config) -> dict[str, str]:
         (
             optimizer != "cpu"
             or zero.offload_optimizer.update_in_backward is False
-            or not config.can_cancel_steps,
+            or not config.can_cancel_steps
+            or config.memory_checkpoint is not None,
             "offload_optimizer.undo_buffer_size",
             "used with offload_optimizer.device 'cpu' only, where update_in_backward is not false "
-            "and a step may be clipped or cancelled",
+            "and a step may be clipped or cancelled, and without memory_checkpoint",
         ),
         (
             not has_weights,

@@ -28,7 +28,7 @@ from zero_core.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _OWN_AUTO = ("accumulation_schedule", "zero_optimization.offload_optimizer.ratio")
-"""Key at which "auto" is a value of this engine's own."""
+"""Keys at which "auto" is a value of this engine's own."""
 
 _BF16_MOMENTS = {"state_dtype": "bfloat16"}
 _BATCH = (

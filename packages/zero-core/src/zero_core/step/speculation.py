@@ -76,7 +76,9 @@ class Speculation:
         if may_speculate(config):
             if isinstance(tier, SpeculativeTier) and tier.enable_undo():
                 self.tier = tier
-                self._tell("in backward, with %d bytes of undo log on a rank", tier.undo_bytes)
+                self._log_choice(
+                    "in backward, with %d bytes of undo log on a rank", tier.undo_bytes
+                )
             elif self._is_demanded:
                 raise ConfigError(
                     "zero_optimization.offload_optimizer.update_in_backward needs updates that can "
@@ -86,7 +88,7 @@ class Speculation:
                     "kernel or another tier: leave the key out"
                 )
             else:
-                self._tell("after backward: no kernel of this optimizer can be undone")
+                self._log_choice("after backward: no kernel of this optimizer can be undone")
         self.is_on = self.tier is not None
 
     def note(self, *, is_undone: bool) -> None:
@@ -97,11 +99,13 @@ class Speculation:
         fraction = sum(self._undone) / WINDOW
         if self.is_on and fraction > MOST_UNDONE:
             self.is_on = False
-            self._tell("after backward from now on: %d%% of steps were undone", 100 * fraction)
+            self._log_choice(
+                "after backward from now on: %d%% of steps were undone", 100 * fraction
+            )
         elif not self.is_on and fraction <= FEW_UNDONE:
             self.is_on = True
-            self._tell("in backward from now on: %d%% of steps were clipped", 100 * fraction)
+            self._log_choice("in backward from now on: %d%% of steps were clipped", 100 * fraction)
 
-    def _tell(self, text: str, *values: float) -> None:
+    def _log_choice(self, text: str, *values: float) -> None:
         if self._is_logging:
             _log.info("offloaded units are updated " + text, *values)

@@ -157,11 +157,11 @@ class VerticalSchedule:
 
     # ---------------------------------------------------------------- forward
 
-    def run(self, batches: Sequence[Any], loss_of: ScaledLoss) -> list[Tensor]:
+    def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
         """Run forward and backward of one step's micro-batches, and return their losses.
 
         ``loss_of`` is called once for each, on another thread. The step's last micro-step is under
-        way then.
+        way then. ``seed``: torch's, from which those of the micro-batches follow.
 
         Raises:
             AccumulationScheduleError: blocks are not called one after another.
@@ -176,9 +176,9 @@ class VerticalSchedule:
                 self._attributes.note()
             for number in range(len(self._blocks)):
                 for one in all_:
-                    self._advance(one)
+                    self._advance(one, seed)
                     self._check_place(one, number)
-            self._run_epilogues(all_)
+            self._run_epilogues(all_, seed)
             self._run_backward(all_)
             self._runtime.end_turns()
             self._attributes = None  # the model's code has been seen
@@ -191,12 +191,12 @@ class VerticalSchedule:
             raise
         return [one.results[0] for one in all_ if one.results is not None]
 
-    def _advance(self, one: _MicroBatch) -> None:
+    def _advance(self, one: _MicroBatch, seed: int) -> None:
         """Run a micro-batch's forward to its next block, or to its end."""
         accumulation = self._train.accumulation
         accumulation.enter_micro_step(one.number)
         if one.states is None:
-            self._random.seed(torch.initial_seed(), accumulation.micro_steps)
+            self._random.seed(seed, accumulation.micro_steps)
         else:
             self._random.set(one.states)
         self._running = one
@@ -221,10 +221,11 @@ class VerticalSchedule:
         self._check_params(one, number + 1)
         return found
 
-    def _run_epilogues(self, all_: Sequence[_MicroBatch]) -> None:
+    def _run_epilogues(self, all_: Sequence[_MicroBatch], seed: int) -> None:
         """Compute each loss, and go backward from it to what the last block returned."""
         for one in all_:
-            self._advance(one)
+            self._advance(one, seed)
+            self._check_graph(one)  # a refusal comes before backward updates any unit
             self._runtime.begin_backward_of_turns()
             self._go_backward(one, len(self._blocks) + 1, self._tail, one.take_scaled_loss())
         self._runtime.end_forward_of_turns()
@@ -245,7 +246,6 @@ class VerticalSchedule:
         self, one: _MicroBatch, segment: int, unit: Unit | None, loss: Tensor | None = None
     ) -> None:
         """Go backward through one segment of a micro-batch, and reduce its gradient of ``unit``."""
-        self._check_params(one, segment)
         self._train.accumulation.enter_micro_step(one.number)
         self._turn = one, unit
         if unit is not None:
@@ -309,13 +309,21 @@ class VerticalSchedule:
             if unit is not None and unit is not own and not unit.is_root:
                 name = self._names[param]
                 raise self._refuse(one, f"{self._place(segment)} uses {name} of {unit!r}, too")
-            is_hooked = bool(one.segments.params(segment)[param]._backward_hooks)
-            if param in one.segments.partial and is_hooked:
-                raise self._refuse(
-                    one,
-                    f"{self._place(segment)} and code behind it use {self._names[param]}, on which "
-                    "a hook would change each part of its gradient",
-                )
+
+    def _check_graph(self, one: _MicroBatch) -> None:
+        """Check the parameters of all segments, once the forward has ended."""
+        later: set[int] = set()
+        for segment in range(len(self._blocks) + 1, -1, -1):
+            self._check_params(one, segment)
+            params = one.segments.params(segment)
+            for key in later & params.keys():
+                if params[key]._backward_hooks:
+                    raise self._refuse(
+                        one,
+                        f"{self._place(segment)} and code behind it use {self._names[key]}, on "
+                        "which a hook would change each part of its gradient",
+                    )
+            later |= params.keys()
 
     def _note_buffers(self, number: int) -> None:
         if self._has_common_buffers:

@@ -1,7 +1,8 @@
-"""A ring of host memory: spans are taken in order, and given back in any order.
+"""A ring of host memory: spans are taken in order and freed in any order.
 
-A span is contiguous. It ends where the memory ends or where the oldest span in use begins. What a
-span that is too long for the rest leaves free at the end is free again with that span.
+A span is contiguous. It ends where the memory ends or where the oldest span in use begins. A
+span that does not fit before the end of the memory begins at its start. The gap that it leaves is
+free again with that span.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class HostRing:
             return self._head
         return 0 if needed <= tail else None
 
-    def give_back(self, span: RingSpan) -> None:
+    def free(self, span: RingSpan) -> None:
         """Free a span. Its memory is reused once all spans before it are free."""
         span.is_free = True
         while self._spans and self._spans[0].is_free:

@@ -84,8 +84,8 @@ def undo_capacity(geometry: Geometry, num_bytes: int) -> int:
 class UndoLog:
     """Records of the tentative updates of one tier. The thread that updates uses it.
 
-    A record that an update of its elements finds is one that is to be undone: the update of the
-    step before has been published, or its record kept.
+    If an update finds a record of its elements, that record is to be undone: the step before has
+    been published, and its record dropped.
 
     Attributes:
         num_kept: elements whose tentative updates were kept so far.
@@ -142,5 +142,5 @@ class UndoLog:
         """Forget a record and return its number of elements. Its copies stay for the moment."""
         for run in record.chunk.runs:
             self._records.discard(run.start, run.stop)
-        self._ring.give_back(record.span)
+        self._ring.free(record.span)
         return sum(run.stop - run.start for run in record.chunk.runs)

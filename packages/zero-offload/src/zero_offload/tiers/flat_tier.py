@@ -465,16 +465,17 @@ class HostTier(FlatTier):
         indices, frozen = check_active(self.geometry, active), freeze_groups(groups)
         if not indices:
             return
+        # It may refuse: before there is a speculation, which must have chunks.
+        chunks = self._stepper.plan(indices, frozen, self._grads)
+        spans = spans_of(chunks)
+        for span in spans:
+            self._sums.settle(*span)
         found = self._speculation
         if found is not None and (found.groups, found.grad_scale) != (frozen, grad_scale):
             self._undo()
         if self._speculation is None:
             self._speculation = Speculation(frozen, grad_scale, self._thread.changed)
         speculation = self._speculation
-        chunks = self._stepper.plan(indices, frozen, self._grads)
-        spans = spans_of(chunks)
-        for span in spans:
-            self._sums.settle(*span)
         self._mover.close_grads()
         before = self._progress.begin_unpublished(spans)
         speculation.pieces.update(indices)
@@ -507,14 +508,15 @@ class HostTier(FlatTier):
 
     def _undo(self) -> None:
         """End the speculation, if there is one, and restore states in the background."""
-        speculation, self._speculation = self._speculation, None
+        speculation = self._speculation
         if speculation is None:
             return
         speculation.end()
-        speculation.wait()
+        speculation.wait()  # Ctrl-C may break it off: then the next call undoes
         chunks = speculation.chunks
         before = self._progress.begin_unpublished(())
         self._launch(self._quiet_job(Phase.UNDO, speculation, chunks, GradLedger(), before))
+        self._speculation = None
 
     def _settle(self) -> None:
         self._undo()

@@ -129,7 +129,7 @@ class Mover(ABC):
     @property
     @abstractmethod
     def is_full(self) -> bool:
-        """Whether `open_spans` would wait for copies up if it was called twice now."""
+        """Whether one of the next two calls of `open_spans` would wait for copies up now."""
 
     @abstractmethod
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
