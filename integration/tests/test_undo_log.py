@@ -459,3 +459,24 @@ def test_without_a_size_of_the_log_the_default_waits_for_the_decision() -> None:
     engine = zero_core.build(make_model(), config)
     assert "undo log" not in engine.memory_report()
     engine.close()
+
+
+@pytest.mark.parametrize("size", [None, 5_000])
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plan_has_the_bytes_of_the_log(dtype: str, state_dtype: str, size: int | None) -> None:
+    offload = {"undo_buffer_size": size, "state_dtype": state_dtype}
+    config = Run(dtype=dtype, offload=offload).config(is_early=True)
+    engine = zero_core.build(make_model(), config)
+    # On a CPU a plan has the host's bytes among its own.
+    memory = zero_core.plan(make_model(), config, 1, device_type="cpu").memory
+    planned = {**memory.device, **memory.host}["undo log"]
+    assert planned == engine.memory_report()["undo log"]
+    engine.close()
+
+
+def test_a_plan_refuses_what_cannot_be_undone() -> None:
+    config = Run().config(is_early=True)
+    config["optimizer"] = {"type": "Adamax", "params": {"lr": 1e-2}}
+    with pytest.raises(zero_core.ConfigError, match="updates of Adamax with these settings"):
+        zero_core.plan(make_model(), config, 1, device_type="cpu")
