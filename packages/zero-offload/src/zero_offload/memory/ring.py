@@ -1,4 +1,4 @@
-"""A ring of host memory: spans are taken in order, and given back in any order.
+"""Ring of host memory, whose spans are taken in order and freed in any order.
 
 A span is contiguous. It ends where the memory ends or where the oldest span in use begins. What a
 span that is too long for the rest leaves free at the end is free again with that span.
