@@ -154,6 +154,7 @@ def test_a_budget_holds_the_sums_of_micro_steps(budget: int, end: str, dtype: to
         resting=(),
         is_accelerated=False,
         has_kernel=False,
+        is_speculative=False,
         **keys,
     )
     ratio = form.planned_ratio([])

@@ -1,4 +1,4 @@
-"""A ring of host memory: spans are taken in order and freed in any order.
+"""Ring of host memory, whose spans are taken in order and freed in any order.
 
 A span is contiguous. It ends where the memory ends or where the oldest span in use begins. A
 span that does not fit before the end of the memory begins at its start. The gap that it leaves is

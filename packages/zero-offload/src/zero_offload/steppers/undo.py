@@ -33,7 +33,7 @@ from zero_offload.steppers.stepper import Chunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """What ends one chunk's tentative update. See [Note: tentative updates].
+    """Copies that end one chunk's tentative update. See [Note: tentative updates].
 
     Attributes:
         chunk: the chunk.
