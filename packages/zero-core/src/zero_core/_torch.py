@@ -309,7 +309,7 @@ def autocast_source(tensor: Tensor) -> Tensor | None:
     return source if source.device == cast.device else None
 
 
-AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """Node of a leaf in autograd's graph; ``variable`` is the leaf."""
 
 

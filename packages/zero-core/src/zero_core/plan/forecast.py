@@ -404,7 +404,7 @@ class Forecast:
         return max((p.numel * p.dtype.itemsize for p in params), default=0)
 
     def _tied_gradient_bytes(self) -> int:
-        """Return the bytes of gradients that wait for a part that comes at the end of backward."""
+        """Return the bytes of tied weights' gradients, whose last part ends backward."""
         if not self._config.is_vertical:
             return 0
         root = {slot.param for s in self._layout.units[0].segments for slot in s.slots}

@@ -77,7 +77,7 @@ class _Border(torch.autograd.Function):
         return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
         if grad is not None:
             ctx.gradient.grad = grad
         return None, None, None
@@ -93,12 +93,13 @@ class _Between(TorchFunctionMode):
 
     def begin(self) -> None:
         self._is_on = True
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         self._is_on = False
-        if _get_current_function_mode_stack()[-1:] == [self]:  # else the model entered another one
-            self.__exit__(None, None, None)
+        entered = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if entered[-1:] == [self]:  # else the model entered another one
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -114,7 +115,7 @@ class _Between(TorchFunctionMode):
 
 
 class _Segment:
-    """What one segment's backward begins with, and what it may add to.
+    """Start of one segment's backward, and the leaves that it may add to.
 
     Attributes:
         start: `sequence_number` of its first node.
@@ -226,8 +227,7 @@ class Segments:
         self._search(number, [tensor.grad_fn])
         gradient = _Gradient(self._anchor)
         self._segments[number].sources.append((get_gradient_edge(tensor), gradient))
-        border: Tensor = _Border.apply(self._anchor, tensor.detach(), gradient)
-        return border
+        return _put(self._anchor, tensor.detach(), gradient)
 
     def _number_of(self, node: Any) -> int:
         """Number of the segment that made ``node``."""
@@ -264,7 +264,7 @@ class Segments:
         return self._segments[number].params
 
     def needs_backward(self, number: int) -> bool:
-        """Whether a gradient has come to what segment ``number`` made."""
+        """Whether a tensor that segment ``number`` made has a gradient so far."""
         return any(gradient.grad is not None for _, gradient in self._segments[number].sources)
 
     def backward(self, number: int, loss: Tensor | None = None) -> None:
@@ -294,4 +294,14 @@ class Segments:
         torch.autograd.backward(roots, grads)
 
 
-_BORDER = type(_Border.apply(torch.zeros((), requires_grad=True), torch.zeros(()), None).grad_fn)
+def _put(anchor: Tensor, values: Tensor, gradient: _Gradient) -> Tensor:
+    border: Tensor = _Border.apply(anchor, values, gradient)  # type: ignore[no-untyped-call]
+    return border
+
+
+def _border_type() -> Any:
+    anchor = torch.zeros((), device="cpu", requires_grad=True)
+    return type(_put(anchor, torch.zeros((), device="cpu"), _Gradient(anchor)).grad_fn)
+
+
+_BORDER = _border_type()
