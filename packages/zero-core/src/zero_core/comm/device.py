@@ -14,9 +14,9 @@ additions is fixed: one tree for all stages and runs. It is that of rank order w
 node, or one rank per node.
 
 [Note: coded exchanges]
-With a codec (`zero_core.protocols.SliceCodec`) the exchange that leaves the node carries messages
-of its slices or partial sums. Ranks exchange the messages' lengths first, for which the host waits.
-The messages are decoded before the same sum.
+With a codec (`zero_core.protocols.SliceCodec`) an exchange with ranks of other nodes alone carries
+messages of its slices or partial sums. Ranks exchange the messages' lengths first, for which the
+host waits. The messages are decoded before the same sum.
 """
 
 from __future__ import annotations
@@ -99,6 +99,10 @@ def make_transport(
         )
     links = Links(ranks.size, per_node, is_ring=True, is_sequential=is_sequential)
     return DeviceCollectives(ranks.library(), links=links, queues=queues, meter=meter)
+
+
+_MESSAGE_ALIGNMENT = 16
+"""Bytes of which messages of a codec are multiples."""
 
 
 class _Scratch:
@@ -191,7 +195,22 @@ class DeviceCollectives(Transport):
         found._codec = codec
         return found
 
+    def _codes(self, dtype: torch.dtype, numel: int) -> bool:
+        """Whether slices of ``numel`` elements are sent to other nodes as messages."""
+        codec = self._codec
+        return codec is not None and self._links.codes_slices and codec.serves(dtype, numel)
+
+    def _count(self, out: Tensor, full: Tensor, *, is_added: bool = False) -> None:
+        """Count a reduction's bytes, unless they are known only once they are coded."""
+        nbytes, wide = out.numel() * full.element_size(), sum_dtype(full.dtype)
+        sent, dtype = self._links.direct(nbytes), full.dtype
+        if self._nodes is not None and not is_added:
+            sent, dtype = self._links.reduction(nbytes, out.numel() * wide.itemsize), wide
+        if not self._codes(dtype, out.numel()):
+            self._meter.add("reduce_scatter", GRADIENTS, sent)
+
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        self._count(out, full)
         # Allocated here: freed when the caller's stream has waited for the job.
         norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
@@ -207,6 +226,7 @@ class DeviceCollectives(Transport):
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """See `zero_core.protocols.AddingCollectives`. It never takes two levels."""
+        self._count(out, full, is_added=True)
         norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
 
@@ -223,26 +243,24 @@ class DeviceCollectives(Transport):
         """Return what all ranks have of this rank's slice, [ranks, n], in scratch memory."""
         received = self._scratch.take("received", full.numel(), full.dtype, full.device)
         sent = self._exchange(self._reductions, received, full, self._members)
-        per_node = self._links.ranks_per_node
-        node = self.rank // per_node
-        is_near = [rank // per_node == node for rank in range(self.world_size)]
-        near_nbytes = sum(nbytes for nbytes, near in zip(sent, is_near, strict=True) if near)
-        self._meter.add("reduce_scatter", GRADIENTS, (near_nbytes, sum(sent) - near_nbytes))
+        if sent is not None:
+            self._meter.add("reduce_scatter", GRADIENTS, (0, sent))
         return received.view(self.world_size, -1)
 
     def _exchange(
         self, library: DeviceLibrary, out: Tensor, parts: Tensor, senders: Sequence[int]
-    ) -> list[int]:
-        """All-to-all of slices, as messages if a codec serves them.
+    ) -> int | None:
+        """All-to-all of slices, as messages if they are coded.
 
-        Returns the bytes sent, by rank. ``senders`` are the ranks of ``library``, for errors.
+        Returns the bytes of these, None of slices as they are. ``senders`` are the ranks of
+        ``library``, for errors.
         """
         size, own = library.world_size, library.rank
         rows, into = parts.view(size, -1), out.view(size, -1)
         codec, numel = self._codec, rows.shape[1]
-        if codec is None or size == 1 or not codec.serves(parts.dtype, numel):
+        if codec is None or not self._codes(parts.dtype, numel):
             library.all_to_all(out, parts).wait()
-            return [rows[0].nbytes if peer != own else 0 for peer in range(size)]
+            return None
         device, most = parts.device, codec.max_nbytes(parts.dtype, numel)
         messages = self._scratch.take("messages", (size - 1) * most, torch.uint8, device)
         sent, end = [0] * size, 0
@@ -255,7 +273,7 @@ class DeviceCollectives(Transport):
         library.all_to_all(theirs, lengths).wait()
         received: list[int] = theirs.tolist()
         for sender, nbytes in zip(senders, received, strict=True):
-            if not 0 <= nbytes <= most:
+            if not 0 <= nbytes <= most or nbytes % _MESSAGE_ALIGNMENT:
                 raise CollectiveError(
                     f"rank {senders[own]} expects at most {most} bytes of a coded gradient of rank "
                     f"{sender}, which announces {nbytes}: the ranks reduce different units"
@@ -266,7 +284,7 @@ class DeviceCollectives(Transport):
             if peer != own:
                 codec.unpack(message, into[peer], sender=senders[peer])
         into[own].copy_(rows[own])
-        return sent
+        return end
 
     def _reduce_in_two_levels(
         self,
@@ -292,9 +310,10 @@ class DeviceCollectives(Transport):
         sum_slices(full.view(per_node, -1), partial, nonfinite=of_node)
         received = _typed(full, num_nodes * numel, wide)
         far_ranks = range(near.rank, self.world_size, per_node)
-        far_nbytes = sum(self._exchange(far, received, partial, far_ranks))
-        near_nbytes = (per_node - 1) * num_nodes * numel * full.element_size()
-        self._meter.add("reduce_scatter", GRADIENTS, (near_nbytes, far_nbytes))
+        far_nbytes = self._exchange(far, received, partial, far_ranks)
+        if far_nbytes is not None:
+            near_nbytes = (per_node - 1) * num_nodes * numel * full.element_size()
+            self._meter.add("reduce_scatter", GRADIENTS, (near_nbytes, far_nbytes))
         sum_slices(received.view(num_nodes, numel), out, norm)
 
     def prepare_reductions(

@@ -110,6 +110,16 @@ class Links:
         is_apart = 1 < self.ranks_per_node < self.world_size
         return self.is_ring and is_apart and not self.is_sequential
 
+    @property
+    def codes_slices(self) -> bool:
+        """Whether reductions may code what goes to other nodes.
+
+        An accelerator's library takes one way for all slices of an exchange: where slices for the
+        own node and for others travel together, none is coded.
+        """
+        is_mixed = self.is_ring and self.ranks_per_node > 1 and not self.sums_in_two_levels
+        return self.num_nodes > 1 and not is_mixed
+
     def reduction(self, slice_bytes: int, sum_bytes: int) -> tuple[int, int]:
         """A reduction's bytes. A slice of the gradient has ``slice_bytes``, a sum of such slices
         ``sum_bytes``.

@@ -318,7 +318,7 @@ class CodedSlices:
     """Exchanges coded slices with ranks of other nodes. See [Note: coded slices].
 
     Attributes:
-        codec: codes them.
+        codec: packs and unpacks the messages.
     """
 
     def __init__(self, codec: SliceCodec, wire: PeerToPeer, buffers: ExchangeBuffers) -> None:

@@ -14,7 +14,7 @@ All byte counts are per rank. The rank planned for is rank 0; all ranks are alik
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -384,29 +384,28 @@ class Forecast:
                 (s.padded_numel * communicated_dtype(s, self._config).itemsize for s in reduced),
                 default=0,
             )
-            return slices + 2 * max(self._message_bytes(), default=0)
+            return slices + 2 * max(map(self._message_bytes, reduced), default=0)
         largest: Counter[tuple[int, torch.dtype]] = Counter()
+        messages: Counter[int] = Counter()
         for unit in self._layout.units:
             trainable = [s for s in unit.segments if s.is_trainable and self._is_reduced_here(s)]
             largest |= Counter(
                 (s.padded_numel, communicated_dtype(s, self._config)) for s in trainable
             )
+            messages |= Counter(self._message_bytes(s) for s in trainable)
         slices = sum(n * numel * dtype.itemsize for (numel, dtype), n in largest.items())
-        return slices + 2 * sum(set(self._message_bytes()))
+        return slices + 2 * sum(n * nbytes for nbytes, n in messages.items())
 
-    def _message_bytes(self) -> Iterator[int]:
-        """Yield the room of the messages of each segment's coded gradient, each way."""
-        if self.collectives is None:
-            return
-        links = self._links
-        for segment in self._layout.segments:
-            dtype = communicated_dtype(segment, self._config)
-            num_messages = links.world_size - links.ranks_per_node
-            if links.sums_in_two_levels:
-                dtype, num_messages = sum_dtype(dtype), links.num_nodes - 1
-            found = self.collectives.coded_nbytes(segment.shard_numel, dtype)
-            if segment.is_trainable and found is not None:
-                yield num_messages * coded_room(found[1])
+    def _message_bytes(self, segment: Segment) -> int:
+        """Return the room of the messages of a segment's coded gradient, each way."""
+        links, dtype = self._links, communicated_dtype(segment, self._config)
+        if self.collectives is None or not links.codes_slices:
+            return 0
+        num_messages = links.world_size - links.ranks_per_node
+        if links.sums_in_two_levels:
+            dtype, num_messages = sum_dtype(dtype), links.num_nodes - 1
+        found = self.collectives.coded_nbytes(segment.shard_numel, dtype)
+        return 0 if found is None else num_messages * coded_room(found[1])
 
     def _is_reduced_here(self, segment: Segment) -> bool:
         """Whether the engine's own collective reduces the segment."""
@@ -431,7 +430,7 @@ class Forecast:
         return max((p.numel * p.dtype.itemsize for p in params), default=0)
 
     def _tied_gradient_bytes(self) -> int:
-        """Return the bytes of gradients that wait for a part that comes at the end of backward."""
+        """Return the bytes of tied weights' gradients, whose last part ends backward."""
         if not self._config.is_vertical:
             return 0
         root = {slot.param for s in self._layout.units[0].segments for slot in s.slots}

@@ -112,7 +112,9 @@ def _reduction_bytes(
     """Return the bytes of the engine's own reduction within the node and between nodes."""
 
     def coded(own: torch.dtype) -> int:
-        found = None if footprint is None else footprint.coded_nbytes(segment.shard_numel, own)
+        found = None
+        if footprint is not None and links.codes_slices:
+            found = footprint.coded_nbytes(segment.shard_numel, own)
         return _shard_bytes(segment, own) if found is None else found[0]
 
     wide = sum_dtype(dtype)

@@ -35,19 +35,18 @@ class ScheduleChoice:
         self._control = control
         self._device = device
         self._num_steps = 0
-        self._is_made = False
         self._seconds = [0.0, 0.0]  # horizontal, vertical
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Time one step, while schedules are tried. Every rank must enter it."""
-        if self._has_chosen():
+        if self._num_steps == len(_TRIED):
             yield
             return
         self._synchronize()
         began = perf_counter()
         yield
-        if self._has_chosen():  # by `refuse`
+        if self._num_steps == len(_TRIED):  # by `refuse`
             return
         self._synchronize()
         if self._num_steps >= _NUM_WARM_UP:
@@ -61,10 +60,8 @@ class ScheduleChoice:
     def refuse(self, why: str) -> None:
         """Stay with the horizontal schedule, as the vertical one cannot be used."""
         _log.warning("accumulation_schedule: auto chose horizontal: %s", why)
-        self.is_vertical, self._is_made = False, True
-
-    def _has_chosen(self) -> bool:
-        return self._is_made
+        self.is_vertical = False
+        self._num_steps = len(_TRIED)
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
@@ -73,7 +70,7 @@ class ScheduleChoice:
     def _choose(self) -> None:
         sums = torch.tensor(self._seconds, dtype=torch.float64, device=self._device)
         horizontal, vertical = (self._control.sum(sums) / self._control.world_size).tolist()
-        self.is_vertical, self._is_made = vertical < horizontal, True
+        self.is_vertical = vertical < horizontal
         if self._control.rank == 0:
             _log.info(
                 "accumulation_schedule: auto chose %s: a step took %.3g s vertically, %.3g s "

@@ -115,7 +115,7 @@ class _Between(TorchFunctionMode):
 
 
 class _Segment:
-    """What one segment's backward begins with, and what it may add to.
+    """Start of one segment's backward, and the leaves that it may add to.
 
     Attributes:
         start: `sequence_number` of its first node.
@@ -227,9 +227,7 @@ class Segments:
         self._search(number, [tensor.grad_fn])
         gradient = _Gradient(self._anchor)
         self._segments[number].sources.append((get_gradient_edge(tensor), gradient))
-        values = tensor.detach()
-        border: Tensor = _Border.apply(self._anchor, values, gradient)  # type: ignore[no-untyped-call]
-        return border
+        return _put(self._anchor, tensor.detach(), gradient)
 
     def _number_of(self, node: Any) -> int:
         """Number of the segment that made ``node``."""
@@ -266,7 +264,7 @@ class Segments:
         return self._segments[number].params
 
     def needs_backward(self, number: int) -> bool:
-        """Whether a gradient has come to what segment ``number`` made."""
+        """Whether a tensor that segment ``number`` made has a gradient so far."""
         return any(gradient.grad is not None for _, gradient in self._segments[number].sources)
 
     def backward(self, number: int, loss: Tensor | None = None) -> None:
@@ -296,7 +294,14 @@ class Segments:
         torch.autograd.backward(roots, grads)
 
 
-_OF_NOTHING: Tensor = _Border.apply(  # type: ignore[no-untyped-call]
-    torch.zeros((), requires_grad=True), torch.zeros(()), None
-)
-_BORDER: Any = type(_OF_NOTHING.grad_fn)
+def _put(anchor: Tensor, values: Tensor, gradient: _Gradient) -> Tensor:
+    border: Tensor = _Border.apply(anchor, values, gradient)  # type: ignore[no-untyped-call]
+    return border
+
+
+def _border_type() -> Any:
+    anchor = torch.zeros((), device="cpu", requires_grad=True)
+    return type(_put(anchor, torch.zeros((), device="cpu"), _Gradient(anchor)).grad_fn)
+
+
+_BORDER = _border_type()
