@@ -673,7 +673,7 @@ class Runtime:
         self._is_backward_open = False
 
     def abandon_turns(self) -> None:
-        """End turns that failed. If gradients were taken, the next forward drops them."""
+        """End turns that failed. The next forward drops gradients that they have brought."""
         self._taker = None
         self.abandon_forward()
         self.release_all()

@@ -166,7 +166,7 @@ class VerticalSchedule:
         Raises:
             AccumulationScheduleError: blocks are not called one after another.
         """
-        all_ = [
+        micro_batches = [
             _MicroBatch(number, batch, loss_of, self._device)
             for number, batch in enumerate(batches)
         ]
@@ -175,21 +175,21 @@ class VerticalSchedule:
             if self._attributes is not None:
                 self._attributes.note()
             for number in range(len(self._blocks)):
-                for one in all_:
+                for one in micro_batches:
                     self._advance(one, seed)
                     self._check_place(one, number)
-            self._run_epilogues(all_, seed)
-            self._run_backward(all_)
+            self._run_epilogues(micro_batches, seed)
+            self._run_backward(micro_batches)
             self._runtime.end_turns()
             self._attributes = None  # the model's code has been seen
         except BaseException:
-            for one in all_:
+            for one in micro_batches:
                 one.abandon()
             self._running = self._turn = None
             self._train.accumulation.enter_micro_step(0)
             self._runtime.abandon_turns()
             raise
-        return [one.results[0] for one in all_ if one.results is not None]
+        return [one.results[0] for one in micro_batches if one.results is not None]
 
     def _advance(self, one: _MicroBatch, seed: int) -> None:
         """Run a micro-batch's forward to its next block, or to its end."""
@@ -221,9 +221,9 @@ class VerticalSchedule:
         self._check_params(one, number + 1)
         return found
 
-    def _run_epilogues(self, all_: Sequence[_MicroBatch], seed: int) -> None:
+    def _run_epilogues(self, micro_batches: Sequence[_MicroBatch], seed: int) -> None:
         """Compute each loss, and go backward from it to what the last block returned."""
-        for one in all_:
+        for one in micro_batches:
             self._advance(one, seed)
             self._check_graph(one)  # a refusal comes before backward updates any unit
             self._runtime.begin_backward_of_turns()
@@ -232,14 +232,14 @@ class VerticalSchedule:
 
     # --------------------------------------------------------------- backward
 
-    def _run_backward(self, all_: Sequence[_MicroBatch]) -> None:
+    def _run_backward(self, micro_batches: Sequence[_MicroBatch]) -> None:
         """Go backward through the blocks, and then through what precedes them."""
         for number in range(len(self._blocks) - 1, -1, -1):
-            is_used = any(one.segments.needs_backward(number + 1) for one in all_)
+            is_used = any(one.segments.needs_backward(number + 1) for one in micro_batches)
             self._runtime.enter_turn(self._blocks[number], is_used=is_used)
-            for one in all_:
+            for one in micro_batches:
                 self._go_backward(one, number + 1, self._blocks[number])
-        for one in all_:
+        for one in micro_batches:
             self._go_backward(one, 0, self._root)
 
     def _go_backward(
