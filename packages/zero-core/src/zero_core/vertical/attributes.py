@@ -24,7 +24,10 @@ class TensorAttributes:
         self._before = dict(self._find())
 
     def find_changed(self) -> str | None:
-        """Return the name of an attribute whose tensors have changed since `note`, or None. Then `note`."""
+        """Return the name of an attribute whose tensors have changed since `note`, or None.
+
+        `note` is called then.
+        """
         before = self._before
         self.note()
         for name, tensors in self._before.items():
