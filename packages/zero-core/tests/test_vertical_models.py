@@ -652,3 +652,20 @@ def _train_on_late_device(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bits_on_an_accelerator_are_those_of_the_cpu(world_size):
     run_alone(_train_on_late_device, world_size)
+
+
+def _compiled() -> None:
+    for block in (None, {}):
+        found = []
+        for schedule in ("horizontal", "vertical"):
+            model = _Plain()
+            for module in model.blocks:
+                module.compile(backend="aot_eager")
+            config = _config(activation_checkpointing=block, accumulation_schedule=schedule)
+            found.append(_train(model, config, None))
+        assert found[0][0] == found[1][0]
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=0.0, atol=0.0)
+
+
+def test_bits_are_the_same_with_compiled_blocks():
+    run_alone(_compiled)
