@@ -131,7 +131,9 @@ def _details(rows: list[Any], *names: str) -> Iterator[str]:
     for row in rows:
         title = ", ".join(f"{name} {row[name]}" for name in names)
         lines = [f"- failed: `{failure}`" for failure in row["failures"]]
-        lines += [f"- skipped ({count}): {reason}" for reason, count in row["reasons"].items()]
+        lines += [
+            f"- skipped ({count}): {reason}" for reason, count in sorted(row["reasons"].items())
+        ]
         if lines:
             yield f"\n{title}:\n"
             yield from lines

@@ -30,6 +30,7 @@ SMALLER = {
     "nox -s bench -- checkpoint --threads 2 --rounds 2 --steps 5": (
         "--layers 1 --width 64 --context 16 --rounds 1 --steps 3 --folder=. --output=results"
     ),
+    "python integration/benchmarks/run.py patches --turns 60": _TIMES,
     "OMP_NUM_THREADS=1 nox -s bench -- copies --size 4x192 --steps 1 --turns 150": _TIMES,
     "OMP_NUM_THREADS=1 nox -s bench -- copies --size 4x192 --steps 1 --turns 150 --offload": _TIMES,
 }
@@ -66,7 +67,7 @@ ELSEWHERE = {
         "tests/slow/bench/test_late.py::test_every_case_has_the_bits_of_the_cpu"
     ),
     "nox -s bench -- comm": _LINK,
-    "python integration/benchmarks/run.py comm --lr 1e-5": _LINK,
+    "python integration/benchmarks/run.py comm --lr 1e-5 --ranks-per-node 2": _LINK,
     "nox -s bench -- comm --rate 200 --ranks-per-node 2 --only bare --only fsdp2"
     " --only zero-3-all": _LINK,
     "python integration/benchmarks/run.py gpu --dry-run --out DIR": (

@@ -164,6 +164,7 @@ def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> 
     assert [choice["name"] for choice in content["traffic_choices"]] == [
         "as configured",
         "zero_quantized_gradients",
+        "zero_lossless_gradients",
     ]
     assert "Traffic choices" in said
     assert content["advice"].split(":")[0] in " ".join(said.split())

@@ -32,6 +32,7 @@ ZERO_COMM_INLINE void count_escapes(const std::uint8_t* codes, int* counts) {
 // Writes `width` planes of a bit of each code, and then the bytes that have the largest code.
 ZERO_COMM_INLINE void write_planes(const std::uint8_t* codes, const std::uint8_t* tops, int width,
                                    std::uint8_t* out) {
+  if (width == 0) return;  // the only code is no escape
   const __m512i largest = _mm512_set1_epi8(static_cast<char>((1 << width) - 1));
   std::uint8_t* escapes = out + width * kBitmapNbytes;
   for (int i = 0; i < kBlock; i += 64) {

@@ -17,6 +17,7 @@ from value_cases import (
     any_values,
     decoded_values,
     encoded_values,
+    value_cases,
     values_of,
     wrong_value_verdicts,
     wrong_values,
@@ -64,6 +65,12 @@ def test_any_bit_patterns_come_back_and_the_bytes_are_those_of_torch(
 ) -> None:
     with using(name, isa) as codec:
         assert wrong_values(values, codec, CPU) == []
+
+
+@every_backend
+def test_usual_and_unusual_tensors_have_the_bytes_of_torch(name: str, isa: str) -> None:
+    with using(name, isa) as codec:
+        assert [line for x in value_cases() for line in wrong_values(x, codec, CPU)] == []
 
 
 @settings(max_examples=100)

@@ -7,6 +7,7 @@ from difference_cases import DTYPES, GAP, integers_of
 from hypothesis import strategies as st
 from torch import Tensor
 
+from zero_comm.differences.difference_format import BLOCK_NUMEL
 from zero_comm.values.codec import ValueCodec
 from zero_comm.values.torch_codec import TorchCodec
 from zero_comm.values.value_format import max_values_nbytes
@@ -50,6 +51,8 @@ def value_cases() -> Iterator[Tensor]:
     """All modes in each size of element, and lengths around whole blocks and tiles."""
     yield all_value_modes(torch.bfloat16)
     yield all_value_modes(torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):  # one code, at the end of the buffer
+        yield torch.where(torch.arange(BLOCK_NUMEL) % 3 == 0, -0.0, 0.0).to(dtype)
     for index, numel in enumerate((0, 1, 2, 3, 255, 256, 257, 1000, 2047, 2049)):
         octaves = (1, 4, 20, 101)[index % 4]
         yield values_of(numel, DTYPES[index % len(DTYPES)], octaves, 0.0, index)
