@@ -14,34 +14,21 @@ import torch
 from safetensors.torch import save_file
 
 import zero_core
-from tests.scenarios import OTHER_WEIGHTS, SCENARIOS, build, micro_step, outcome
+from tests.lossless_runs import WIDTH, changes_no_bit, keeps_the_bits_of_one_rank, on_late_device
+from tests.scenarios import OTHER_WEIGHTS, SCENARIOS, build, micro_step
 from zero_comm.values.message import GradientMessages
 from zero_core.testing import (
     Case,
     SimulatedRanks,
-    batch,
-    late_device,
     make_model,
     run_alone,
     simulate,
     spawn,
-    train_unread,
 )
 
 LOSSLESS = {"zero_lossless_gradients": True}
 BOTH = {**LOSSLESS, "zero_lossless_weights": True}
-WIDTH = 98
-"""Of the model: its slices are long enough to be coded."""
 DTYPES = ("bf16", "fp16", "fp32")
-
-
-def _changes_no_bit(
-    ranks: SimulatedRanks | None, name: str, dtype: str, stage: int, folder: Path, zero: Any
-) -> None:
-    options: dict[str, Any] = {"stage": stage, "width": WIDTH}
-    plain = outcome(ranks, name, {}, dtype, folder / "plain", **options)
-    ours = outcome(ranks, name, zero, dtype, folder / "lossless", **options)
-    torch.testing.assert_close(ours, plain, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 CASES = [
@@ -56,7 +43,7 @@ def test_lossless_gradients_change_no_bit_when_a_run(
 ) -> None:
     weights = {n: 0.5 * p.detach() for n, p in make_model(WIDTH).named_parameters()}
     save_file(weights, tmp_path / OTHER_WEIGHTS)
-    simulate(_changes_no_bit, 4, name, dtype, stage, tmp_path, zero, ranks_per_node=2)
+    simulate(changes_no_bit, 4, name, dtype, stage, tmp_path, zero, ranks_per_node=2)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 1), (2, 2)])
@@ -65,12 +52,12 @@ def test_lossless_gradients_change_no_bit_on_nodes(
 ) -> None:
     for stage, dtype in ((0, "fp32"), (3, "bf16")):
         arguments = ("trains", dtype, stage, tmp_path, LOSSLESS)
-        simulate(_changes_no_bit, ranks, *arguments, ranks_per_node=per_node)
+        simulate(changes_no_bit, ranks, *arguments, ranks_per_node=per_node)
 
 
 def _on_processes(rank: int, world_size: int, folder: str) -> None:
     for stage in (1, 3):
-        _changes_no_bit(None, "trains", "bf16", stage, Path(folder), BOTH)
+        changes_no_bit(None, "trains", "bf16", stage, Path(folder), BOTH)
 
 
 def test_lossless_gradients_change_no_bit_on_processes(tmp_path: Path) -> None:
@@ -103,52 +90,14 @@ def test_lossless_gradients_send_less_between_nodes(stage: int, dtype: str, shar
     simulate(_sends_less, 4, stage, dtype, share, ranks_per_node=2)
 
 
-def _train_unread(ranks: SimulatedRanks, stage: int, dtype: str, zero: dict[str, Any]) -> Any:
-    case = Case(stage=stage, dtype=dtype, zero=zero, clipping=0.5, width=WIDTH)
-    engine = zero_core.build(make_model(WIDTH), case.config(), process_group=ranks)
-    return train_unread(engine, ranks.rank, ranks.device, steps=3, accumulation=1)
-
-
-def _on_late_device(per_node: int) -> None:
-    late_device.load()
-    for stage, dtype in ((1, "fp32"), (3, "bf16")):
-        late_device.set_delays(seed=stage, kernel_s=5e-5, copy_s=2e-3)
-        plain, lossless = (
-            simulate(_train_unread, 4, stage, dtype, zero, device="late", ranks_per_node=per_node)
-            for zero in ({}, BOTH)
-        )
-        for (losses, values), (exact_losses, exact_values) in zip(lossless, plain, strict=True):
-            assert losses == exact_losses
-            torch.testing.assert_close(values, exact_values, rtol=0.0, atol=0.0)
-
-
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_lossless_gradients_change_no_bit_on_a_late_device(per_node: int) -> None:
-    run_alone(_on_late_device, per_node)
-
-
-def _train_invariant(ranks: SimulatedRanks, zero: dict[str, Any]) -> Any:
-    steps = 4 // ranks.size
-    case = Case(dtype="bf16", zero=zero, accumulation=steps, clipping=0.5, width=WIDTH)
-    config = {**case.config(), "world_size_invariant": True}
-    engine = zero_core.build(make_model(WIDTH), config, process_group=ranks)
-    losses = {}
-    for step in range(3):
-        for micro in range(steps):
-            number = micro * ranks.size + ranks.rank
-            losses[step, number] = (loss := engine(**batch(step, number, 0))["loss"]).item()
-            engine.backward(loss)
-            engine.step()
-    return losses, engine.full_state_dict(dtype=torch.float32)
+    run_alone(on_late_device, per_node, [(1, "fp32", 0.5), (3, "bf16", 0.5)], BOTH, {})
 
 
 @pytest.mark.parametrize("zero", [{"stage": 1, **LOSSLESS}, {"stage": 3, **BOTH}], ids=str)
 def test_coded_gradients_keep_the_bits_of_one_rank(zero: dict[str, Any]) -> None:
-    ((expected, values),) = simulate(_train_invariant, 1, {"stage": zero["stage"]})
-    found = simulate(_train_invariant, 4, zero, ranks_per_node=2)
-    assert dict(pair for losses, _ in found for pair in losses.items()) == expected
-    for _, own in found:
-        torch.testing.assert_close(own, values, rtol=0.0, atol=0.0)
+    keeps_the_bits_of_one_rank(zero)
 
 
 class _Damaging(GradientMessages):

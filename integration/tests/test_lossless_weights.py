@@ -10,41 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
-import zero_core
-from tests.scenarios import OTHER_WEIGHTS, SCENARIOS, build, micro_step, outcome
+from tests.lossless_runs import WIDTH, changes_no_bit, keeps_the_bits_of_one_rank, on_late_device
+from tests.scenarios import OTHER_WEIGHTS, SCENARIOS, build, micro_step
 from zero_core.testing import (
-    Case,
     SimulatedRanks,
-    batch,
-    late_device,
     make_model,
     run_alone,
     simulate,
     spawn,
-    train_unread,
 )
 
 LOSSLESS = {"zero_lossless_weights": True}
-WIDTH = 98
-"""Of the model: its shards are long enough for differences."""
 STAGES = (1, 2, 3)
-
-
-def _changes_no_bit(
-    ranks: SimulatedRanks | None,
-    name: str,
-    dtype: str,
-    stage: int,
-    folder: Path,
-    zero: dict[str, Any],
-) -> None:
-    options: dict[str, Any] = {"stage": stage, "width": WIDTH}
-    plain = outcome(ranks, name, {}, dtype, folder / "plain", **options)
-    ours = outcome(ranks, name, {**LOSSLESS, **zero}, dtype, folder / "lossless", **options)
-    torch.testing.assert_close(ours, plain, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 CASES = [
@@ -60,7 +39,7 @@ def test_lossless_weights_change_no_bit_when_a_run(
 ) -> None:
     weights = {n: 0.5 * p.detach() for n, p in make_model(WIDTH).named_parameters()}
     save_file(weights, tmp_path / OTHER_WEIGHTS)
-    simulate(_changes_no_bit, 4, name, dtype, stage, tmp_path, {}, ranks_per_node=2)
+    simulate(changes_no_bit, 4, name, dtype, stage, tmp_path, LOSSLESS, ranks_per_node=2)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 1)])
@@ -68,18 +47,18 @@ def test_lossless_weights_change_no_bit_when_a_run(
 def test_lossless_weights_change_no_bit_on_nodes(
     ranks: int, per_node: int, stage: int, tmp_path: Path
 ) -> None:
-    arguments = ("trains", "bf16", stage, tmp_path, {})
-    simulate(_changes_no_bit, ranks, *arguments, ranks_per_node=per_node)
+    arguments = ("trains", "bf16", stage, tmp_path, LOSSLESS)
+    simulate(changes_no_bit, ranks, *arguments, ranks_per_node=per_node)
 
 
 def test_lossless_weights_with_secondary_shards_change_no_bit(tmp_path: Path) -> None:
-    zero = {"zero_hpz_partition_size": 2}
-    simulate(_changes_no_bit, 4, "trains", "bf16", 3, tmp_path, zero, ranks_per_node=2)
+    zero = {**LOSSLESS, "zero_hpz_partition_size": 2}
+    simulate(changes_no_bit, 4, "trains", "bf16", 3, tmp_path, zero, ranks_per_node=2)
 
 
 def _on_processes(rank: int, world_size: int, folder: str) -> None:
     for stage in STAGES:
-        _changes_no_bit(None, "trains", "bf16", stage, Path(folder), {})
+        changes_no_bit(None, "trains", "bf16", stage, Path(folder), LOSSLESS)
 
 
 def test_lossless_weights_change_no_bit_on_processes(tmp_path: Path) -> None:
@@ -105,44 +84,11 @@ def test_lossless_weights_send_less_between_nodes(stage: int) -> None:
     simulate(_sends_less, 4, stage, ranks_per_node=2)
 
 
-def _train_unread(ranks: SimulatedRanks, stage: int, zero: dict[str, Any]) -> Any:
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-5}}
-    case = Case(stage=stage, dtype="bf16", zero=zero, top={"optimizer": optimizer}, width=WIDTH)
-    engine = zero_core.build(make_model(WIDTH), case.config(), process_group=ranks)
-    return train_unread(engine, ranks.rank, ranks.device, steps=3, accumulation=1)
-
-
-def _on_late_device(per_node: int) -> None:
-    late_device.load()
-    for stage in STAGES:
-        late_device.set_delays(seed=stage, kernel_s=5e-5, copy_s=2e-3)
-        plain, lossless = (
-            simulate(_train_unread, 4, stage, zero, device="late", ranks_per_node=per_node)
-            for zero in ({}, LOSSLESS)
-        )
-        for (losses, values), (exact_losses, exact_values) in zip(lossless, plain, strict=True):
-            assert losses == exact_losses
-            torch.testing.assert_close(values, exact_values, rtol=0.0, atol=0.0)
-
-
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_lossless_weights_change_no_bit_on_a_late_device(per_node: int) -> None:
-    run_alone(_on_late_device, per_node)
-
-
-def _train_invariant(ranks: SimulatedRanks, zero: dict[str, Any]) -> Any:
-    steps = 4 // ranks.size
-    case = Case(dtype="bf16", zero=zero, accumulation=steps, clipping=0.5, width=WIDTH)
-    config = {**case.config(), "world_size_invariant": True}
-    engine = zero_core.build(make_model(WIDTH), config, process_group=ranks)
-    losses = {}
-    for step in range(3):
-        for micro in range(steps):
-            number = micro * ranks.size + ranks.rank
-            losses[step, number] = (loss := engine(**batch(step, number, 0))["loss"]).item()
-            engine.backward(loss)
-            engine.step()
-    return losses, engine.full_state_dict(dtype=torch.float32)
+    cases = [(stage, "bf16", 0.0) for stage in STAGES]
+    top = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
+    run_alone(on_late_device, per_node, cases, LOSSLESS, top)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +102,4 @@ def _train_invariant(ranks: SimulatedRanks, zero: dict[str, Any]) -> Any:
     ids=str,
 )
 def test_exact_gathers_keep_the_bits_of_one_rank(zero: dict[str, Any]) -> None:
-    ((expected, values),) = simulate(_train_invariant, 1, {"stage": zero["stage"]})
-    found = simulate(_train_invariant, 4, zero, ranks_per_node=2)
-    assert dict(pair for losses, _ in found for pair in losses.items()) == expected
-    for _, own in found:
-        torch.testing.assert_close(own, values, rtol=0.0, atol=0.0)
+    keeps_the_bits_of_one_rank(zero)
