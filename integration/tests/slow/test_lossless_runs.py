@@ -1,4 +1,4 @@
-"""500 steps with lossless weights have the bits of the plain stage: losses, norms, and weights.
+"""500 steps with lossless messages have the bits of the plain stage: losses, norms, and weights.
 
 Accumulated micro-steps, steps that overflow and are skipped, an edit of weights, and a checkpoint
 that is saved and loaded lie within them. Ranks are simulated, as one or two nodes.
@@ -17,7 +17,8 @@ from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 
 STEPS, EDITED, SAVED, LOADED = 500, 120, 200, 260
 WIDTH = 98
-LOSSLESS = {"zero_lossless_weights": True}
+WEIGHTS = {"zero_lossless_weights": True}
+BOTH = {**WEIGHTS, "zero_lossless_gradients": True}
 
 
 def _train(
@@ -55,14 +56,15 @@ def _train(
 def test_500_steps_have_the_bits_of_the_plain_stage(
     ranks: int, per_node: int, dtype: str, stage: int, tmp_path: Path
 ) -> None:
-    plain, ours = (
+    plain, *lossless = (
         simulate(
             *(_train, ranks, stage, dtype, zero, tmp_path / name),
             ranks_per_node=per_node,
         )
-        for name, zero in (("plain", {}), ("lossless", LOSSLESS))
+        for name, zero in (("plain", {}), ("weights", WEIGHTS), ("both", BOTH))
     )
-    for (facts, values), (exact_facts, exact_values) in zip(ours, plain, strict=True):
-        torch.testing.assert_close(facts, exact_facts, rtol=0.0, atol=0.0, equal_nan=True)
-        torch.testing.assert_close(values, exact_values, rtol=0.0, atol=0.0)
-        assert facts[-1] > 0
+    for ours in lossless:
+        for (facts, values), (exact_facts, exact_values) in zip(ours, plain, strict=True):
+            torch.testing.assert_close(facts, exact_facts, rtol=0.0, atol=0.0, equal_nan=True)
+            torch.testing.assert_close(values, exact_values, rtol=0.0, atol=0.0)
+            assert facts[-1] > 0
