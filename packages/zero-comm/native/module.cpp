@@ -79,11 +79,16 @@ void decode_sum(int isa, const Shape& shape, std::uint64_t rows, std::int64_t st
                  num_threads);
 }
 
+template <class Table>
+const Table& of_itemsize(std::int64_t itemsize, const Table& of_16_bits, const Table& of_32_bits) {
+  if (itemsize == 2) return of_16_bits;
+  if (itemsize == 4) return of_32_bits;
+  throw py::value_error("itemsize: must be 2 or 4");
+}
+
 const DifferenceTable& difference_table_of(int isa, std::int64_t itemsize) {
   const KernelTable& table = table_of(isa);
-  if (itemsize == 2) return table.differences_of_16_bits;
-  if (itemsize == 4) return table.differences_of_32_bits;
-  throw py::value_error("itemsize: must be 2 or 4");
+  return of_itemsize(itemsize, table.differences_of_16_bits, table.differences_of_32_bits);
 }
 
 std::int64_t encode_difference(int isa, std::int64_t itemsize, std::uint64_t old, std::uint64_t now,
@@ -104,9 +109,7 @@ bool decode_difference(int isa, std::int64_t itemsize, std::uint64_t codes, std:
 
 const ValueTable& value_table_of(int isa, std::int64_t itemsize) {
   const KernelTable& table = table_of(isa);
-  if (itemsize == 2) return table.values_of_16_bits;
-  if (itemsize == 4) return table.values_of_32_bits;
-  throw py::value_error("itemsize: must be 2 or 4");
+  return of_itemsize(itemsize, table.values_of_16_bits, table.values_of_32_bits);
 }
 
 std::int64_t encode_values(int isa, std::int64_t itemsize, std::uint64_t values, std::int64_t numel,

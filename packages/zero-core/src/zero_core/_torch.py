@@ -8,6 +8,7 @@ forward that is compiled no hook may stand, disabled or not: it would break the 
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -311,6 +312,16 @@ def autocast_source(tensor: Tensor) -> Tensor | None:
 
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 """Node of a leaf in autograd's graph; ``variable`` is the leaf."""
+
+
+def seed_generators(device: torch.device, *numbers: int) -> None:
+    """Seed torch's generators of the CPU and of ``device`` from a few numbers."""
+    text = " ".join(map(str, numbers))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little", signed=True)
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def function_modes() -> list[Any]:

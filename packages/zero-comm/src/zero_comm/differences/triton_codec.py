@@ -33,27 +33,11 @@ class TritonCodec:
     name = "triton"
 
     def encode(self, old: Tensor, new: Tensor, out: Tensor) -> Tensor:
-        numel, start = old.numel(), descriptors_nbytes(old.numel())
-        if not numel:
-            return torch.zeros((), dtype=torch.int64, device=out.device)
-        descriptors, codes = out[:start].view(torch.int16), out[start:]
-        both = integers_of(old), integers_of(new)
-        constants = constants_of(old.element_size())
-        launch_tiles(choose_kernel, old, (*both, descriptors, numel), constants)
-        ends = block_ends(descriptors)
-        launch_tiles(encode_kernel, old, (*both, descriptors, ends, codes, numel), constants)
-        return ends[-1] + start
+        kernels = choose_kernel, encode_kernel
+        return encode_tiles(kernels, (old, new), out, constants_of(old.element_size()))
 
     def decode(self, buffer: Tensor, values: Tensor) -> bool:
-        numel, start = values.numel(), descriptors_nbytes(values.numel())
-        if buffer.numel() < start or not numel:
-            return buffer.numel() == start
-        descriptors, codes = buffer[:start].view(torch.int16), buffer[start:]
-        is_bad = torch.zeros((), dtype=torch.int32, device=values.device)
-        places = descriptors, block_ends(descriptors), codes
-        arguments = *places, integers_of(values), is_bad, numel, codes.numel()
-        launch_tiles(decode_kernel, values, arguments, constants_of(values.element_size()))
-        return not int(is_bad)
+        return decode_tiles(decode_kernel, buffer, values, constants_of(values.element_size()))
 
 
 def constants_of(itemsize: int) -> dict[str, Any]:
@@ -66,7 +50,43 @@ def constants_of(itemsize: int) -> dict[str, Any]:
     }
 
 
-def launch_tiles(
+def encode_tiles(
+    kernels: tuple[Any, Any], operands: tuple[Tensor, ...], out: Tensor, constants: dict[str, Any]
+) -> Tensor:
+    """Choose each block's mode, then write the blocks. Returns the bytes, on the device.
+
+    Args:
+        kernels: the one that stores descriptors, and the one that writes codes.
+        operands: tensors of one length.
+        out: receives descriptors and codes.
+        constants: of the kernels.
+    """
+    choose, encode = kernels
+    numel, start = operands[0].numel(), descriptors_nbytes(operands[0].numel())
+    if not numel:
+        return torch.zeros((), dtype=torch.int64, device=out.device)
+    descriptors, codes = out[:start].view(torch.int16), out[start:]
+    given = tuple(map(_integers_of, operands))
+    _launch_tiles(choose, operands[0], (*given, descriptors, numel), constants)
+    ends = _block_ends(descriptors)
+    _launch_tiles(encode, operands[0], (*given, descriptors, ends, codes, numel), constants)
+    return ends[-1] + start
+
+
+def decode_tiles(kernel: Any, buffer: Tensor, values: Tensor, constants: dict[str, Any]) -> bool:
+    """Change ``values`` by the blocks of ``buffer``. Returns whether all are good."""
+    numel, start = values.numel(), descriptors_nbytes(values.numel())
+    if buffer.numel() < start or not numel:
+        return buffer.numel() == start
+    descriptors, codes = buffer[:start].view(torch.int16), buffer[start:]
+    is_bad = torch.zeros((), dtype=torch.int32, device=values.device)
+    places = descriptors, _block_ends(descriptors), codes
+    arguments = *places, _integers_of(values), is_bad, numel, codes.numel()
+    _launch_tiles(kernel, values, arguments, constants)
+    return not int(is_bad)
+
+
+def _launch_tiles(
     kernel: Any, values: Tensor, arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> None:
     """Launch a program for each tile of ``values``."""
@@ -75,12 +95,12 @@ def launch_tiles(
         kernel[(num_tiles,)](*arguments, **constants)
 
 
-def integers_of(values: Tensor) -> Tensor:
+def _integers_of(values: Tensor) -> Tensor:
     """View elements as integers of their size."""
     return values.view(_INTEGERS[values.element_size()])
 
 
-def block_ends(descriptors: Tensor) -> Tensor:
+def _block_ends(descriptors: Tensor) -> Tensor:
     """Return where the bytes of each block end, int64."""
     return (descriptors & ((1 << MODE_SHIFT) - 1)).cumsum(0, dtype=torch.int64)
 

@@ -120,8 +120,9 @@ class _Scratch:
         nbytes = numel * dtype.itemsize
         kept = self._buffers.get(purpose)
         if kept is None or kept.nbytes < nbytes:
+            # Freed first: the larger one may take its place.
             kept = None
-            self._buffers.pop(purpose, None)  # the larger one may take its place
+            self._buffers.pop(purpose, None)
             with torch.inference_mode(False):
                 kept = self._buffers[purpose] = torch.empty(
                     nbytes, dtype=torch.uint8, device=device

@@ -8,15 +8,13 @@ does one that is repeated, as its forward raised or its gradients were dropped.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-from zero_core._torch import is_in_backward, outside_graphs
+from zero_core._torch import is_in_backward, outside_graphs, seed_generators
 from zero_core.comm.topology import Ranks
 from zero_core.optim.train_state import TrainState
 
@@ -43,12 +41,7 @@ class MicroBatchSeeds:
 
     def seed(self, micro_batch: int) -> None:
         """Seed for one micro-batch of the current step, by its number in the step."""
-        text = f"{self._seed} {self._train.global_steps} {micro_batch}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little", signed=True)
-        torch.default_generator.manual_seed(seed)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).manual_seed(seed)
+        seed_generators(self._device, self._seed, self._train.global_steps, micro_batch)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

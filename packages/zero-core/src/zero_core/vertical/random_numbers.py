@@ -8,12 +8,13 @@ schedule. Activation checkpointing keeps the state that a block began with, and 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from zero_core._torch import seed_generators
 
 
 class RandomStates:
@@ -46,8 +47,4 @@ class RandomStates:
 
     def seed(self, base: int, micro_step: int) -> None:
         """Seed the generators for one micro-step. ``base``: torch's seed."""
-        digest = hashlib.blake2b(f"{base} {micro_step}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little", signed=True)
-        torch.default_generator.manual_seed(seed)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).manual_seed(seed)
+        seed_generators(self._device, base, micro_step)
