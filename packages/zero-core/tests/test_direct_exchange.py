@@ -313,6 +313,31 @@ def test_an_engine_gives_the_same_bits_with_and_without_shared_memory() -> None:
     spawn(_without_shared_memory, 3)
 
 
+def _leaves_messages(rank: int, world_size: int) -> None:
+    left, late, value = torch.zeros(4), torch.zeros(4), torch.zeros(1)
+    if rank == 0:
+        messages = ProcessMessages(None)
+        messages.isend(left, 1, tag=5)
+        messages.irecv(late, 1, tag=6)
+        del messages
+        gc.collect()
+    dist.barrier()
+    messages = ProcessMessages(None)
+    works = []
+    if rank == 1:
+        works = [messages.irecv(left, 0, tag=5), messages.isend(late + 1, 0, tag=6)]
+    works.append(messages.irecv(value, 1 - rank, tag=7))
+    works.append(messages.isend(torch.full((1,), 10.0 + rank), 1 - rank, tag=7))
+    for work in works:
+        work.wait()
+    assert value == 11.0 - rank
+    assert late[0] == 1 - rank
+
+
+def test_messages_that_nobody_waits_for_do_not_block_later_ones() -> None:
+    spawn(_leaves_messages, 2)
+
+
 class _Slow:
     """Works of a decorator that knows of nothing but ``wait``; the last rank is late."""
 

@@ -332,7 +332,7 @@ def _default_timeout(rank: int, world_size: int) -> None:
         return _PluginGroup(rank, size)
 
     dist.Backend.register_backend("plugin", make, devices=["cpu"])
-    assert timeout_of(None, CPU) == timedelta(minutes=30)  # gloo's own
+    assert timeout_of(dist.new_group(timeout=timedelta(minutes=2)), CPU) == timedelta(minutes=2)
     group = dist.new_group([0], backend="plugin", timeout=timedelta(minutes=1))
     assert timeout_of(group, CPU) == timedelta(minutes=30)
 

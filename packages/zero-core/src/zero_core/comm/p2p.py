@@ -38,7 +38,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from itertools import count
-from typing import Protocol
+from typing import Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,8 @@ where a build failed on it. Like its collectives, their exchanges are in one ord
 
 _numbers: dict[str, Iterator[int]] = {}
 """Channel numbers of each process group, so that two engines over one group share none."""
+_under_way: WeakKeyDictionary[dist.ProcessGroup, set[_Message]] = WeakKeyDictionary()
+"""Messages of each process group that nobody has waited for."""
 
 
 class Kind(IntEnum):
@@ -112,6 +115,25 @@ class TimedWork:
         self._work.wait(self._limit)
 
 
+class _Message:
+    """A message under way, kept alive until it has been waited for.
+
+    gloo keeps what is sent over a connection in order. A send or receive that is freed before it
+    is done stays at the head of that order for good, and no later message of any tag arrives.
+    """
+
+    __slots__ = ("_under_way", "_work")
+
+    def __init__(self, work: Work, under_way: set[_Message]) -> None:
+        self._work = work
+        self._under_way = under_way
+        under_way.add(self)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._under_way.discard(self)
+
+
 class ProcessMessages:
     """`Messages` between processes, by torch.distributed.
 
@@ -125,23 +147,28 @@ class ProcessMessages:
         """
         self._group = group
         self._timeout_s = timeout_s
+        known = self._known_group()
+        self._under_way = set[_Message]() if known is None else _under_way.setdefault(known, set())
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        work = dist.isend(tensor, group=self._group, group_dst=target, tag=tag)
-        assert work is not None
-        return work if self._timeout_s is None else TimedWork(work, self._timeout_s)
+        return self._start(dist.isend(tensor, group=self._group, group_dst=target, tag=tag))
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
+        return self._start(dist.irecv(tensor, group=self._group, group_src=source, tag=tag))
+
+    def _start(self, work: dist.Work | None) -> Work:
         assert work is not None
-        return work if self._timeout_s is None else TimedWork(work, self._timeout_s)
+        timed = work if self._timeout_s is None else TimedWork(work, self._timeout_s)
+        return _Message(cast(Work, timed), self._under_way)
+
+    def _known_group(self) -> dist.ProcessGroup | None:
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        return dist.group.WORLD if self._group is None else self._group
 
     def next_channel(self) -> int:
-        name = ""
-        if dist.is_available() and dist.is_initialized():
-            known = dist.group.WORLD if self._group is None else self._group
-            assert known is not None
-            name = known.group_name
+        known = self._known_group()
+        name = "" if known is None else known.group_name
         number = next(_numbers.setdefault(name, count()))
         return CONTROL_CHANNEL + 1 + number % (_NUM_CHANNELS - 1)
 

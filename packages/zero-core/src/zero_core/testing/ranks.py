@@ -6,8 +6,10 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from zero_core.comm.topology import find_ranks
 
 # The oracle imports all that a rank of a test takes.
 _PRELOADED = [__name__, "zero_core.testing.oracle"]
+_LIMIT = timedelta(minutes=5)
+"""Longest wait of one rank for another."""
 
 
 def preload(*modules: str) -> None:
@@ -99,8 +103,14 @@ def _run_rank(
     os.environ["LOCAL_RANK"] = str(rank % (ranks_per_node or world_size))
     if ranks_per_node is not None:
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
+    # When one rank fails, torch ends the others: each shows where it was.
+    faulthandler.register(signal.SIGTERM, chain=True)
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=_LIMIT,
     )
     try:
         worker(rank, world_size, *args)
