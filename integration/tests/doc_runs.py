@@ -23,6 +23,9 @@ SMALLER = {
     "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": (
         f"{_TINY} --steps=30"
     ),
+    "zero-engine train --size 2.2b --steps 3 --ranks 1 --output runs/large": (
+        "--size=1m --context=32 --vocab=300"
+    ),
     "zero-engine run --num_gpus 1 pretrain_gpt2.py --num-layers 50 --hidden-size 4096"
     " --deepspeed_config ds_zero_offload.config": _GPT,
     "zero-engine run --nproc-per-node 2 finetune_trainer.py --fp16 --deepspeed zero.json": _T5,

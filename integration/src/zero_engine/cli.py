@@ -33,6 +33,14 @@ def _option(help_text: str) -> Any:
     return typer.Option(help=help_text, show_default=False)
 
 
+def _argument(name: str, value: object) -> str:
+    """Return an option of the command line."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    return f"--{option}={value}"
+
+
 class _ResumeCommand(TyperCommand):
     """Command whose option ``--resume`` may stand alone, or have the value "auto"."""
 
@@ -74,6 +82,13 @@ def train(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Times to go on from the checkpoint after a rank failed.")
     ] = 0,
+    size: Annotated[
+        _Text,
+        _option("Parameters, as 350m or 2.2b: a model as large as the memory, with its plan."),
+    ] = None,
+    states: Annotated[
+        _Text, _option("With --size: memory or files. Default: memory, if the plan fits there.")
+    ] = None,
     layers: Annotated[_Number, _option("Blocks of the model.")] = None,
     width: Annotated[_Number, _option("Width of the model.")] = None,
     heads: Annotated[_Number, _option("Attention heads.")] = None,
@@ -88,6 +103,15 @@ def train(
     keep_last: Annotated[_Number, _option("Checkpoints that stay. Default: 3.")] = None,
     log_every: Annotated[_Number, _option("Steps between lines without a terminal.")] = None,
     seed: Annotated[_Number, _option("Seed of weights and data order.")] = None,
+    sample_tokens: Annotated[_Number, _option("Tokens that the trained model writes.")] = None,
+    export: Annotated[
+        bool | None,
+        typer.Option(
+            "--export/--no-export",
+            help="Whether the model is exported for transformers.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train a GPT-2 on text, on every GPU of this machine or on its CPU."""
     others = ("resume", "overwrite", "ranks", "max_restarts")
@@ -115,16 +139,20 @@ def train(
 
             code = train_on_this_rank(options, start)
         else:
-            from zero_engine.train.launch import check_request, launch
+            from zero_engine.train.launch import check_request, launch, plan_request
 
             num_ranks = check_request(options, start, ranks)
+            options = plan_request(options, start, num_ranks)
             arguments = [
-                f"--{name.replace('_', '-')}={value}"
-                for name, value in options.items()
-                if value is not None
+                _argument(name, value) for name, value in options.items() if value is not None
             ]
             command = ["train", *arguments, *start.arguments]
-            code = launch(command, num_ranks=num_ranks, max_restarts=max_restarts)
+            code = launch(
+                command,
+                num_ranks=num_ranks,
+                max_restarts=max_restarts,
+                is_tight=options["size"] is not None,
+            )
     except ZeroError as error:
         fail(error)
     sys.exit(code)

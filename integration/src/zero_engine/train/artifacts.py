@@ -63,9 +63,16 @@ def export_for_transformers(
 
 
 def write_sample(
-    engine: zero_core.Engine, model: GPT2LMHeadModel, corpus: Corpus, folder: RunFolder
+    engine: zero_core.Engine,
+    model: GPT2LMHeadModel,
+    corpus: Corpus,
+    folder: RunFolder,
+    num_tokens: int | None = None,
 ) -> None:
-    """Let the model continue the first held-out window's first quarter. Every rank calls it."""
+    """Let the model continue the first held-out window's first quarter. Every rank calls it.
+
+    ``num_tokens``: how many it writes; None: to the end of the context.
+    """
     window = corpus.held_out[:1].long().to(engine.device)
     context = window.shape[1]
     prompt = window[:, : max(1, context // 4)]
@@ -78,7 +85,7 @@ def write_sample(
             do_sample=True,
             top_k=40,
             temperature=0.8,
-            max_new_tokens=context - prompt.shape[1],
+            max_new_tokens=context - prompt.shape[1] if num_tokens is None else num_tokens,
         )
     engine.train()
     if engine.rank == 0:

@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
 from zero_core.checkpoint.files import newest_step
+from zero_core.watch.place import OUTSIDE, Place
 from zero_engine.train.settings import RunFolder, RunSettings
 
 MIB = 2**20
@@ -43,7 +52,10 @@ class StepRecord:
 class Reporter:
     """Writer of records to the screen and to the logs. A context manager."""
 
-    def __init__(self, folder: RunFolder, settings: RunSettings, *, first_step: int) -> None:
+    def __init__(
+        self, folder: RunFolder, settings: RunSettings, *, first_step: int, place: Place
+    ) -> None:
+        """``place``: where this rank is within a step. It is shown beside the progress bar."""
         self._settings = settings
         _cut_log(folder.metrics, first_step)
         self._log = folder.metrics.open("a", encoding="utf-8")
@@ -53,6 +65,7 @@ class Reporter:
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.description}"),
+            _PlaceColumn(place),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
@@ -98,6 +111,18 @@ class Reporter:
     def _write(self, entry: Mapping[str, Any]) -> None:
         self._log.write(json.dumps(entry) + "\n")
         self._log.flush()
+
+
+class _PlaceColumn(ProgressColumn):
+    """The unit that is computed now, such as "backward of unit 3 (transformer.h.2)"."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    def render(self, task: Task) -> Text:
+        doing = self._place.doing
+        return Text("" if doing == OUTSIDE else doing, style="dim")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

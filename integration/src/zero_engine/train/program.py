@@ -48,6 +48,7 @@ from zero_engine.progress import working
 from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 from zero_engine.train.metrics import Reporter, StepRecord, last_finished_step
+from zero_engine.train.products import has_16_bit_products, widen_products
 from zero_engine.train.run_lock import (
     RunLock,
     belongs_to,
@@ -145,7 +146,7 @@ def train_in(
     """
     corpus = open_corpus(folder.data, settings.seed, device)
     make_deterministic(settings.seed, device)
-    with working("making the model"):
+    with working("making the model"), zero_core.deferred_init():  # never whole on any rank
         model = build_model(settings, corpus.vocab_size)
     engine = zero_core.build(model, fill_auto(config, settings.steps))  # shows its own progress
     client_state = None
@@ -178,17 +179,21 @@ def train_in(
                 world_size=engine.world_size,
                 sha256_of_text=corpus.sha256_of_text,
             )
-            reporter = stack.enter_context(Reporter(folder, settings, first_step=first_step))
+            reporter = stack.enter_context(
+                Reporter(folder, settings, first_step=first_step, place=engine.place)
+            )
             if first_step == settings.steps:
                 reporter.say(f"all {first_step} steps were taken before: --steps moves the end")
             elif first_step:
                 reporter.say(f"goes on after step {first_step}")
         stop = run_steps(engine, corpus, settings, reporter, folder, request, first_step)
         if stop is None:
-            if reporter:
+            if reporter and settings.export:
                 reporter.doing("exporting the model")
-            export_for_transformers(engine, model, folder)
-            write_sample(engine, model, corpus, folder)
+            if settings.export:
+                export_for_transformers(engine, model, folder)
+            if settings.sample_tokens != 0:
+                write_sample(engine, model, corpus, folder, settings.sample_tokens)
         engine.close()
         if reporter:
             plot_run(folder)
@@ -239,6 +244,8 @@ def run_steps(
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     memory = memory_limit_bytes()
     copied = None if memory is None else int(COPY_SHARE * memory / num_local)
+    if settings.size is not None:
+        copied = 0  # the plan has no memory for a second copy of anything
     if step == 0:
         evaluate(engine, corpus, settings, reporter, step)
     while step < settings.steps and stop is None:
@@ -358,6 +365,8 @@ def build_model(settings: RunSettings, vocab_size: int) -> GPT2LMHeadModel:
         architectures=[GPT2LMHeadModel.__name__],
     )
     model = GPT2LMHeadModel(config)
+    if settings.size is not None and not torch.cuda.is_available() and not has_16_bit_products():
+        widen_products(model)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
     return model
 

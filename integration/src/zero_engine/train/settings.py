@@ -14,18 +14,21 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
+from zero_engine.train.sizes import DEFAULTS, parse_size, shape_of
 
 DEFAULT_CONFIG = "default_config.json"
+LARGE_CONFIG = "large_config.json"
+"""What a run with a ``size`` takes where no ``--config`` is given."""
 AUTO = "auto"
 RECORDS = "records"
 """Folder of the records of steps in that of a run."""
-CHANGEABLE = ("output", "steps", "save_every", "keep_last", "log_every")
+CHANGEABLE = ("output", "steps", "save_every", "keep_last", "log_every", "sample_tokens", "export")
 """Settings that a resumed run may have others of."""
 MAX_SEED = 2**44
 """Largest seed whose multiples by epoch torch takes: see `zero_engine.train.data.Corpus.batch`."""
@@ -66,6 +69,11 @@ class RunSettings:
     layers: int = 3
     width: int = 128
     heads: int = 4
+    size: str | None = None
+    """Parameters of the model, such as 350m or 2.2b, in place of layers, width and heads. The run
+    is streamed then: see `zero_engine.train.sizes` and `LARGE_CONFIG`."""
+    states: Literal["memory", "files"] | None = None
+    """Where parameters and optimizer states of a run with a size rest; None: in memory."""
     context: int = 128
     """Tokens per sample."""
     vocab: int = 512
@@ -83,6 +91,10 @@ class RunSettings:
     log_every: int = 10
     """Steps between lines where there is no terminal to draw a progress bar on."""
     seed: int = 0
+    sample_tokens: int | None = None
+    """Tokens that the trained model writes; None: three quarters of the context."""
+    export: bool = True
+    """Whether the trained model is exported for transformers."""
 
     def check(self) -> RunSettings:
         """Self, if every value makes sense.
@@ -91,6 +103,8 @@ class RunSettings:
             ConfigError: names the option and what it must be.
         """
         smallest = {"context": 2, "vocab": 257, "seed": 0}
+        if self.sample_tokens is not None:
+            smallest["sample_tokens"] = 0
         smallest |= dict.fromkeys(("steps", "layers", "width", "heads", "eval_every"), 1)
         smallest |= dict.fromkeys(("eval_windows", "save_every", "keep_last", "log_every"), 1)
         for name, least in smallest.items():
@@ -101,6 +115,14 @@ class RunSettings:
             raise ConfigError(f"--seed {self.seed}: must be at most {MAX_SEED}")
         if self.width % self.heads:
             raise ConfigError(f"--width {self.width} must be a multiple of --heads {self.heads}")
+        if self.sample_tokens is not None and self.sample_tokens > self.context - 1:
+            raise ConfigError(
+                f"--sample-tokens {self.sample_tokens}: must be below --context {self.context}"
+            )
+        if self.states not in (None, "memory", "files"):
+            raise ConfigError(f"--states {self.states}: must be memory or files")
+        if self.states is not None and (self.size is None or self.config is not None):
+            raise ConfigError(f"--states {self.states} belongs to --size, without --config")
         return self
 
 
@@ -177,7 +199,7 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
         ConfigError: a value makes no sense, or the folder holds a run already.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
-    settings = RunSettings(**given).check()
+    settings = RunSettings(**_with_size(given)).check()
     folder = RunFolder.of(given)
     _check_can_be_made(folder.root)
     is_free = not folder.root.is_dir() or not any(
@@ -243,11 +265,32 @@ def engine_config(settings: RunSettings) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read or is no JSON object.
     """
-    if settings.config is None:
-        text = default_config_text()
-    else:
+    if settings.config is not None:
         text = read_config_text(Path(settings.config), "--config")
+    elif settings.size is not None:
+        config = parse_json(_text_of(LARGE_CONFIG), LARGE_CONFIG)
+        if settings.states == "files":
+            path = str(RunFolder.of(asdict(settings)).root.resolve())
+            for block in ("offload_param", "offload_optimizer"):
+                config["zero_optimization"][block] |= {"device": "nvme", "nvme_path": path}
+        return config
+    else:
+        text = default_config_text()
     return parse_json(text, f"--config {settings.config}")
+
+
+def _with_size(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that are given, and those that follow from a ``size`` among them.
+
+    Raises:
+        ConfigError: the size is no number, or its model is described in another way besides.
+    """
+    if given.get("size") is None:
+        return given
+    doubled = [f"--{name}" for name in ("layers", "width", "heads") if name in given]
+    if doubled:
+        raise ConfigError(f"--size and {', '.join(doubled)} exclude each other")
+    return {**DEFAULTS, **shape_of(parse_size(given["size"])), **given}
 
 
 def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -263,7 +306,11 @@ def fill_auto(config: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def default_config_text() -> str:
     """Return the JSON that is used where no ``--config`` is given."""
-    return resources.files("zero_engine.train").joinpath(DEFAULT_CONFIG).read_text(encoding="utf-8")
+    return _text_of(DEFAULT_CONFIG)
+
+
+def _text_of(name: str) -> str:
+    return resources.files("zero_engine.train").joinpath(name).read_text(encoding="utf-8")
 
 
 def write_resolved(folder: RunFolder, settings: RunSettings, **parts: Any) -> None:

@@ -1,0 +1,122 @@
+"""Models that are asked for by size: their shape, their plan, and their products."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from zero_core.errors import ConfigError
+from zero_engine.train.launch import RETURN_MEMORY, plan_request, rank_environment
+from zero_engine.train.preview import preview
+from zero_engine.train.products import widen_products
+from zero_engine.train.program import build_model
+from zero_engine.train.settings import Start, engine_config, fresh_run
+from zero_engine.train.sizes import parse_size, shape_of
+
+
+@pytest.mark.parametrize("size", ["1m", "125m", "350m", "2.2b", "6b", "175b", "1000b"])
+def test_shape_has_the_parameters_that_were_asked_for(size: str) -> None:
+    shape = shape_of(parse_size(size))
+    found = 12 * shape["layers"] * shape["width"] ** 2
+    assert parse_size(size) <= found
+    if shape["layers"] > 11:
+        assert found < 1.1 * parse_size(size)
+    assert shape["width"] == 128 * shape["heads"]
+
+
+@pytest.mark.parametrize("size", ["", "large", "2.2", "-1b", "2000b", "1k", "2bb", "1e9"])
+def test_other_words_than_a_size_are_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match=f"--size {re.escape(size)}: expected parameters"):
+        parse_size(size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 3, "heads": 2}, "--size and --layers, --heads exclude each other"),
+        ({"states": "disk"}, "--states disk: must be memory or files"),
+        ({"states": "files", "config": "zero.json"}, "--states files belongs to --size"),
+        ({"states": "files", "size": None}, "--states files belongs to --size"),
+        ({"sample_tokens": 128}, "--sample-tokens 128: must be below --context 128"),
+    ],
+)
+def test_options_that_contradict_a_size_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fresh_run({"size": "1m", "output": str(tmp_path / "run"), **options}, Start.NEW)
+
+
+def test_states_go_to_files_where_memory_does_not_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = fresh_run({"size": "60m", "output": str(tmp_path / "run")}, Start.NEW)
+    whole = preview(settings, 1)
+    assert whole.settings.states == "memory"
+    # bf16 values, the lower halves of masters, moments of 8 bits, gradients
+    engine_bytes = whole.rank_bytes - whole.process_bytes
+    assert 8.06 <= engine_bytes / whole.plan.num_parameters <= 9
+    limit = whole.rank_bytes - 100_000_000
+    monkeypatch.setattr("zero_engine.train.preview.memory_limit_bytes", lambda: limit)
+    streamed = preview(settings, 1)
+    assert streamed.settings.states == "files"
+    assert streamed.rank_bytes <= limit
+    config = engine_config(streamed.settings)["zero_optimization"]
+    assert config["offload_param"]["device"] == config["offload_optimizer"]["device"] == "nvme"
+    monkeypatch.setattr(
+        "zero_engine.train.preview.memory_limit_bytes", lambda: streamed.rank_bytes - 1
+    )
+    with pytest.raises(ConfigError, match="choose a smaller size, or fewer --ranks"):
+        preview(settings, 1)
+    monkeypatch.setattr("zero_engine.train.preview.memory_limit_bytes", lambda: None)
+    largest = fresh_run({"size": "1000b", "output": str(tmp_path / "run")}, Start.NEW)
+    with pytest.raises(ConfigError, match=r"--output .*: states and results take .* free"):
+        preview(largest, 1)
+
+
+def test_plan_is_shown_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = {"size": "1m", "output": str(tmp_path / "run")}
+    assert plan_request(options, Start.NEW, 2) == {**options, "states": "memory"}
+    shown = capfd.readouterr().out
+    assert shown.startswith("plan: 0.00 billion parameters, states in memory, memory per rank:")
+    assert "2 ranks take" in shown
+    assert plan_request({"output": str(tmp_path)}, Start.NEW, 2) == {"output": str(tmp_path)}
+    assert capfd.readouterr().out == ""
+
+
+def test_ranks_of_a_large_model_return_freed_memory() -> None:
+    assert rank_environment(2, is_tight=True).items() >= RETURN_MEMORY.items()
+    assert not rank_environment(2).keys() & RETURN_MEMORY.keys()
+
+
+def test_widened_products_are_those_of_fp32_rounded_once() -> None:
+    torch.manual_seed(0)
+    wide = Conv1D(24, 17).to(torch.bfloat16)
+    torch.nn.init.normal_(wide.bias)
+    exact = copy.deepcopy(wide).float()
+    x = torch.randn(2, 5, 17).to(torch.bfloat16).requires_grad_()
+    given = x.detach().float().requires_grad_()
+    widen_products(wide)
+    found, expected = wide(x), exact(given)
+    assert torch.equal(found, expected.to(torch.bfloat16))
+    grad = torch.randn(2, 5, 24).to(torch.bfloat16)
+    found.backward(grad)
+    expected.backward(grad.float())
+    for ours, theirs in ((x, given), *zip(wide.parameters(), exact.parameters(), strict=True)):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad.to(torch.bfloat16), rtol=0.008, atol=1e-6)
+
+
+def test_model_of_a_size_has_the_shape_that_the_settings_say(tmp_path: Path) -> None:
+    settings = fresh_run({"size": "5m", "output": str(tmp_path / "run")}, Start.NEW)
+    with torch.device("meta"):
+        model = build_model(settings, settings.vocab)
+    blocks = sum(p.numel() for p in model.transformer.h.parameters())
+    assert 5_000_000 <= blocks <= 6_000_000
