@@ -25,7 +25,7 @@ class Preview:
         plan: bytes of the engine.
         process_bytes: what a rank takes before it has a model: Python, torch and transformers.
         limit_bytes: memory that the machine grants; None if that is unknown.
-        disk_bytes: files at the run's end: states, two checkpoints at a time or one, the export.
+        disk_bytes: of files, at most: states, two checkpoints at a time or one, the export.
         free_bytes: free space where they go.
     """
 
@@ -64,7 +64,7 @@ class Preview:
             *found,
             f"  {'the process itself':<24}{format_bytes(self.process_bytes)}",
             f"  {'in all':<24}{format_bytes(self.rank_bytes)}",
-            f"{self.plan.world_size} ranks take {total} of {limit}; files take "
+            f"{self.plan.world_size} ranks take {total} of {limit}; files take at most "
             f"{format_bytes(self.disk_bytes)} of {format_bytes(self.free_bytes)}",
         ]
 
