@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -13,7 +12,13 @@ from zero_core.errors import ConfigError
 from zero_core.plan.result import format_bytes
 from zero_engine.machine import memory_limit_bytes, used_bytes
 from zero_engine.train.program import build_model
-from zero_engine.train.settings import RunFolder, RunSettings, engine_config, fill_auto
+from zero_engine.train.settings import (
+    RunFolder,
+    RunSettings,
+    engine_config,
+    fill_auto,
+    nearest_folder,
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def _preview(settings: RunSettings, num_ranks: int) -> Preview:
         used_bytes(torch.device("cpu")),
         limit,
         in_files + num_saves * states + export,
-        shutil.disk_usage(_existing(folder.root)).free,
+        shutil.disk_usage(nearest_folder(folder.root)).free,
     )
 
 
@@ -136,7 +141,3 @@ def _states_bytes(plan: zero_core.Plan) -> int:
 def _parameter_bytes(plan: zero_core.Plan) -> int:
     """Return the bytes of an export, whose values have 16 bits."""
     return 2 * plan.num_parameters
-
-
-def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.absolute().parents) if place.exists())

@@ -224,13 +224,18 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
 def _check_can_be_made(folder: Path) -> None:
     """Refuse a folder that this user cannot make, or write to."""
     try:
-        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        there = nearest_folder(folder)
     except (OSError, ValueError) as error:  # a name too long, or a zero character in it
         raise ConfigError(f"--output {str(folder)!r}: {error}") from None
     if not there.is_dir():
         raise ConfigError(f"--output {folder}: there is a file of the name {there}")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"--output {folder}: {there} is not writable for this user")
+
+
+def nearest_folder(folder: Path) -> Path:
+    """Return ``folder``, or the nearest of its parents that exists."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def resumed_run(options: Mapping[str, Any]) -> RunSettings:
@@ -270,7 +275,8 @@ def engine_config(settings: RunSettings) -> dict[str, Any]:
     elif settings.size is not None:
         config = parse_json(_text_of(LARGE_CONFIG), LARGE_CONFIG)
         if settings.states == "files":
-            path = str(RunFolder.of(asdict(settings)).root.resolve())
+            # The files have no name: any folder of the output's disk serves, and it must be there.
+            path = str(nearest_folder(RunFolder.of(asdict(settings)).root).resolve())
             for block in ("offload_param", "offload_optimizer"):
                 config["zero_optimization"][block] |= {"device": "nvme", "nvme_path": path}
         return config
