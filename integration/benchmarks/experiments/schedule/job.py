@@ -218,6 +218,7 @@ class _Tiers(OffloadTiers):
         else:
             streams = VirtualStreams(job.compute, copy_s, copy_s)
         mover = HostMover(part, CPU, HostMemory(should_pin=False), streams=streams, is_staged=True)
+        assert self.rule is not None, "there is a kernel"
         frozen = freeze_groups(groups)
         stepper = MemoryStepper(part, self.rule, frozen, is_in_place=False, upper=mover.hold)
         stepper.is_sequential = job.variant.is_fifo

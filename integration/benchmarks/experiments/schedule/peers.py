@@ -17,7 +17,8 @@ SuperOffload  arXiv 2509.21271. The host updates each bucket as its gradient arr
               new values at once. Forward begins when all are there. The norm is validated behind
               backward. If it is above the limit, the host undoes the update by computing it
               backwards, and updates again. Its last buckets stay on the device if there is room:
-              not here, where all states are on the host
+              not here, where all states are on the host. DeepSpeed's code of it speculates without
+              clipping alone (runtime/superoffload/superoffload_stage3.py, ``partition_grads``)
 """
 
 from __future__ import annotations
@@ -94,9 +95,7 @@ class Program:
     def _compute(self, what: str, seconds: float, after: list[Work] | None = None) -> Work:
         return self.schedule.add("main", "compute", what, seconds, after or [])
 
-    def _add(
-        self, lane: str, what: str, seconds: float, after: list[Work], need: int = 0
-    ) -> Work:
+    def _add(self, lane: str, what: str, seconds: float, after: list[Work], need: int = 0) -> Work:
         return self.schedule.add(lane, lane, what, seconds, after, need=need)
 
 
@@ -179,7 +178,7 @@ PEERS = (
         "SuperOffload, speculate and roll back",
         "arXiv 2509.21271",
         _speculative,
-        "exact where no step is clipped; a roll-back computes Adam backwards, in rounded arithmetic",
+        "exact where no step is clipped; a roll-back computes Adam backwards and rounds",
     ),
 )
 
@@ -197,7 +196,7 @@ def run(peer: Peer, times: Times, clipped_every: int = 0) -> tuple[float, list[S
         peer.add_step(program, number, is_clipped=is_clipped)
     program.schedule.run()
     ends = [work.stop for work in program.ends]
-    start, stop = ends[-3], ends[-2]
+    start, stop = ends[-1 - ZENFLOW_STEPS], ends[-ZENFLOW_STEPS]  # behind ZenFlow's interval
     spans = [
         Span(w.lane, w.what, w.start - start, w.stop - start)
         for w in program.schedule.work

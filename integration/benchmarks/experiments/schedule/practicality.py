@@ -1,6 +1,6 @@
-"""Practicality: a step without offload over a step with it, in virtual time; nothing is measured.
+"""Steps without offload over steps with it, in virtual time: nothing is measured.
 
-A GPT of 6.6 B parameters at ratio 1, with clipping, on machines that are described by published
+This quotient is the practicality of offload, 1 where it costs no time. A GPT of 6.6 B parameters at ratio 1, with clipping, on machines that are described by published
 figures (`benchmarks.experiments.schedule.machines`). The engine and zero-offload's tiers run for
 real (`benchmarks.experiments.schedule.job`). Beside them are published schedules of other libraries
 under the same times (`benchmarks.experiments.schedule.peers`).
@@ -12,6 +12,8 @@ undo log            the host updates in backward as well, and a log has the old 
 one in ten clipped  the same, where every tenth step undoes what was begun
 every step clipped  the same where all steps do; without ``update_in_backward: true`` the engine
                     then goes back to updates after the decision
+bound               max(forward + backward, the host's update, link): what any schedule takes in
+                    which the host updates everything once per step
 """
 
 from __future__ import annotations
@@ -83,9 +85,7 @@ CASES = (
     Case("undo log, every step clipped", "every step clipped"),
     LATE_8,
     LOGGED_8,
-    Case(
-        "undo log, 8-bit states, one in ten clipped", "with an undo log", INT8, CLIPPED_EVERY
-    ),
+    Case("undo log, 8-bit states, one in ten clipped", "with an undo log", INT8, CLIPPED_EVERY),
     Case("undo log, 8-bit states, every step clipped", "every step clipped", INT8),
     Case("undo log in the kernel's pass", "with an undo log", FUSED, is_modelled=True),
     Case("new states beside the old", "with an undo log", BESIDE, is_modelled=True),
@@ -98,7 +98,7 @@ WAYS = (
     *(
         replace(
             case,
-            name=f"{case.name}, 4 micro-batches, {'vertical' if is_vertical else 'horizontal'}",
+            name=f"{case.name}, 4 micro-batches{', vertical' if is_vertical else ''}",
             micro_batches=MICRO_BATCHES,
             is_vertical=is_vertical,
         )
@@ -128,9 +128,7 @@ def device_s(times: Times, chunks: float) -> float:
     return Job(times, "after the decision", 0.0, chunks_per_block=chunks).run()
 
 
-def _row(
-    machine: Machine, tokens: int, name: str, off_s: float, step_s: float, **more: Any
-) -> Row:
+def _row(machine: Machine, tokens: int, name: str, off_s: float, step_s: float, **more: Any) -> Row:
     return {
         "machine": machine.name,
         "tokens": tokens,
@@ -142,9 +140,7 @@ def _row(
     }
 
 
-def rows_of(
-    cases: Sequence[Case], machine: Machine, shape: GptShape, tokens: int
-) -> Iterator[Row]:
+def rows_of(cases: Sequence[Case], machine: Machine, shape: GptShape, tokens: int) -> Iterator[Row]:
     """Yield the steps of cases on a machine."""
     chunks, bar = chunks_per_block(machine, shape), BARS.get(tokens)
     off_s = device_s(times_of(machine, shape, tokens, FP32), chunks)
@@ -155,6 +151,15 @@ def rows_of(
         is_met = off_s / step_s >= bar if is_judged and bar is not None else None
         more = {"states": case.states.name, "is_modelled": case.is_modelled, "is_met": is_met}
         yield _row(machine, tokens, case.name, off_s, step_s, **more)
+
+
+def bound_rows(machine: Machine, shape: GptShape, tokens: int) -> Iterator[Row]:
+    """Yield the least steps in which the host updates everything: no schedule can do better."""
+    off_s = device_s(times_of(machine, shape, tokens, FP32), chunks_per_block(machine, shape))
+    for states in (FP32, INT8):
+        times = times_of(machine, shape, tokens, states)
+        least_s = times.bound_s("in backward", 1.0)
+        yield _row(machine, tokens, f"bound, {states.name} states", off_s, least_s)
 
 
 def peer_rows(machine: Machine, shape: GptShape, tokens: int) -> Iterator[Row]:
@@ -215,6 +220,7 @@ def main(
             for m in machines
         ],
         "rows": [r for m in machines for n in counts for r in rows_of(CASES, m, shape, n)],
+        "bounds": [r for m in machines for n in counts for r in bound_rows(m, shape, n)],
         "peers": [r for m in machines for n in counts for r in peer_rows(m, shape, n)],
         "ways": [r for m in machines for n in counts for r in rows_of(WAYS, m, shape, n)],
         "bandwidth": [r for n in counts for r in bandwidth_rows(shape, n)],
@@ -229,27 +235,22 @@ def _lanes(machine: Machine, shape: GptShape, tokens: int) -> Iterator[tuple[str
     job = job_of(LOGGED, times, chunks_per_block(machine, shape))
     step_s = job.run()
     about = f"{machine.name}, {tokens} tokens"
-    yield f"this engine, undo log: {step_s:.3f} s ({about})", job.lanes()
+    yield f"{about}: this engine, undo log, {step_s:.3f} s", job.lanes()
     for peer in peers.PEERS:
         step_s, spans = peers.run(peer, times)
-        yield f"{peer.name} ({peer.paper}): {step_s:.3f} s ({about})", spans
+        yield f"{peer.name} ({peer.paper}), {step_s:.3f} s", spans
 
 
-def sections(
-    report: Mapping[str, Any], lanes: Mapping[str, Sequence[Span]]
-) -> Iterator[Section]:
+def sections(report: Mapping[str, Any], lanes: Mapping[str, Sequence[Span]]) -> Iterator[Section]:
     """Yield a table of practicality for each number of tokens, and one of other settings."""
     machines = [machine["name"] for machine in report["machines"]]
     columns = [_column(name) for name in machines]
     counts = list(dict.fromkeys(row["tokens"] for row in report["rows"]))
     for count in counts:
         bar = BARS.get(count)
-        rows = _by_schedule([*report["rows"], *report["peers"]], count)
+        rows = _by_schedule([*report["rows"], *report["bounds"], *report["peers"]], count)
         title = f"step without offload over step with it, {count} tokens"
-        values = {
-            name: lambda row, name=name: row[name]["practicality"]  # type: ignore[misc]
-            for name in machines
-        }
+        values = {name: lambda row, name=name: row[name]["practicality"] for name in machines}
         panels = bars(title, rows, values, "practicality", bar=bar)
         panels.append(_bandwidth_panel(report["bandwidth"], count))
         caption = None if bar is None else f"bar {bar}"

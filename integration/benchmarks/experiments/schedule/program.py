@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.experiments.schedule.job import LAUNCH_S, MODES, Job, Mode, Times, Variant
+from benchmarks.experiments.schedule.machines import FP32
 from benchmarks.experiments.schedule.picture import lane_panel
 from benchmarks.harness.options import RESULTS, Output, of
 from benchmarks.harness.ranks import Row
@@ -27,7 +28,12 @@ from benchmarks.harness.report import MS, Column, Panel, Section, judged, publis
 from zero_offload.testing.virtual_time import Span
 
 PLAIN: tuple[Mode, ...] = MODES[:2]
-LOGGED: tuple[Mode, ...] = MODES[2:]
+LOGGED: tuple[tuple[Mode, int], ...] = (
+    ("with an undo log", 0),
+    ("with an undo log", 10),
+    ("every step clipped", 1),
+)
+"""With an undo log, and of how many steps one is clipped."""
 BAR, TAIL_BAR_S = 1.05, 0.020
 BEFORE = {
     "as before": Variant("first", is_fifo=True, is_hasty=True),
@@ -60,6 +66,7 @@ def fixed_rows(lanes: dict[str, list[Span]]) -> Iterator[Row]:
             is_met = row["over_bound"] <= BAR and row["tail_s"] <= TAIL_BAR_S
             lanes[row["case"]] = job.lanes()
             yield {**row, "is_met": is_met}
+    yield from logged_rows(times)
     for name, variant in BEFORE.items():
         for ratio in (1.0, 0.4):
             job = Job(times, "in backward", ratio, variant)
@@ -67,6 +74,20 @@ def fixed_rows(lanes: dict[str, list[Span]]) -> Iterator[Row]:
             yield _row(times, "in backward", ratio, job.run(), case=case, is_met=None)
             if ratio == 1.0 and name == next(iter(BEFORE)):
                 lanes[case] = job.lanes()
+
+
+def logged_rows(times: Times) -> Iterator[Row]:
+    """Yield steps with an undo log whose copies take time."""
+    byte_s = times.host_s / FP32.update
+    logged = replace(
+        times, log_s=FP32.log * byte_s, keep_s=FP32.keep * byte_s, undo_s=FP32.undo * byte_s
+    )
+    for mode, clipped_every in LOGGED:
+        for ratio in (1.0, 0.4):
+            job = Job(logged, mode, ratio, clipped_every=clipped_every)
+            name = mode if clipped_every in (0, 1) else f"one step in {clipped_every} clipped"
+            case = f"{name}, copies timed, ratio {ratio}"
+            yield _row(times, mode, ratio, job.mean_run(), case=case, is_met=None)
 
 
 def auto_rows() -> Iterator[Row]:
