@@ -1,8 +1,9 @@
 """Steps without offload over steps with it, in virtual time: nothing is measured.
 
-This quotient is the practicality of offload, 1 where it costs no time. A GPT of 6.6 B parameters at ratio 1, with clipping, on machines that are described by published
-figures (`benchmarks.experiments.schedule.machines`). The engine and zero-offload's tiers run for
-real (`benchmarks.experiments.schedule.job`). Beside them are published schedules of other libraries
+This quotient is the practicality of offload, 1 where it costs no time. A GPT of 6.6 B parameters is
+trained at ratio 1 and with clipping, on machines that are described by published figures
+(`benchmarks.experiments.schedule.machines`). The engine and zero-offload's tiers run for real
+(`benchmarks.experiments.schedule.job`). Beside them are published schedules of other libraries
 under the same times (`benchmarks.experiments.schedule.peers`).
 
 [Note: steps]

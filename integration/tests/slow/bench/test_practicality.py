@@ -71,7 +71,8 @@ def test_zenflow_hides_what_fits_into_its_interval() -> None:
     slow = replace(SMALL, host_s=20.0)
     step_s, _ = peers.run(peers.PEERS[1], slow)
     each = (1 - peers.ZENFLOW_TOP) * slow.host_s * (10 / 28 + 1 / peers.ZENFLOW_STEPS)
-    assert step_s >= each > device
+    assert step_s == pytest.approx(each)
+    assert each > device
 
 
 @pytest.mark.parametrize(("clipped_every", "further"), [(0, 0.0), (1, 8.0), (10, 0.8)])
