@@ -12,6 +12,7 @@ EXPERIMENTS = {
     "engine": "step time and memory beside DDP, FSDP2 and DeepSpeed",
     "offload": "optimizer state in host memory and in files, beside DeepSpeed's ZeRO-Offload",
     "schedule": "length of a step with offload in virtual time",
+    "practicality": "steps without offload over steps with it, in virtual time; peers' schedules",
     "late": "random delays on an accelerator made of threads; results must be the CPU's",
     "plan": "predicted time and memory of 24 configurations, and the choice against a search",
     "memory": "memory and start-up against formula and plan",
@@ -38,6 +39,8 @@ MODULES = {
     "offload_cuda": "gpu.offload",
     "patches": "in_turn.patches",
     "plan": "plan.program",
+    "practicality": "schedule.practicality",
+    "schedule": "schedule.program",
 }
 """Of `benchmarks.experiments`, where an experiment is in a folder."""
 

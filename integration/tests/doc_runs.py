@@ -66,6 +66,9 @@ ELSEWHERE = {
     "nox -s bench -- schedule --auto-draws 100": (
         "tests/slow/bench/test_schedule.py::test_schedule_bench_writes_rows_and_lanes"
     ),
+    "nox -s bench -- practicality": (
+        "tests/slow/bench/test_practicality.py::test_bench_writes_practicality_of_all_schedules"
+    ),
     "nox -s bench -- late": (
         "tests/slow/bench/test_late.py::test_every_case_has_the_bits_of_the_cpu"
     ),

@@ -35,3 +35,13 @@ def test_figures_are_in_the_units_of_their_keys() -> None:
         wide, narrow = (1e15 / curve.seconds(1e15) for curve in reached)
         assert 4e12 < wide <= narrow < 1.6e15, name
         assert 2e11 < 1e12 / curves["memory.float32"].seconds(1e12) < 7e12, name
+
+
+def test_memory_of_the_host_that_the_caller_names_takes_the_place_of_the_tables() -> None:
+    table, named = (
+        device_calibration("H100", 2, host_bytes_per_s=peak).at(2) for peak in (None, 400e9)
+    )
+    update = ["update.host.float32"]
+    assert named.seconds(update, 1e9) == pytest.approx(table.seconds(update, 1e9) / 2)
+    assert named.seconds(["file.read"], 1e9) == table.seconds(["file.read"], 1e9)
+    assert "400 GB/s" in device_calibration("H100", 2, host_bytes_per_s=400e9).source

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import zero_core
-from benchmarks.experiments.schedule import MODES, Job, Mode, Times, random_times
+from benchmarks.experiments.schedule.job import MODES, Job, Mode, Times
+from benchmarks.experiments.schedule.program import random_times
 from zero_core.plan.prediction import StepProgram, StepShape, Transfer, UnitTime
 from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.plan.schedule import Schedule

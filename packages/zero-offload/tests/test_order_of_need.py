@@ -280,3 +280,18 @@ def test_what_staging_takes_of_the_shards_is_found_once() -> None:
 
 
 _: type[UpdateThread] = VirtualThread
+
+
+def test_waits_of_threads_beside_the_worker_move_no_clock() -> None:
+    time_ = VirtualTime()
+    compute = VirtualStream(time_, "compute")
+    streams = VirtualStreams(compute, 1.0, 1.0)
+    compute.enqueue("backward", 5.0)
+    event = compute.record_event()
+    beside = threading.Thread(target=streams.wait, args=(event,))
+    with time_.as_worker():
+        beside.start()
+        beside.join()
+        assert time_.worker == 0.0
+        streams.wait(event)
+    assert (time_.caller, time_.worker) == (0.0, 5.0)

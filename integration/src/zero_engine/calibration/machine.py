@@ -158,13 +158,24 @@ def device_memory(name: str) -> int:
     return int(_device(name)[1]["memory_bytes"])
 
 
-def device_calibration(name: str, ranks_per_node: int) -> Calibration:
+def device_calibration(
+    name: str, ranks_per_node: int, *, host_bytes_per_s: float | None = None
+) -> Calibration:
     """Return the rates of a device by its published peaks and `EFFICIENCY`.
+
+    Args:
+        name: of the table.
+        ranks_per_node: ranks that share a node.
+        host_bytes_per_s: published peak of a node's host memory; None for the table's.
 
     Raises:
         ConfigError: the table does not have it.
     """
-    (key, peaks), host = _device(name), _table()["host"]
+    (key, peaks), host = _device(name), dict(_table()["host"])
+    if host_bytes_per_s is not None:
+        gigabytes = host_bytes_per_s / 1e9
+        host["memory_bytes_per_s"] = host_bytes_per_s
+        host["source"] += f", but {gigabytes:g} GB/s of host memory, as the caller says"
     memory = Curve.of_rate(peaks["memory_bytes_per_s"] * EFFICIENCY["memory"])
     curves = {
         f"matmul.{dtype}": Curve.of_rate(rate * EFFICIENCY["matmul"])

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import command
-from benchmarks.experiments.schedule import BAR, TAIL_BAR_S, Job, Mode, Times, Variant
+from benchmarks.experiments.schedule.job import Job, Mode, Times, Variant
+from benchmarks.experiments.schedule.program import BAR, TAIL_BAR_S
 
 
 def _tail(times: Times, mode: Mode, ratio: float, step_s: float) -> float:

@@ -12,14 +12,16 @@ stream   the end of what is enqueued; work begins no earlier than its enqueuing,
 
 Times of events are known when they are recorded, because nothing that is enqueued later changes
 them. The worker is driven by the caller: when that blocks, or asks for the worker's progress, it
-runs every chunk that it would have picked by then.
+runs every chunk that it would have picked by then. Sums of gradients, on a thread of their own,
+take no time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -57,6 +59,21 @@ class VirtualTime:
     worker: float = 0.0
     is_worker: bool = False
     spans: list[Span] = field(default_factory=list)
+    _worker_thread: int = 0
+
+    @contextmanager
+    def as_worker(self) -> Iterator[None]:
+        """Let this thread be the worker meanwhile."""
+        self.is_worker, self._worker_thread = True, threading.get_ident()
+        try:
+            yield
+        finally:
+            self.is_worker = False
+
+    @property
+    def is_worker_here(self) -> bool:
+        """Whether it is this thread that is the worker."""
+        return self.is_worker and threading.get_ident() == self._worker_thread
 
     def now(self) -> float:
         """Return the clock of whoever runs."""
@@ -159,7 +176,9 @@ class VirtualStreams(AcceleratorStreams):
         return self._compute
 
     def wait(self, event: torch.Event) -> None:
-        event.synchronize()
+        """Let the worker wait. What other threads do beside both clocks takes no time."""
+        if self._compute.time.is_worker_here:
+            event.synchronize()
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
         self._downward.wait_event(self._compute.record_event())
@@ -225,8 +244,7 @@ class VirtualThread:
         self._deliver(worker)
         if not self._num_left or (until is not None and time.worker > until):
             return False
-        time.is_worker = True
-        try:
+        with time.as_worker():
             event = cast("VirtualEvent | None", worker.awaited())
             if event is not None:
                 if until is not None and event.at > until:
@@ -235,8 +253,6 @@ class VirtualThread:
                 self._deliver(worker)
             self._num_left -= 1
             worker.run_next()
-        finally:
-            time.is_worker = False
         return True
 
     def _deliver(self, worker: Worker) -> None:
