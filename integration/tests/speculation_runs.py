@@ -11,18 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from host_optimizers import OPTIMIZERS
 from torch import Tensor
 
 import zero_core
 from zero_core.testing import SimulatedRanks, batch, make_model
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "Adam": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1},
-    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
-    "Adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.01},
-    "SGD": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
-    "Lion": {"lr": 1e-3, "weight_decay": 0.1},
-}
 SPOILT = 2
 OUTLIER = 256.0
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_optimizers import OPTIMIZERS
 from torch import nn
 
 import cpu_adam
@@ -20,13 +21,6 @@ from zero_core.testing import SimulatedRanks, batch, make_model, simulate
 from zero_offload.rules import codes
 
 STEPS = 4
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "Adam": {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1},
-    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
-    "Adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.01},
-    "SGD": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
-    "Lion": {"lr": 1e-3, "weight_decay": 0.1},
-}
 ORACLES: dict[str, type[torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,

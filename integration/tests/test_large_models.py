@@ -16,7 +16,13 @@ from zero_engine.train.launch import RETURN_MEMORY, plan_request, rank_environme
 from zero_engine.train.preview import preview
 from zero_engine.train.products import widen_products
 from zero_engine.train.program import build_model
-from zero_engine.train.settings import Start, engine_config, fresh_run
+from zero_engine.train.settings import (
+    RunFolder,
+    Start,
+    engine_config,
+    fresh_run,
+    write_resolved,
+)
 from zero_engine.train.sizes import parse_size, shape_of
 
 
@@ -87,6 +93,18 @@ def test_plan_is_shown_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert shown.startswith("plan: 0.00 billion parameters, states in memory, memory per rank:")
     assert "2 ranks take" in shown
     assert plan_request({"output": str(tmp_path)}, Start.NEW, 2) == {"output": str(tmp_path)}
+    assert capfd.readouterr().out == ""
+
+
+def test_run_that_goes_on_keeps_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"size": "1m", "output": str(tmp_path / "run")}
+    settings = fresh_run(options, Start.NEW)
+    write_resolved(RunFolder.of(options), settings, config={})
+    monkeypatch.setattr(RunFolder, "has_checkpoint", True)
+    resumed = {"output": options["output"], "size": None}
+    assert plan_request(resumed, Start.RESUME, 1) == options
     assert capfd.readouterr().out == ""
 
 

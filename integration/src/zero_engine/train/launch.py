@@ -110,14 +110,16 @@ def plan_request(options: Mapping[str, Any], start: Start, num_ranks: int) -> di
     Call `check_request` before.
 
     Returns:
-        ``options``, and where the states go.
+        ``options``, and where the states go; of a run that goes on, its ``size``.
 
     Raises:
         ConfigError: it does not fit.
     """
     folder = RunFolder.of(options)
     goes_on = start in (Start.RESUME, Start.AUTO) and folder.has_run and folder.has_checkpoint
-    if options.get("size") is None or goes_on:
+    if goes_on:
+        return {**options, "size": resumed_run(options).size}
+    if options.get("size") is None:
         return dict(options)
     with working("planning the run"), quiet():
         # The program's imports take seconds, and their memory is a part of the plan.
