@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from host_optimizers import OPTIMIZERS
 from torch import Tensor
 
 import zero_core
+from tests.host_optimizers import OPTIMIZERS
 from zero_core.testing import SimulatedRanks, batch, make_model
 
 SPOILT = 2

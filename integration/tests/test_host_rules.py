@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_optimizers import OPTIMIZERS
 from torch import nn
 
 import cpu_adam
 import zero_core
 from cpu_adam import reference
+from tests.host_optimizers import OPTIMIZERS
 from zero_core.testing import SimulatedRanks, batch, make_model, simulate
 from zero_offload.rules import codes
 
