@@ -80,9 +80,11 @@ def _served(param: nn.Parameter) -> ParamGrads | None:
     return None if found is None else found()
 
 
-def _forget(dropped: weakref.ref[ParamGrads]) -> None:
-    for number in [number for number, ref in _serving.items() if ref is dropped]:
-        del _serving[number]
+def _forget(numbers: Collection[int], dropped: weakref.ref[ParamGrads]) -> None:
+    # Not by a walk through the dictionary: collection of another engine may change it meanwhile.
+    for number in numbers:
+        if _serving.get(number) is dropped:
+            del _serving[number]
 
 
 class ParamGrads:
@@ -123,7 +125,8 @@ class ParamGrads:
 
     def serve(self) -> ParamGrads:
         """Serve reads and changes of ``param.grad`` until `remove`."""
-        own = weakref.ref(self, _forget)
+        own = weakref.ref(self)
+        weakref.finalize(self, _forget, tuple(self._places), own).atexit = False
         for param, _, _ in self._params:
             param.__class__ = TrainedParameter
             _serving[id(param)] = own
