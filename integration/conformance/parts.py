@@ -63,6 +63,7 @@ from zero_offload.param_tier import OffloadedParams
 from zero_offload.protocols import (
     AdagradKernel,
     Bf16AdamKernel,
+    CopyingKernel,
     EightBitAdamKernel,
     LionKernel,
     SgdKernel,
@@ -146,6 +147,7 @@ adagrad_kernel: AdagradKernel = cpu_adam
 sgd_kernel: SgdKernel = cpu_adam
 lion_kernel: LionKernel = cpu_adam
 summing_kernel: SummingKernel = cpu_adam
+copying_kernel: CopyingKernel = cpu_adam
 collectives_factory: CollectivesFactory = create_collectives
 state_tier_factory: StateTierFactory = create_tier
 device_tier_factory: DeviceTierFactory = DeviceTier
@@ -199,6 +201,7 @@ MODULES: dict[str, tuple[ModuleType, type]] = {
     "cpu_adam, SGD": (cpu_adam, SgdKernel),
     "cpu_adam, Lion": (cpu_adam, LionKernel),
     "cpu_adam, several gradients": (cpu_adam, SummingKernel),
+    "cpu_adam, copies": (cpu_adam, CopyingKernel),
     "cpu_adam, 8 bits": (cpu_adam, EightBitAdamKernel),
     "cpu_adam, bf16": (cpu_adam, Bf16AdamKernel),
 }

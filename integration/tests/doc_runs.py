@@ -59,6 +59,9 @@ ELSEWHERE = {
         f"{_CPU}test_offload_bench_sets_states_in_files_beside_the_bare_model"
     ),
     "nox -s bench -- memory": f"{_CPU}test_memory_bench_compares_peaks_with_formula_and_plan",
+    "python integration/benchmarks/run.py seq2seq": (
+        "tests/slow/bench/test_seq2seq.py::test_contenders_train_alike_within_the_cap"
+    ),
     "nox -s bench -- comm_convergence": f"tests/slow/test_comm_convergence.py::{_CONVERGES}",
     "nox -s bench -- comm_convergence --resume": (
         "tests/slow/bench/test_comm_convergence_bench.py::test_runs_that_are_there_are_not_repeated"

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import refusal_of, run_here
+from doc_blocks import ROOT
 from torch import Tensor, nn
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
@@ -141,6 +144,55 @@ def test_a_hugging_face_configuration_is_planned_as_its_model() -> None:
     for given in (GPT2, GPT2.to_dict(), {**GPT2.to_dict(), "pad_token_id": 1}):
         assert zero_core.plan(given, config, 2, example_inputs=inputs) == expected
     assert expected.memory.device["activations"] > 0
+
+
+@pytest.mark.parametrize("labels", [16, 32])
+def test_a_configuration_of_an_encoder_and_a_decoder_is_planned_with_labels(labels: int) -> None:
+    t5 = T5Config(d_model=64, num_layers=2, num_heads=2, d_ff=128, vocab_size=512)
+    t5.decoder_start_token_id = 0
+    bart = BartConfig(
+        d_model=64,
+        vocab_size=512,
+        max_position_embeddings=64,
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 128),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+    )
+    inputs = {
+        "input_ids": torch.zeros(2, 32, dtype=torch.int64),
+        "labels": torch.zeros(2, labels, dtype=torch.int64),
+    }
+    for made, given in ((T5ForConditionalGeneration, t5), (BartForConditionalGeneration, bart)):
+        with torch.device("meta"):
+            model: nn.Module = made(given)
+        expected = zero_core.plan(model, make_config(2, "bf16"), 2, example_inputs=inputs)
+        for config in (given, given.to_dict()):
+            found = zero_core.plan(config, make_config(2, "bf16"), 2, example_inputs=inputs)
+            assert found == expected
+        assert expected.memory.device["activations"] > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "device_gb"),
+    [(128, {}, 37.6), (64, {}, 20.5), (128, {"activation_checkpointing": {}}, 7.53)],
+)
+def test_t5_3b_takes_what_the_page_says(
+    tokens: int, more: dict[str, Any], device_gb: float
+) -> None:
+    folder = ROOT / "integration/examples/t5_3b"
+    model, config = (json.loads((folder / f"{n}.json").read_text()) for n in ("config", "zero"))
+    ids = torch.zeros(20, tokens, dtype=torch.int64, device="meta")
+    found = zero_core.plan(
+        *(model, config | more, 1),
+        device_memory=24 * 10**9,
+        host_memory=64 * 10**9,
+        example_inputs={"input_ids": ids, "labels": ids},
+    )
+    assert found.memory.device_bytes / 1e9 == pytest.approx(device_gb, rel=0.003)
+    assert found.memory.host_bytes / 1e9 == pytest.approx(40.0, rel=0.003)
+    assert found.best is not None
+    assert found.best.micro_batch == 20
+    assert ("as configured" in found.advice) == (device_gb < 24)
 
 
 def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> None:

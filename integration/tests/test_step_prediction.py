@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,8 @@ from torch import nn
 import zero_core
 from benchmarks.experiments.schedule.job import MODES, Job, Mode, Times
 from benchmarks.experiments.schedule.program import random_times
-from zero_core.plan.prediction import StepProgram, StepShape, Transfer, UnitTime
+from zero_core.plan.prediction import StepShape, Transfer, UnitTime, run_steps
 from zero_core.plan.rates import Calibration, Curve, Rates
-from zero_core.plan.schedule import Schedule
 
 NOTHING = Transfer()
 
@@ -31,7 +32,7 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
             reduce=NOTHING,
             sums=NOTHING,
             host_s=on_host * times.host_s,
-            undo_s=0.0,
+            undo_s=on_host * times.undo_s,
             down_s=on_host * times.link_s,
             up_s=on_host * times.link_s,
             fetch_s=0.0,
@@ -54,15 +55,13 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
         device_update_s=(1 - ratio) * times.device_s,
         per_step_s=0.0,
     )
-    program = StepProgram(shape, [unit(n) for n in range(times.blocks + 1)], Schedule(None))
-    ends = [program.step() for _ in range(4)]
-    program.schedule.run()
-    return ends[-1].stop - ends[-2].stop
+    program = run_steps(shape, [unit(n) for n in range(times.blocks + 1)], None)
+    return program.ends[-1].stop - program.ends[-2].stop
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
-    drawn = [Times(), *random_times(3)]
+    drawn = [Times(), replace(Times(), undo_s=3.0), *random_times(3)]
     for times in drawn:
         for ratio in (1.0, 0.4):
             real = Job(times, mode, ratio, chunks_per_block=4).run()
@@ -91,3 +90,41 @@ def test_offload_that_saves_less_than_a_plan_can_know_is_not_chosen() -> None:
     fastest = min(found.choices, key=lambda choice: choice.sample_s)
     assert found.best is not None
     assert fastest.ratio > found.best.ratio == 0.0
+
+
+@pytest.mark.parametrize(("host_rate", "is_early"), [(1e5, True), (1e12, None)])
+def test_a_plan_has_the_times_of_both_ways_where_training_measures_them(
+    host_rate: float, is_early: bool | None
+) -> None:
+    """The host takes longer than backward, or no time."""
+    free = Curve(((1.0, 0.0),))
+    names = ("memory.float32", "operator", "pass", "step", "copy.to_host", "copy.to_device")
+    curves = {
+        **dict.fromkeys((*names, "update.device.float32"), free),
+        "matmul.float32": Curve.of_rate(1e8),
+        "update.host.float32": Curve.of_rate(host_rate),
+    }
+    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
+    offload = {"device": "cpu", "undo_buffer_size": 1 << 30}
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 1, "offload_optimizer": offload},
+    }
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
+    found = zero_core.plan(model, config, 1, example_inputs=[x], calibration=rates)
+    time = found.step_time
+    assert time is not None
+    early_s, late_s = time.ways["in backward"], time.ways["after backward"]
+    assert time.total_s == min(early_s, late_s)
+    if is_early:
+        assert early_s < 0.95 * late_s
+    else:
+        assert early_s == pytest.approx(late_s, rel=1e-3)
+    assert "step, updates in backward" in str(found.tables())
+    offload["update_in_backward"] = True
+    found = zero_core.plan(model, config, 1, example_inputs=[x], calibration=rates)
+    assert found.step_time is not None
+    assert not found.step_time.ways

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 import zero_core
 from tests.speculation_runs import OPTIMIZERS, Run, bits, both, drain, states_of, train
+from zero_core.config import load_config
+from zero_core.step import speculation
+from zero_core.step.speculation import TRIAL, WINDOW, Speculation
 from zero_core.testing import SimulatedRanks, batch, make_model, simulate
 
 
@@ -320,6 +323,70 @@ def test_by_default_it_ends_where_most_steps_are_clipped_and_begins_again(
     messages = [record.getMessage() for record in caplog.records]
     assert "updated in backward, with" in messages[0]
     assert "after backward from now on: 100% of steps" in messages[1]
+
+
+@pytest.mark.parametrize(("early_s", "late_s"), [(0.2, 0.3), (0.3, 0.2)])
+def test_by_default_the_faster_way_stays(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    early_s: float,
+    late_s: float,
+) -> None:
+    caplog.set_level("INFO", logger="zero_core.step.speculation")
+    config = Run(clipping=1.0).config(is_early=False)
+    engine = zero_core.build(make_model(), config)
+    offload = {"device": "cpu", "undo_buffer_size": 1 << 20}
+    config["zero_optimization"]["offload_optimizer"] = offload
+    now = 0.0
+    read = load_config(config, world_size=1)
+    made = Speculation(read, engine.sharded_state.tier, rank=0)
+    monkeypatch.setattr(speculation, "perf_counter", lambda: now)
+    began: list[bool] = []
+
+    def steps(count: int, *, is_undone: bool) -> None:
+        nonlocal now
+        for _ in range(count):
+            is_alike = not began or began[-1] == made.is_on
+            began.append(made.is_on)
+            # The first step of a turn has what the other way left over.
+            now += (early_s if made.is_on else late_s) if is_alike else 9.0
+            made.note(is_undone=is_undone)
+
+    steps(WINDOW + TRIAL, is_undone=False)
+    assert 0 < sum(began[WINDOW:]) < TRIAL
+    is_early = early_s < late_s
+    assert made.is_on is is_early
+    message = caplog.records[-1].getMessage()
+    assert message.startswith(
+        f"offloaded units are updated {'in' if is_early else 'after'} backward from now on: "
+        f"a step took {early_s} s with updates in backward, {late_s} s after it"
+    )
+    steps(2 * WINDOW, is_undone=True)
+    assert not made.is_on
+    steps(WINDOW, is_undone=False)
+    assert made.is_on is is_early, "the times still hold"
+    engine.close()
+
+
+def test_times_are_compared_once_few_steps_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Run(clipping=1.0).config(is_early=False)
+    engine = zero_core.build(make_model(), config)
+    config["zero_optimization"]["offload_optimizer"] = {
+        "device": "cpu",
+        "undo_buffer_size": 1 << 20,
+    }
+    now = itertools.count()
+    tier = engine.sharded_state.tier
+    made = Speculation(load_config(config, world_size=1), tier, rank=0)
+    monkeypatch.setattr(speculation, "perf_counter", lambda: float(next(now)))
+    for _ in range(2 * WINDOW):
+        made.note(is_undone=True)
+    assert next(now) == 0, "no step was timed"
+    for _ in range(WINDOW + TRIAL):
+        made.note(is_undone=False)
+    assert next(now) == TRIAL + 1
+    assert made.is_on, "of equal times"
+    engine.close()
 
 
 def test_without_a_size_of_the_log_the_default_waits_for_the_decision() -> None:

@@ -85,6 +85,7 @@ def _races(numels: Sequence[int]) -> Iterator[tuple[str, int, Callable[[], Conte
             ("fp32 AdamW", fp32_race),
             ("offload path", offload_race),
             ("8-bit AdamW", int8_race),
+            ("undo log", undo_race),
         ):
             yield f"{kind}, {size}", numel, partial(make, numel)
     yield f"fp32 AdamW, {NUM_SMALL} x {SMALL_NUMEL}", NUM_SMALL * SMALL_NUMEL, small_race
@@ -288,6 +289,41 @@ def offload_race(numel: int) -> Contenders:
         BANDWIDTH: (flat.bandwidth, 0.9),
         "DeepSpeed: unscale + CPUAdam + cast": (deepspeed, 1.4),
         "torch: widen + unscale + fused + cast": (torch_passes, None),
+    }
+
+
+def undo_race(numel: int) -> Contenders:
+    """AdamW of bf16 gradients whose old weights and moments are kept: in its pass, or before it."""
+    flat = Flat(numel)
+    (param,), (grad,) = flat.params, flat.grads
+    half_grad = grad.to(torch.bfloat16)
+    states = (param.detach(), flat.exp_avg[0], flat.exp_avg_sq[0])
+    kept = [torch.zeros(numel) for _ in states]
+    beta1, beta2 = ADAMW["betas"]
+    settings = {name: ADAMW[name] for name in ("lr", "eps", "weight_decay")}
+    count = iter(range(1, 2**31))
+
+    def update(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        master, exp_avg, exp_avg_sq = states
+        cpu_adam.adam_step(
+            *(master, half_grad, exp_avg, exp_avg_sq),
+            step=next(count),
+            beta1=beta1,
+            beta2=beta2,
+            copies=copies,
+            **settings,
+        )
+
+    def kept_before() -> None:
+        for old, copy in zip(states, kept, strict=True):
+            copy.copy_(old)
+        update(())
+
+    pairs = list(zip(states, kept, strict=True))
+    return {
+        OURS: (lambda: partial(update, ()), None),
+        f"{OURS}, old values kept in its pass": (lambda: partial(update, pairs), None),
+        "old values kept before its pass": (lambda: kept_before, None),
     }
 
 

@@ -52,6 +52,13 @@ LARGE = Job(
     ranks=2,
 )
 MIDDLE = replace(LARGE, shape=GptShape(8, 512, heads=8, vocab=1024, context=256), micro_batch=2)
+TRANSLATION = Job(
+    *("", "zero", GptShape(layers=12, width=256, heads=16, vocab=8032, context=32)),
+    micro_batch=16,
+    steps=3,
+    model="t5",
+    ranks=2,
+)
 LONG = Job(
     *("", "zero", GptShape(layers=2, width=64, heads=2, vocab=8192, context=2**15)),
     micro_batch=1,
@@ -147,18 +154,26 @@ def start_rows() -> Iterator[Row]:
 
 
 def plan_rows() -> Iterator[Row]:
-    """Yield the measured over the planned peak: stage, dtype, offload, world size."""
+    """Yield the measured over the planned peak: stage, dtype, offload, world size; and of a T5."""
     grid = itertools.product((1, 2, 3), range(4), ("fp32", "bf16"), ("none", "cpu"))
-    for ranks, stage, dtype, offload in grid:
-        if ranks == 1 and stage:  # nothing to shard
-            continue
+    cases = [
+        (replace(MIDDLE, ranks=ranks, stage=stage, dtype=dtype), offload)
+        for ranks, stage, dtype, offload in grid
+        if ranks > 1 or not stage  # else there is nothing to shard
+    ]
+    cases += [
+        (replace(TRANSLATION, micro_batch=batch, stage=stage), offload)
+        for batch, stage, offload in itertools.product((4, 16), (2, 3), ("none", "cpu"))
+    ]
+    for job, offload in cases:
         zero = {"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {}
-        job = replace(MIDDLE, ranks=ranks, stage=stage, dtype=dtype, zero=zero)
+        job = replace(job, zero=zero)
         use = job.plan(has_activations=True, device_type="cpu").memory
         planned = use.device_bytes + use.host_bytes
         peak = _most(_run(job, RETURN_FREED), "peak_bytes")
+        name = f"T5, {job.micro_batch} samples, " if job.model == "t5" else ""
         yield {
-            "case": f"{ranks} ranks, stage {stage}, {dtype}, offload {offload}",
+            "case": f"{name}{job.ranks} ranks, stage {job.stage}, {job.dtype}, offload {offload}",
             "planned_bytes": planned,
             "peak_bytes": peak,
             "ratio": peak / planned,

@@ -10,18 +10,22 @@ overlap     share of the seconds of file access that the step computed through: 
 hidden      share of them that does not show in the step: 1 less what the step takes longer than
             with states in host memory, over the seconds of file access in a step
 
-DeepSpeed compiles its Adam in a run of its own before the rounds.
+DeepSpeed compiles its Adam and its file access in runs of their own before the rounds. Contenders
+with parameters off the device, too, are those of `benchmarks.experiments.offload_files`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
+from benchmarks.experiments import offload_files
 from benchmarks.experiments.engine import HOST, Contenders, panels, races, report_of
 from benchmarks.harness import options
 from benchmarks.harness.job import Job
@@ -62,7 +66,17 @@ def main(
     size: options.Sizes = None,
     context: options.Context = 128,
     micro_batch: options.MicroBatch = 2,
-    only: Annotated[list[str] | None, of(CONTENDERS)] = None,
+    accumulation: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Micro-batches of a step, parameters off the device."),
+    ] = None,
+    files_context: Annotated[
+        int, typer.Option(min=2, help="Tokens per sample, parameters off the device.")
+    ] = 32,
+    files_micro_batch: Annotated[
+        int, typer.Option(min=1, help="Samples per rank, parameters off the device.")
+    ] = 1,
+    only: Annotated[list[str] | None, of({**CONTENDERS, **offload_files.CONTENDERS})] = None,
     nvme_path: Annotated[
         Path | None, typer.Option(help="Folder for states in files; the output's by default.")
     ] = None,
@@ -78,23 +92,50 @@ def main(
     nvme = (nvme_path or output).resolve()
     nvme.mkdir(parents=True, exist_ok=True)
     in_files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(nvme)}}
-    chosen = {name: CONTENDERS[name] for name in only or CONTENDERS}
+    names = only or [*CONTENDERS, *offload_files.CONTENDERS]
+    chosen = {name: CONTENDERS[name] for name in names if name in CONTENDERS}
     for name, (side, stage, _) in chosen.items():
         if name.endswith("nvme"):
             chosen[name] = side, stage, in_files
+    sizes, counts = size or ("6x512",), ranks or (2,)
     found = []
-    for jobs in races(chosen, size or ("6x512",), ranks or (2,), context, common):
-        failures: dict[str, Row] = {}
-        for job in jobs:
-            if job.side in NEEDS and not missing(job.side):  # it compiles its Adam
-                print(f"{job.title}: warm-up: {job.name}", flush=True)
-                row = start_on_cpu(replace(job.dry(), ranks=1), runner)
-                failures |= {} if has_figures(row) else {job.name: row}
-        able = [job for job in jobs if job.name not in failures]
-        rows = failures | race_on_cpu(able, rounds, runner)
-        found.append((jobs[0], compared({name: rows[name] for name in chosen}, jobs[0])))
+    for jobs in races(chosen, sizes, counts, context, common) if chosen else ():
+        rows = _raced(jobs, rounds, runner)
+        found.append((jobs[0], compared(rows, jobs[0])))
+    streamed = [name for name in names if name in offload_files.CONTENDERS]
+    few = {**common, "micro_batch": files_micro_batch}
+    ks = accumulation or (1, 4, 16)
+    off_device = []
+    with TemporaryDirectory(dir=nvme) as folder:  # files of DeepSpeed have names
+        for jobs in offload_files.races(
+            streamed, sizes, counts, ks, Path(folder), files_context, few
+        ):
+            rows = _raced(jobs, rounds, runner)
+            off_device.append((jobs[0], offload_files.compared(rows, jobs[0])))
     report = report_of(found, rounds=rounds, nvme_path=str(nvme), bars=BARS)
-    publish(output, "offload", report, [section(j.title, rows) for j, rows in found], columns=2)
+    report["off_device"] = {
+        "bars": offload_files.BARS,
+        "runs": [
+            {"workload": {**j.workload, "accumulation": j.accumulation}, "contenders": rows}
+            for j, rows in off_device
+        ],
+    }
+    sections = [section(j.title, rows) for j, rows in found]
+    sections += [offload_files.section(j, rows) for j, rows in off_device]
+    publish(output, "offload", report, sections, columns=2)
+
+
+def _raced(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
+    """Return the rows of a race. What a contender compiles is compiled before it."""
+    failures: dict[str, Row] = {}
+    for job in jobs:
+        if job.side in NEEDS and not missing(job.side) and job.accumulation == 1:
+            print(f"{job.title}: warm-up: {job.name}", flush=True)
+            row = start_on_cpu(replace(job.dry(), ranks=1), runner)
+            failures |= {} if has_figures(row) else {job.name: row}
+    able = [job for job in jobs if job.name not in failures]
+    rows = failures | (race_on_cpu(able, rounds, runner) if able else {})
+    return {job.name: rows[job.name] for job in jobs}
 
 
 def compared(rows: Rows, job: Job) -> dict[str, Row]:

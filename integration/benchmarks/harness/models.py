@@ -1,4 +1,4 @@
-"""GPT-2 in plain torch, in three memory footprints, and Hugging Face's."""
+"""GPT-2 in plain torch, in three memory footprints, and Hugging Face's; and its T5."""
 
 from __future__ import annotations
 
@@ -135,11 +135,65 @@ class Gpt2(nn.Module):
         return loss
 
 
+class T5(nn.Module):
+    """Hugging Face's T5 in t5-large's proportions, without dropout. Its forward gives the loss.
+
+    The shape's layers are the encoder's, and the decoder has as many. ``ids`` are the source and
+    the target. The head is tied to the embedding.
+    """
+
+    def __init__(self, shape: GptShape) -> None:
+        # Imported here: see `Gpt2`.
+        from transformers.models.t5 import T5Config, T5ForConditionalGeneration
+
+        super().__init__()
+        config = T5Config(
+            vocab_size=shape.vocab,
+            d_model=shape.width,
+            d_kv=shape.width // shape.heads,
+            d_ff=4 * shape.width,
+            num_layers=shape.layers,
+            num_heads=shape.heads,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+            eos_token_id=1,
+            dropout_rate=0.0,
+            use_cache=False,
+        )
+        self.model = T5ForConditionalGeneration(config)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [*self.model.encoder.block, *self.model.decoder.block]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+
+    def generate(self, ids: Tensor, *, beams: int) -> Tensor:
+        """Return the best beam's tokens: int64, as many as a source of ``ids`` has, and the start.
+
+        Every sample has that many, so that ranks with equal batches run equally many forwards.
+        """
+        length = ids.shape[1]
+        found: Tensor = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=beams,
+            min_new_tokens=length,
+            max_new_tokens=length,
+            do_sample=False,
+            use_cache=True,
+        )
+        return found
+
+
 MODELS: Mapping[str, Callable[[GptShape], Any]] = {
     "plain": Gpt,
     "small_logits": GptWithSmallLogits,
     "checkpointed": GptWithCheckpoints,
     "gpt2": Gpt2,
+    "t5": T5,
 }
 """Each has ``blocks``, and its forward gives the loss."""
 

@@ -117,6 +117,7 @@ def run_ranks(
     environment: Mapping[str, str] = CPU_ALONE,
     nodes: Sequence[Node] = (HERE,),
     limit_s: float = TIME_LIMIT_S,
+    python: str | None = None,
 ) -> list[Row]:
     """Call a function in ``num_ranks`` processes of this machine and return each one's result.
 
@@ -127,6 +128,7 @@ def run_ranks(
         environment: variables, besides this process's own.
         nodes: have equally many ranks each, which find their node as torchrun sets it.
         limit_s: seconds after which they are killed.
+        python: the interpreter, by default this one.
 
     Raises:
         RankError: a rank failed, or took longer.
@@ -138,7 +140,7 @@ def run_ranks(
         for rank in range(num_ranks):
             node = nodes[rank // per_node]
             program = ("-m", "benchmarks.harness.rank", target, plain, scratch)
-            commands.append([*node.prefix, sys.executable, *program])
+            commands.append([*node.prefix, python or sys.executable, *program])
             of_rank = {
                 "GLOO_SOCKET_IFNAME": node.interface,
                 "RANK": str(rank),
@@ -248,8 +250,16 @@ class Runner:
         limit_s: seconds from the construction on.
     """
 
-    def __init__(self, limit_s: float = math.inf, *, device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        limit_s: float = math.inf,
+        *,
+        device_type: str = "cpu",
+        python: str | None = None,
+    ) -> None:
+        """``python``: the ranks' interpreter, by default this one."""
         self.limit_s = limit_s
+        self._python = python
         # On the CPU nothing may find an accelerator that is there.
         self._environment = CPU_ALONE if device_type == "cpu" else {}
         self._end = time.monotonic() + limit_s
@@ -284,6 +294,7 @@ class Runner:
                 environment=environment,
                 nodes=nodes,
                 limit_s=limit_s,
+                python=self._python,
             )
         except RankError as error:
             return [{**error.found, "failure": str(error), "log": error.log[-LOG_LENGTH:]}]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,35 @@ import zero_core
 import zero_offload
 from benchmarks.harness.job import Job
 from benchmarks.harness.ranks import Place
+from zero_offload.param_tier import OffloadedParams
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.twin import TwinTier
 
 Step = Callable[[Tensor], Tensor]
-"""Takes a rank's token ids, updates the model, returns the loss without waiting for it."""
+"""Takes a rank's token ids of all micro-steps, updates the model, returns the mean loss.
+
+It does not wait for the loss.
+"""
+
+
+class KeptParams:
+    """A `zero_core.protocols.ParamTierFactory` that keeps the tier in reach.
+
+    Attributes:
+        tier: the tier, or None before it was made.
+    """
+
+    def __init__(self) -> None:
+        self.tier: OffloadedParams | None = None
+
+    def __call__(self, **parts: Any) -> OffloadedParams:
+        self.tier = zero_offload.create_param_tier(**parts)
+        return self.tier
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each shard in the file, in the order of use."""
+        file = None if self.tier is None else self.tier.file
+        return [] if file is None else list(file.blocks.block_bytes)
 
 
 class KeptTier:
@@ -82,21 +106,40 @@ class Side:
     """A contender that is ready to train."""
 
     step: Step
+    model: Any
+    """The job's, as the side trains it."""
     engine: zero_core.Engine | None = None
     """This project's. Others have none."""
     kept: KeptTier = field(default_factory=KeptTier)
+    params: KeptParams = field(default_factory=KeptParams)
+
+    def counters(self) -> dict[str, float]:
+        """Return what the tiers have counted so far, nothing where there is no file.
+
+        Seconds are those of `KeptTier.io_seconds`. ``read_bytes`` and ``written_bytes`` are of
+        parameters and states together, transfers under way included.
+        """
+        found: dict[str, float] = dict(self.kept.io_seconds())
+        if self.kept.tier is not None and self.params.tier is not None:
+            states = self.kept.tier.file_traffic()  # it writes parameters, too
+            params = self.params.tier.file_traffic()
+            found["read_bytes"] = states[0] + params[0]
+            found["written_bytes"] = states[1] + params[1]
+        return found
 
 
 def bare(job: Job, device: torch.device, place: Place) -> Side:
     """Forward and backward alone: no engine can be faster."""
     model = job.make_model().to(device, _dtype(job))
-    return Side(_step(model, model.zero_grad))
+    return Side(_step(model, model.zero_grad), model)
 
 
 def ddp(job: Job, device: torch.device, place: Place) -> Side:
+    """DistributedDataParallel with fp32 weights, in bf16 by autocast."""
     place.join(device)
     model = job.make_model().to(device)
-    return torch_loop(job, nn.parallel.DistributedDataParallel(model))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return replace(torch_loop(job, wrapped, autocast=device.type), model=model)
 
 
 def plain(job: Job, device: torch.device, place: Place) -> Side:
@@ -126,7 +169,7 @@ def plain_masters(job: Job, device: torch.device, place: Place) -> Side:
             torch._foreach_copy_(weights, list[Tensor](masters))
         optimizer.zero_grad()
 
-    return Side(_step(model, update))
+    return Side(_step(model, update), model)
 
 
 def fsdp2(job: Job, device: torch.device, place: Place) -> Side:
@@ -156,6 +199,8 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
     """DeepSpeed from the package index. It compiles its Adam where it has not yet.
 
     On the CPU it is given its own Adam if the states are offloaded, torch's fused one else.
+    Parameters in files are partitioned before it starts: by itself it takes a model in fp32 for
+    one in bf16 there.
     """
     package: Any = importlib.import_module("deepspeed")
     place.join(device)
@@ -163,6 +208,11 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
     if device.type == "cpu":
         del config["optimizer"]
         config["zero_allow_untested_optimizer"] = True
+        if job.is_streamed:
+            batch = job.accumulation * job.micro_batch * job.ranks
+            package.zero.Init(
+                module=model, config_dict_or_path={**config, "train_batch_size": batch}
+            )
         if job.is_offloaded:
             adam: Any = importlib.import_module("deepspeed.ops.adam")
             optimizer = adam.DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **job.adamw)
@@ -171,15 +221,24 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
     engine, *_ = package.initialize(
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )
-    return Side(engine_loop(engine))
+    return Side(engine_loop(engine, job.accumulation), model)
 
 
 def zero(job: Job, device: torch.device, place: Place) -> Side:
     """This engine, in a single process without a group."""
-    kept = KeptTier()
-    tier = kept if job.is_offloaded else None
-    engine = zero_core.build(job.make_model(), job.config(), state_tier=tier)
-    return Side(engine_loop(engine), engine, kept)
+    kept, params = KeptTier(), KeptParams()
+    engine = zero_core.build(
+        *(job.make_model(), job.config()),
+        state_tier=kept if job.is_offloaded else None,
+        param_tier=params if job.is_streamed else None,
+    )
+    if job.accumulation == 1:
+        return Side(engine_loop(engine), engine.module, engine, kept, params)
+
+    def step(ids: Tensor) -> Tensor:
+        return engine.train_batch(iter(ids.chunk(job.accumulation)))
+
+    return Side(step, engine.module, engine, kept, params)
 
 
 SIDES: Mapping[str, Callable[[Job, torch.device, Place], Side]] = {
@@ -207,7 +266,7 @@ def torch_loop(job: Job, model: nn.Module, autocast: str = "") -> Side:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Side(_step(model, update, autocast if job.dtype != "fp32" else ""))
+    return Side(_step(model, update, autocast if job.dtype != "fp32" else ""), model)
 
 
 def _step(model: nn.Module, update: Callable[[], object], autocast: str = "") -> Step:
@@ -223,11 +282,14 @@ def _step(model: nn.Module, update: Callable[[], object], autocast: str = "") ->
     return step
 
 
-def engine_loop(engine: Any) -> Step:
+def engine_loop(engine: Any, accumulation: int = 1) -> Step:
     def step(ids: Tensor) -> Tensor:
-        loss: Tensor = engine(ids)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        losses = []
+        for part in ids.chunk(accumulation):
+            loss: Tensor = engine(part)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean() if accumulation > 1 else losses[0]
 
     return step

@@ -22,6 +22,7 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.memory import (
     HostWatch,
     device_peaks,
+    disk_bytes,
     limit_device,
     peak_bytes,
     resident_bytes,
@@ -29,7 +30,7 @@ from benchmarks.harness.memory import (
 )
 from benchmarks.harness.models import find_device
 from benchmarks.harness.ranks import Place, Row
-from benchmarks.harness.sides import SIDES
+from benchmarks.harness.sides import SIDES, Side
 from benchmarks.harness.tracing import synchronize, trace
 from zero_engine.machine import processor_name
 
@@ -37,7 +38,11 @@ NUM_LOSSES = 20
 
 
 def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
-    """Measure one rank of a job: ``times_s``, ``losses``, memory in bytes, the tier's counters."""
+    """Measure one rank of a job: ``times_s``, ``losses``, memory in bytes, counters.
+
+    ``counted`` is of the timed steps: what the tiers count, and the process's bytes from and to
+    disks (``disk_read_bytes``, ``disk_written_bytes``). ``shard_bytes`` are those in the file.
+    """
     what = Job.of(job)
     torch.set_num_threads(what.threads)
     place.join()
@@ -49,10 +54,10 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
     before = resident_bytes()
     side = SIDES[what.side](what, torch.device("cpu"), place)
     losses = [float(side.step(next(batches))) for _ in range(what.warmup)]
-    counted = side.kept.io_seconds()
+    counted = _counters(side)
     dist.barrier()
     times = timed_apart(lambda: losses.append(float(side.step(next(batches)))), what.steps)
-    after = side.kept.io_seconds()
+    after = _counters(side)
     peak = peak_bytes()
     dist.barrier()  # nobody ends while another still measures
     return {
@@ -60,7 +65,12 @@ def on_cpu(place: Place, job: Mapping[str, Any]) -> Row:
         "losses": losses,
         "added_bytes": peak - before,
         "counted": {name: value - counted[name] for name, value in after.items()},
+        "shard_bytes": side.params.sizes(),
     }
+
+
+def _counters(side: Side) -> dict[str, float]:
+    return {**side.counters(), **disk_bytes()}
 
 
 def on_device(place: Place, job: Mapping[str, Any]) -> Row:

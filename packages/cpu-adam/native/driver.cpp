@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "thread_pool.h"
 
@@ -46,7 +47,8 @@ void run_grain(void* opaque, std::int64_t grain) {
 
 constexpr std::int64_t kTypeBytes[kNumGradTypes] = {4, 2, 2};
 
-// Elements of a sum of gradients in the making: 8 KiB, a part of a first-level cache.
+// Elements of a sum of gradients in the making, or of states that are copied: 8 KiB of each, a part
+// of a first-level cache.
 constexpr std::int64_t kTileNumel = 2 * 1024;
 static_assert(kTileNumel % kAlignNumel == 0, "borders are aligned");
 
@@ -116,7 +118,32 @@ void sum_summed_chunk(void* opaque, std::int64_t chunk) {
   context.sums[chunk] = context.table->sum_of_squares[kFloat32](from, 0, end - begin);
 }
 
+// Of elements [begin, end), whose begin is that of a block.
+void copy_range(const CopyingUpdate& update, std::int64_t begin, std::int64_t end) {
+  for (const Copy& copy : *update.copies) {
+    const std::int64_t first = begin / kBlockNumel * copy.block_bytes;
+    const std::int64_t num_blocks = (end + kBlockNumel - 1) / kBlockNumel;
+    const std::int64_t last = std::min(num_blocks * copy.block_bytes, copy.num_bytes);
+    if (first >= last) continue;
+    if (copy.is_read) {
+      std::memcpy(copy.to + first, copy.from + first, static_cast<std::size_t>(last - first));
+    } else {
+      update.copy(copy.to + first, copy.from + first, last - first);
+    }
+  }
+}
+
 }  // namespace
+
+void copy_and_update(const Span& span, std::int64_t begin, std::int64_t end, const void* opaque,
+                     bool is_streaming) {
+  const CopyingUpdate& update = *static_cast<const CopyingUpdate*>(opaque);
+  for (std::int64_t low = begin; low < end; low += kTileNumel) {
+    const std::int64_t high = std::min(low + kTileNumel, end);
+    copy_range(update, low, high);
+    update.function(span, low, high, update.scalars, is_streaming);
+  }
+}
 
 double run_sum(SumFunction function, const char* grad, std::int64_t numel, int num_threads) {
   const std::int64_t num_chunks = (numel + kChunkNumel - 1) / kChunkNumel;

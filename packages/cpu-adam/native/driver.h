@@ -23,6 +23,29 @@ struct Gradient {
   int type;
 };
 
+// [Note: copies first]
+// Memory that is copied right before the elements that it belongs to are updated, a tile at a time,
+// so that the update finds what was copied in the caches: the old values of states, say, or those
+// that the update then starts from. `block_bytes` belong to kBlockNumel elements.
+struct Copy {
+  const char* from;
+  char* to;
+  std::int64_t block_bytes;
+  std::int64_t num_bytes;
+  bool is_read;  // whether the update reads the copy
+};
+
+// Updates one item by `function` with `scalars`, after `copies`. Itself it is a RangeFunction, and
+// this struct are its scalars.
+struct CopyingUpdate {
+  RangeFunction function;
+  const void* scalars;
+  const std::vector<Copy>* copies;
+  CopyFunction copy;
+};
+void copy_and_update(const Span& span, std::int64_t begin, std::int64_t end, const void* update,
+                     bool is_streaming);
+
 // Up to this many elements, the calling thread does the work alone.
 constexpr std::int64_t kInlineNumel = 32 * 1024;
 

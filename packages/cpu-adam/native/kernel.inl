@@ -91,6 +91,22 @@ void add_gradient(float* sum, const char* grad, std::int64_t numel, bool is_firs
   }
 }
 
+// Of what is left at either end, the caches take the copy.
+template <class Float>
+void copy_past_caches(char* to, const char* from, std::int64_t num_bytes) {
+  std::int64_t i = 0;
+  if constexpr (kStreamBytes > 0) {
+    constexpr std::int64_t kStride = kLanes * Float::kBytes;
+    const auto misaligned = reinterpret_cast<std::uintptr_t>(to) % kStreamBytes;
+    if (misaligned != 0) i = static_cast<std::int64_t>(kStreamBytes - misaligned);
+    if (i > num_bytes) i = num_bytes;
+    std::memcpy(to, from, static_cast<std::size_t>(i));
+    for (; i + kStride <= num_bytes; i += kStride) Float::stream(to + i, Float::load(from + i));
+    stream_fence();
+  }
+  std::memcpy(to + i, from + i, static_cast<std::size_t>(num_bytes - i));
+}
+
 // A RuleTable of `function`, in the order of DType; `split` is its variant for a split master.
 #define CPU_ADAM_BY_OUT(function, grad, split)                                          \
   {function<grad, Whole<F32>>, function<grad, Whole<BF16>>, function<grad, Whole<F16>>, \
@@ -110,13 +126,15 @@ void add_gradient(float* sum, const char* grad, std::int64_t numel, bool is_firs
           CPU_ADAM_BY_OUT(function, F16, (function<F16, Split>))    \
     }                                                               \
   }
-#define CPU_ADAM_KERNEL_TABLE(name)                                                          \
-  {                                                                                          \
-    name, CPU_ADAM_SPLIT_RULE_TABLE(adam_range), CPU_ADAM_SPLIT_RULE_TABLE(adam_int8_range), \
-        CPU_ADAM_SPLIT_RULE_TABLE(adam_bfloat16_range), CPU_ADAM_RULE_TABLE(adagrad_range),  \
-        CPU_ADAM_RULE_TABLE(lion_range), CPU_ADAM_RULE_TABLE(sgd_range),                     \
-        CPU_ADAM_RULE_TABLE(sgd_plain_range),                                                \
-        {sum_of_squares<F32>, sum_of_squares<BF16>, sum_of_squares<F16>}, {                  \
-      add_gradient<F32>, add_gradient<BF16>, add_gradient<F16>                               \
-    }                                                                                        \
-  }
+#define CPU_ADAM_KERNEL_TABLE(name)                                  \
+  {name,                                                             \
+   CPU_ADAM_SPLIT_RULE_TABLE(adam_range),                            \
+   CPU_ADAM_SPLIT_RULE_TABLE(adam_int8_range),                       \
+   CPU_ADAM_SPLIT_RULE_TABLE(adam_bfloat16_range),                   \
+   CPU_ADAM_RULE_TABLE(adagrad_range),                               \
+   CPU_ADAM_RULE_TABLE(lion_range),                                  \
+   CPU_ADAM_RULE_TABLE(sgd_range),                                   \
+   CPU_ADAM_RULE_TABLE(sgd_plain_range),                             \
+   {sum_of_squares<F32>, sum_of_squares<BF16>, sum_of_squares<F16>}, \
+   {add_gradient<F32>, add_gradient<BF16>, add_gradient<F16>},       \
+   copy_past_caches<F32>}

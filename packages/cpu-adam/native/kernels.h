@@ -111,6 +111,9 @@ using SumFunction = double (*)(const char* grad, std::int64_t begin, std::int64_
 // Writes elements [0, numel) of a gradient to `sum`, or adds them to it.
 using AddFunction = void (*)(float* sum, const char* grad, std::int64_t numel, bool is_first);
 
+// Copies memory that is not read again soon, past the caches where it can.
+using CopyFunction = void (*)(char* to, const char* from, std::int64_t num_bytes);
+
 // One update rule, for each type of gradient and of copy; null where the rule has no such variant.
 struct RuleTable {
   RangeFunction by_type[kNumGradTypes][kNumOutTypes];
@@ -128,6 +131,7 @@ struct KernelTable {
   RuleTable sgd_plain;  // without
   SumFunction sum_of_squares[kNumGradTypes];
   AddFunction add_gradient[kNumGradTypes];
+  CopyFunction copy;
 };
 
 extern const KernelTable kScalarTable;

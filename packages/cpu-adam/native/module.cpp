@@ -78,25 +78,52 @@ std::vector<Gradient> read_gradients(const char* first, int grad_type, const py:
   return gradients;
 }
 
+// What is copied first: source, target, bytes per block of elements and bytes of each.
+std::vector<Copy> read_copies(const py::list& words, const Span& span) {
+  const auto count = static_cast<py::ssize_t>(words.size());
+  if (count % 4 != 0) throw py::value_error("copies: four numbers for each");
+  std::vector<Copy> copies(static_cast<std::size_t>(count / 4));
+  py::ssize_t at = 0;
+  for (Copy& copy : copies) {
+    copy.from = address_at(words, at++);
+    copy.to = address_at(words, at++);
+    copy.block_bytes = static_cast<std::int64_t>(word_at(words, at++));
+    copy.num_bytes = static_cast<std::int64_t>(word_at(words, at++));
+    copy.is_read = copy.to == span.master || copy.to == span.out;
+    for (const char* state : span.state) copy.is_read = copy.is_read || copy.to == state;
+  }
+  return copies;
+}
+
 // What the update functions below have in common; `scalars` is the struct of the rule.
 template <class Scalars>
 void run_rule(const KernelTable& kernels, const RuleTable& table, int grad_type, int out_type,
-              std::vector<Item> items, const Scalars& scalars, int num_threads,
-              const py::list& more_grads) {
+              std::vector<Item> items, const Scalars& rule_scalars, int num_threads,
+              const py::list& more_grads, const py::list& copied) {
   check_grad_type(grad_type);
   if (out_type < 0 || out_type >= kNumOutTypes || table.by_type[grad_type][out_type] == nullptr) {
     throw py::value_error("out_type: no such element type");
   }
-  if (more_grads.empty()) {
+  const bool is_one = more_grads.empty();
+  if (items.size() != 1 && !(is_one && copied.empty())) {
+    throw py::value_error("more_grads and copies: with one item alone");
+  }
+  RangeFunction function = table.by_type[is_one ? grad_type : kFloat32][out_type];
+  const void* scalars = &rule_scalars;
+  const auto copies = copied.empty() ? std::vector<Copy>() : read_copies(copied, items[0].span);
+  const CopyingUpdate copying{function, scalars, &copies, kernels.copy};
+  if (!copies.empty()) {
+    function = copy_and_update;
+    scalars = &copying;
+  }
+  if (is_one) {
     const py::gil_scoped_release released;
-    run_items(table.by_type[grad_type][out_type], items, &scalars, num_threads);
+    run_items(function, items, scalars, num_threads);
     return;
   }
-  if (items.size() != 1) throw py::value_error("more_grads: with one item alone");
   const auto gradients = read_gradients(items[0].span.grad, grad_type, more_grads);
   const py::gil_scoped_release released;
-  run_summed(kernels, table.by_type[kFloat32][out_type], items[0], gradients, &scalars,
-             num_threads);
+  run_summed(kernels, function, items[0], gradients, scalars, num_threads);
 }
 
 // Numbers of a list, one after another, rounded to fp32.
@@ -112,7 +139,8 @@ class Numbers {
 };
 
 void adam(int isa, int grad_type, int out_type, const py::list& words,
-          const std::vector<double>& scalars, int num_threads, const py::list& more_grads) {
+          const std::vector<double>& scalars, int num_threads, const py::list& more_grads,
+          const py::list& copies) {
   Numbers numbers(scalars, 9);
   AdamScalars s;
   s.grad_scale = numbers.next();
@@ -129,7 +157,7 @@ void adam(int isa, int grad_type, int out_type, const py::list& words,
   s.neg_step_size = numbers.next();
   const KernelTable& table = table_of(isa);
   run_rule(table, table.adam, grad_type, out_type, read_items(words, 2, false), s, num_threads,
-           more_grads);
+           more_grads, copies);
 }
 
 CompactAdamScalars make_compact_scalars(const std::vector<double>& scalars, std::uint64_t key) {
@@ -150,24 +178,26 @@ CompactAdamScalars make_compact_scalars(const std::vector<double>& scalars, std:
 }
 
 void adam_int8(int isa, int grad_type, int out_type, const py::list& words,
-               const std::vector<double>& scalars, int num_threads, const py::list& more_grads) {
+               const std::vector<double>& scalars, int num_threads, const py::list& more_grads,
+               const py::list& copies) {
   const CompactAdamScalars s = make_compact_scalars(scalars, 0);
   const KernelTable& table = table_of(isa);
   run_rule(table, table.adam_int8, grad_type, out_type, read_items(words, 4, false), s, num_threads,
-           more_grads);
+           more_grads, copies);
 }
 
 void adam_bfloat16(int isa, int grad_type, int out_type, const py::list& words,
                    const std::vector<double>& scalars, std::uint64_t key, int num_threads,
-                   const py::list& more_grads) {
+                   const py::list& more_grads, const py::list& copies) {
   const CompactAdamScalars s = make_compact_scalars(scalars, key);
   const KernelTable& table = table_of(isa);
   run_rule(table, table.adam_bfloat16, grad_type, out_type, read_items(words, 2, true), s,
-           num_threads, more_grads);
+           num_threads, more_grads, copies);
 }
 
 void adagrad(int isa, int grad_type, int out_type, const py::list& words,
-             const std::vector<double>& scalars, int num_threads, const py::list& more_grads) {
+             const std::vector<double>& scalars, int num_threads, const py::list& more_grads,
+             const py::list& copies) {
   Numbers numbers(scalars, 4);
   AdagradScalars s;
   s.grad_scale = numbers.next();
@@ -176,11 +206,12 @@ void adagrad(int isa, int grad_type, int out_type, const py::list& words,
   s.neg_step_size = numbers.next();
   const KernelTable& table = table_of(isa);
   run_rule(table, table.adagrad, grad_type, out_type, read_items(words, 1, false), s, num_threads,
-           more_grads);
+           more_grads, copies);
 }
 
 void lion(int isa, int grad_type, int out_type, const py::list& words,
-          const std::vector<double>& scalars, int num_threads, const py::list& more_grads) {
+          const std::vector<double>& scalars, int num_threads, const py::list& more_grads,
+          const py::list& copies) {
   Numbers numbers(scalars, 7);
   LionScalars s;
   s.grad_scale = numbers.next();
@@ -192,12 +223,12 @@ void lion(int isa, int grad_type, int out_type, const py::list& words,
   s.neg_lr = numbers.next();
   const KernelTable& table = table_of(isa);
   run_rule(table, table.lion, grad_type, out_type, read_items(words, 1, false), s, num_threads,
-           more_grads);
+           more_grads, copies);
 }
 
 void sgd(int isa, int grad_type, int out_type, const py::list& words,
          const std::vector<double>& scalars, bool has_momentum, bool is_nesterov, int num_threads,
-         const py::list& more_grads) {
+         const py::list& more_grads, const py::list& copies) {
   Numbers numbers(scalars, 6);
   SgdScalars s;
   s.grad_scale = numbers.next();
@@ -209,7 +240,7 @@ void sgd(int isa, int grad_type, int out_type, const py::list& words,
   s.is_nesterov = is_nesterov;
   const KernelTable& table = table_of(isa);
   run_rule(table, has_momentum ? table.sgd : table.sgd_plain, grad_type, out_type,
-           read_items(words, has_momentum ? 1 : 0, false), s, num_threads, more_grads);
+           read_items(words, has_momentum ? 1 : 0, false), s, num_threads, more_grads, copies);
 }
 
 double sum_of_squares(int isa, int grad_type, std::uint64_t address, std::int64_t numel,
@@ -269,14 +300,17 @@ PYBIND11_MODULE(_kernels, m) {
              items = py::arg("items"), scalars = py::arg("scalars"),
              num_threads = py::arg("num_threads");
   const auto more_grads = py::arg("more_grads") = py::list();
-  m.def("adam", &adam, isa, grad_type, out_type, items, scalars, num_threads, more_grads);
-  m.def("adam_int8", &adam_int8, isa, grad_type, out_type, items, scalars, num_threads, more_grads);
+  const auto copies = py::arg("copies") = py::list();
+  m.def("adam", &adam, isa, grad_type, out_type, items, scalars, num_threads, more_grads, copies);
+  m.def("adam_int8", &adam_int8, isa, grad_type, out_type, items, scalars, num_threads, more_grads,
+        copies);
   m.def("adam_bfloat16", &adam_bfloat16, isa, grad_type, out_type, items, scalars, py::arg("key"),
-        num_threads, more_grads);
-  m.def("adagrad", &adagrad, isa, grad_type, out_type, items, scalars, num_threads, more_grads);
-  m.def("lion", &lion, isa, grad_type, out_type, items, scalars, num_threads, more_grads);
+        num_threads, more_grads, copies);
+  m.def("adagrad", &adagrad, isa, grad_type, out_type, items, scalars, num_threads, more_grads,
+        copies);
+  m.def("lion", &lion, isa, grad_type, out_type, items, scalars, num_threads, more_grads, copies);
   m.def("sgd", &sgd, isa, grad_type, out_type, items, scalars, py::arg("has_momentum"),
-        py::arg("is_nesterov"), num_threads, more_grads);
+        py::arg("is_nesterov"), num_threads, more_grads, copies);
   m.def("sum_of_squares", &sum_of_squares, isa, grad_type, py::arg("address"), py::arg("numel"),
         num_threads, more_grads);
   m.attr("BLOCK_NUMEL") = kBlockNumel;

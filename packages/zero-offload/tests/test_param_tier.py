@@ -13,7 +13,7 @@ import torch
 from support import CPU, ReferenceAdam, Space, assert_same, group_of, make_tier, snapshot, train
 from torch import Tensor, optim
 
-from zero_offload import OffloadError, create_param_tier, create_tier
+from zero_offload import OffloadError, create_param_tier, create_tier, param_tier
 from zero_offload.errors import StorageCorruptError, StorageError
 from zero_offload.param_tier import OffloadedParams
 from zero_offload.tier import make_device_tier
@@ -87,6 +87,43 @@ def test_parts_of_a_shard_join_what_it_held(tier: OffloadedParams) -> None:
             tier.write(segment, start, new[start:stop])
             expected[start:stop] = new[start:stop]
         assert torch.equal(_fetch(tier, segment), expected)
+
+
+def test_what_updates_leave_out_is_read_once(tmp_path: Path) -> None:
+    tier = _make(tmp_path)
+    tier.write(3, 0, _values(3))
+    expected = _values(3).clone()
+    read, written = tier.file_traffic()
+    num_bytes = expected.nbytes
+    for version in range(1, 4):
+        new = _values(3, version)
+        for start, stop in ((0, 2000), (2000, 4000)):  # 128 elements are padding, say
+            tier.write(3, start, new[start:stop])
+        expected[:4000] = new[:4000]
+        if version > 1:  # it is written without a call that needs it
+            assert tier.file_traffic() == (read + num_bytes, written + version * num_bytes)
+    assert torch.equal(_fetch(tier, 3), expected)
+    tier.write(3, 4000, expected[4000:] + 1)  # what was left out changes
+    expected[4000:] += 1
+    assert torch.equal(_fetch(tier, 3), expected)
+    tier.write(3, 0, expected[:4000] - 1)
+    expected[:4000] -= 1
+    assert torch.equal(_fetch(tier, 3), expected)
+
+
+def test_large_parts_that_updates_leave_out_are_not_kept_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(param_tier, "_MAX_KEPT", 100)
+    tier = _make(tmp_path)
+    tier.write(3, 0, _values(3))
+    read, _ = tier.file_traffic()
+    expected = _values(3).clone()
+    for version in range(1, 4):
+        tier.write(3, 0, _values(3, version)[:4000])
+        expected[:4000] = _values(3, version)[:4000]
+        assert torch.equal(_fetch(tier, 3), expected)
+    assert tier.file_traffic()[0] == read + 6 * expected.nbytes  # before each write, for each fetch
 
 
 def test_the_first_elements_rest_in_host_memory_the_rest_in_the_file(tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import command
-from benchmarks.experiments import cpu_adam, cpu_adam_convergence, engine, memory, offload
+from benchmarks.experiments import (
+    cpu_adam,
+    cpu_adam_convergence,
+    engine,
+    memory,
+    offload,
+    offload_files,
+)
 from benchmarks.harness import text
 from benchmarks.harness.job import Job
 from benchmarks.harness.models import GptShape
@@ -83,6 +90,57 @@ def test_offload_bench_sets_states_in_files_beside_the_bare_model(tmp_path: Path
     assert "zero-3-offload" in said.partition("written to")[2]  # the table is last
 
 
+@pytest.mark.usefixtures("_quick_model")
+def test_offload_bench_counts_the_bytes_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload_files, "MODEL", "plain")
+    names = ("zero-files", "zero-files-vertical", "zero-host")
+    some = (*(f"--only={name}" for name in names), "--accumulation=1", "--accumulation=2")
+    run("offload", *TINY, "--warmup=2", *some, f"--output={tmp_path}")
+    report = json.loads((tmp_path / "offload.json").read_text())
+    assert report["runs"] == []
+    one, two = (only["contenders"] for only in report["off_device"]["runs"])
+    assert list(one) == ["zero-files", "zero-host"]
+    assert list(two) == list(names)
+    for rows in (one, two):
+        for name, row in rows.items():
+            is_in_files = "files" in name
+            assert row["read_to_closed_form"] == (1 if is_in_files else None), name
+            assert row["written_to_closed_form"] == (1 if is_in_files else None), name
+            assert row["step_to_rival"] is None  # DeepSpeed was not asked for
+            assert row["is_loss_exact"] is True
+    assert len({row["last_loss"] for row in two.values()}) == 1
+
+
+def test_offload_bench_compares_with_the_best_of_deepspeed() -> None:
+    found = {
+        "deepspeed-files-5": side([3.0], 400, 5.0, disk_read_bytes=0, disk_written_bytes=0),
+        "deepspeed-files-32": side([2.0], 500, 5.0, disk_read_bytes=0, disk_written_bytes=0),
+        "zero-files": side(
+            [1.0], 200, 5.1, disk_read_bytes=2**20, disk_written_bytes=0, read_bytes=0
+        ),
+        "zero-host": {"failure": "failed"},
+    }
+    found["zero-files"]["shard_bytes"] = [10, 20, 30]
+    found["zero-files"]["counted"] |= {
+        "read_bytes": 4 * (10 + 2 * 50 - 30) + 3 * 60,
+        "written_bytes": 2 * 4 * 60,
+    }
+    shape = GptShape(layers=1, width=64, heads=1, vocab=8, context=16)
+    job = Job("", "", shape, micro_batch=1, steps=1, accumulation=4)
+    rows = offload_files.compared(found, job)
+    row = rows["zero-files"]
+    assert row["step_to_rival"] == pytest.approx(0.5)
+    assert row["memory_to_rival"] == pytest.approx(0.5)
+    assert row["read_to_closed_form"] == 1
+    assert row["written_to_closed_form"] == 2
+    assert row["disk_read_mib"] == 1
+    assert row["is_loss_exact"] is False
+    assert rows["deepspeed-files-5"]["step_to_rival"] is None
+    assert offload_files.section(job, rows).table.row_count == 3
+
+
 def side(times_s: list[float], mib: float, loss: float, **counted: float) -> Row:
     return {
         "median_s": statistics.median(times_s),
@@ -91,6 +149,7 @@ def side(times_s: list[float], mib: float, loss: float, **counted: float) -> Row
         "last_loss": loss,
         "times_s": times_s,
         "counted": counted,
+        "shard_bytes": [],
     }
 
 

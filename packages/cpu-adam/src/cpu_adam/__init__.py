@@ -8,6 +8,7 @@
 - `CPUAdam`: a ``torch.optim.Optimizer`` over the same kernels (needs torch).
 - `convert_state`: converts its state, or a state dict, to other moments and masters (needs torch).
 - `sums_grads`: says that each of these takes several gradients, and adds them in the same pass.
+- `copies_first`: says that each of these copies old values, as ``copies``, in the same pass.
 - `active_isa`, `available_isas`: the instruction set in use, and those that are supported.
 - `cpu_adam.reference`: the kernels' definition in plain NumPy.
 
@@ -27,6 +28,7 @@ from cpu_adam._functional import (
     adam_step_8bit,
     adam_step_bf16,
     adam_step_split,
+    copies_first,
     grad_norm_sq,
     lion_step,
     sgd_step,
@@ -50,6 +52,7 @@ __all__ = [
     "adam_step_split",
     "available_isas",
     "convert_state",
+    "copies_first",
     "grad_norm_sq",
     "lion_step",
     "sgd_step",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 from cpu_adam import _kernels
@@ -14,6 +14,7 @@ from cpu_adam._memory import (
     FLOAT32,
     INT8,
     INT16,
+    ITEM_BYTES,
     NO_OUT,
     SPLIT,
     UINT8,
@@ -37,8 +38,14 @@ from cpu_adam._threads import resolve_num_threads
 sums_grads = True
 """Says that every function takes several gradients, and adds them in fp32, in order."""
 
+copies_first = True
+"""Says that every update takes ``copies``."""
+
 _ONLY_FLOAT32 = (FLOAT32,)
 _ANY_FLOAT = (FLOAT32, BFLOAT16, FLOAT16)
+_ANY_TYPE = (*_ANY_FLOAT, INT8, UINT8, INT16)
+
+Copies = Sequence[tuple[Any, Any]]
 
 
 def adam_step(
@@ -57,6 +64,7 @@ def adam_step(
     bias_correction: bool = True,
     grad_scale: float = 1.0,
     out: Any = None,
+    copies: Copies = (),
     num_threads: int | None = None,
 ) -> None:
     """Apply one Adam update in place, reading and writing each array once.
@@ -82,6 +90,10 @@ def adam_step(
         bias_correction: divide the moments by ``1 - beta ** step``.
         grad_scale: factor on the gradient (unscale and clip in one), applied in fp32.
         out: fp32, bf16 or fp16; receives the new master weights, rounded to nearest even.
+        copies: pairs of a source and a target, of one dtype and of the shape of ``master`` or of
+            another state. What of the source belongs to an element is copied right before that is
+            updated, so that both read it from memory once: a source may be a state, whose old
+            values the target then has, and a target a state, which starts from the source.
         num_threads: number of threads; None for torch's count if torch is loaded, else
             the number of CPUs that this process may use.
 
@@ -102,7 +114,14 @@ def adam_step(
         grad_scale=grad_scale,
     )
     written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    _update(_kernels.adam, scalars, written | _describe_out(out), grad, num_threads=num_threads)
+    _update(
+        _kernels.adam,
+        scalars,
+        written | _describe_out(out),
+        grad,
+        copies=copies,
+        num_threads=num_threads,
+    )
 
 
 def adam_step_split(
@@ -112,6 +131,7 @@ def adam_step_split(
     exp_avg: Any,
     exp_avg_sq: Any,
     *,
+    copies: Copies = (),
     num_threads: int | None = None,
     **hyper: Unpack[AdamHyper],
 ) -> None:
@@ -136,7 +156,7 @@ def adam_step_split(
     scalars = adam_scalars(**hyper)
     written = _describe((BFLOAT16,), param=param) | _describe((INT16,), remainder=remainder)
     written |= _describe(_ONLY_FLOAT32, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    _update(_kernels.adam, scalars, written, grad, num_threads=num_threads)
+    _update(_kernels.adam, scalars, written, grad, copies=copies, num_threads=num_threads)
 
 
 def adam_step_8bit(
@@ -149,6 +169,7 @@ def adam_step_8bit(
     *,
     remainder: Any = None,
     out: Any = None,
+    copies: Copies = (),
     num_threads: int | None = None,
     **hyper: Unpack[AdamHyper],
 ) -> None:
@@ -181,7 +202,15 @@ def adam_step_8bit(
     scales = _describe_scales(
         written["param"].numel, exp_avg_scale=exp_avg_scale, exp_avg_sq_scale=exp_avg_sq_scale
     )
-    _update(_kernels.adam_int8, scalars, written, grad, scales=scales, num_threads=num_threads)
+    _update(
+        _kernels.adam_int8,
+        scalars,
+        written,
+        grad,
+        scales=scales,
+        copies=copies,
+        num_threads=num_threads,
+    )
 
 
 def adam_step_bf16(
@@ -193,6 +222,7 @@ def adam_step_bf16(
     seed: int = 0,
     remainder: Any = None,
     out: Any = None,
+    copies: Copies = (),
     num_threads: int | None = None,
     **hyper: Unpack[AdamHyper],
 ) -> None:
@@ -224,6 +254,7 @@ def adam_step_bf16(
         grad,
         stream=(0,),
         options=(key,),
+        copies=copies,
         num_threads=num_threads,
     )
 
@@ -240,6 +271,7 @@ def adagrad_step(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
     out: Any = None,
+    copies: Copies = (),
     num_threads: int | None = None,
 ) -> None:
     """Apply one Adagrad update in place, as torch.optim.Adagrad does.
@@ -262,7 +294,7 @@ def adagrad_step(
         grad_scale=grad_scale,
     )
     written = _describe(_ONLY_FLOAT32, master=master, state_sum=state_sum) | _describe_out(out)
-    _update(_kernels.adagrad, scalars, written, grad, num_threads=num_threads)
+    _update(_kernels.adagrad, scalars, written, grad, copies=copies, num_threads=num_threads)
 
 
 def lion_step(
@@ -276,6 +308,7 @@ def lion_step(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
     out: Any = None,
+    copies: Copies = (),
     num_threads: int | None = None,
 ) -> None:
     """Apply one Lion update in place (Chen et al., 2023, arXiv 2302.06675, algorithm 2).
@@ -294,7 +327,7 @@ def lion_step(
         lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, grad_scale=grad_scale
     )
     written = _describe(_ONLY_FLOAT32, master=master, exp_avg=exp_avg) | _describe_out(out)
-    _update(_kernels.lion, scalars, written, grad, num_threads=num_threads)
+    _update(_kernels.lion, scalars, written, grad, copies=copies, num_threads=num_threads)
 
 
 def sgd_step(
@@ -310,6 +343,7 @@ def sgd_step(
     nesterov: bool = False,
     grad_scale: float = 1.0,
     out: Any = None,
+    copies: Copies = (),
     num_threads: int | None = None,
 ) -> None:
     """Apply one update of stochastic gradient descent in place, as torch.optim.SGD does.
@@ -341,7 +375,15 @@ def sgd_step(
     states = {"momentum_buffer": momentum_buffer} if has_momentum else {}
     written = _describe(_ONLY_FLOAT32, master=master, **states) | _describe_out(out)
     options = (has_momentum, bool(nesterov))
-    _update(_kernels.sgd, scalars, written, grad, options=options, num_threads=num_threads)
+    _update(
+        _kernels.sgd,
+        scalars,
+        written,
+        grad,
+        options=options,
+        copies=copies,
+        num_threads=num_threads,
+    )
 
 
 class GradNorm(NamedTuple):
@@ -377,7 +419,7 @@ def grad_norm_sq(grad: Any, *, grad_scale: float = 1.0, num_threads: int | None 
     _check_shapes(grads)
     first, *others = grads.values()
     total = _kernels.sum_of_squares(
-        active_isa_index(), first.type, first.address, first.numel, threads, *_more_grads(others)
+        active_isa_index(), first.type, first.address, first.numel, threads, _more_grads(others)
     )
     return GradNorm(total * (scale * scale), math.isfinite(total))
 
@@ -401,9 +443,51 @@ def _describe_grads(grad: Any) -> dict[str, Block]:
     }
 
 
-def _more_grads(others: list[Block]) -> list[list[int]]:
-    """Return the kernels' last argument, if there is anything to add to the first gradient."""
-    return [[number for b in others for number in (b.address, b.type)]] if others else []
+def _more_grads(others: list[Block]) -> list[int]:
+    """Return what the kernels add to the first gradient."""
+    return [number for b in others for number in (b.address, b.type)]
+
+
+def _describe_copies(copies: Copies, written: dict[str, Block]) -> list[tuple[Block, Block]]:
+    """Describe what is copied, and check it against the update's own arrays."""
+    found = []
+    shapes = {block.shape for block in written.values()}
+    for i, (source, target) in enumerate(copies):
+        name = f"copies[{i}]"
+        of = describe(f"{name}[0]", source, is_written=False, types=_ANY_TYPE)
+        to = describe(f"{name}[1]", target, is_written=True, types=(of.type,))
+        if to.shape != of.shape or of.shape not in shapes:
+            raise ValueError(
+                f"{name}: both must have the shape of an array that is updated, one of "
+                f"{sorted(shapes)}; got {of.shape} and {to.shape}"
+            )
+        found.append((of, to))
+    return found
+
+
+def _with_copies(
+    pairs: list[tuple[Block, Block]], written: dict[str, Block], read: dict[str, Block]
+) -> tuple[dict[str, Block], dict[str, Block]]:
+    """Return all memory that is written, and all that is read. A copied state is there once."""
+    written, read = dict(written), dict(read)
+    updated = {(b.address, b.numel * ITEM_BYTES[b.type]) for b in written.values()}
+    for i, (source, target) in enumerate(pairs):
+        if source.address == target.address and source.numel:
+            raise ValueError(f"copies[{i}]: source and target are the same memory")
+        for k, block, to in ((0, source, read), (1, target, written)):
+            if (block.address, block.numel * ITEM_BYTES[block.type]) not in updated:
+                to[f"copies[{i}][{k}]"] = block
+    return written, read
+
+
+def _copied(pairs: list[tuple[Block, Block]], numel: int) -> list[int]:
+    """Return what the kernels copy first: addresses, bytes per block of elements, all bytes."""
+    numbers = []
+    for source, target in pairs:
+        item = ITEM_BYTES[source.type]
+        per_block = _kernels.BLOCK_NUMEL if source.numel == numel else 1  # else they are scales
+        numbers += [source.address, target.address, item * per_block, source.numel * item]
+    return numbers
 
 
 def _describe_out(out: Any) -> dict[str, Block]:
@@ -443,6 +527,7 @@ def _update(
     written: dict[str, Block],
     grad: Any,
     *,
+    copies: Copies,
     num_threads: int | None,
     scales: dict[str, Block] | None = None,
     stream: tuple[int, ...] = (),
@@ -456,6 +541,7 @@ def _update(
         written: the master weight first, its states in the kernel's order, and its copy (``out``)
             or lower half (``remainder``) anywhere. All of one shape.
         grad: the gradient, of that shape, or several.
+        copies: of the caller.
         scales: further states, of another shape.
         stream: the kernel's last number of an item, if it has one.
         options: the kernel's arguments after the scalars.
@@ -464,12 +550,13 @@ def _update(
     read = _describe_grads(grad)
     _check_shapes(written | read)
     written = written | (scales or {})
-    check_disjoint(written, read)
+    pairs = _describe_copies(copies, written)
+    check_disjoint(*_with_copies(pairs, written, read))
     first, *others = read.values()
     item = [*_addresses(written, first), first.numel, *stream]
     fixed = (active_isa_index(), first.type, _out_type(written), item, scalars, *options, threads)
-    kernel(*fixed, *_more_grads(others))
-    _mark_changed(written)
+    kernel(*fixed, more_grads=_more_grads(others), copies=_copied(pairs, first.numel))
+    _mark_changed(written | {f"copies[{i}]": target for i, (_, target) in enumerate(pairs)})
 
 
 def _out_type(written: dict[str, Block]) -> int:

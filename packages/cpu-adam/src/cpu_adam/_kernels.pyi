@@ -10,12 +10,14 @@ def adam(
     scalars: tuple[float, ...],
     num_threads: int,
     more_grads: list[int] = ...,
+    copies: list[int] = ...,
 ) -> None:
     """Update every item: ``(master, grad, exp_avg, exp_avg_sq, out, numel)``, one after another.
 
     Addresses as integers (``out`` is 0 for type 3, no copy). ``more_grads``, with one item alone:
-    address and type of each gradient that is added to the item's, in order. The lock of the
-    interpreter is released meanwhile.
+    address and type of each gradient that is added to the item's, in order. ``copies``, likewise:
+    source, target, bytes per block of elements and all bytes of what is copied before its elements
+    are updated. The lock of the interpreter is released meanwhile.
     """
 
 def adam_int8(
@@ -26,6 +28,7 @@ def adam_int8(
     scalars: tuple[float, ...],
     num_threads: int,
     more_grads: list[int] = ...,
+    copies: list[int] = ...,
 ) -> None:
     """Update every item, with 8-bit states.
 
@@ -42,6 +45,7 @@ def adam_bfloat16(
     key: int,
     num_threads: int,
     more_grads: list[int] = ...,
+    copies: list[int] = ...,
 ) -> None:
     """Update every item, with bf16 states: as in `adam`, and the stream last."""
 
@@ -53,6 +57,7 @@ def adagrad(
     scalars: tuple[float, ...],
     num_threads: int,
     more_grads: list[int] = ...,
+    copies: list[int] = ...,
 ) -> None:
     """Update every item: ``(master, grad, state_sum, out, numel)``, one after another."""
 
@@ -64,6 +69,7 @@ def lion(
     scalars: tuple[float, ...],
     num_threads: int,
     more_grads: list[int] = ...,
+    copies: list[int] = ...,
 ) -> None:
     """Update every item: ``(master, grad, exp_avg, out, numel)``, one after another."""
 
@@ -77,6 +83,7 @@ def sgd(
     is_nesterov: bool,
     num_threads: int,
     more_grads: list[int] = ...,
+    copies: list[int] = ...,
 ) -> None:
     """Update every item: ``(master, grad, [momentum_buffer,] out, numel)``, one after another."""
 

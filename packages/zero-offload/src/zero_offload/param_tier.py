@@ -8,7 +8,9 @@ file the rest.
 read buffers   hold shards that are expected next, from the start of their read until their copy to
                the device is over.
 write buffers  collect new values, which arrive piece by piece in ascending order. There are two:
-               one is filled while the other is written to the file.
+               one is filled while the other is written to the file. An update does not write
+               padding and what it leaves out. Their values are kept in memory if they are few, or
+               the shard would be read each time before it is written.
 
 [Note: threads]
 The thread that computes calls `FileShards.expect` and `FileShards.fetch`, the thread that updates
@@ -38,6 +40,8 @@ from zero_offload.protocols import Work
 _BLOCK = "offload_param"
 NUM_WRITE_BUFFERS = 2
 """Buffers in which new values of a shard are collected and sent to the file."""
+_MAX_KEPT = 4096
+"""Elements of a shard that may be kept in memory because an update does not write them."""
 
 Shards = Sequence[tuple[int, int, torch.dtype]]
 
@@ -179,6 +183,13 @@ class OffloadedParams:
         """Return the shard's host memory, or None if it is in the file."""
         return self._host.get(segment)
 
+    def file_traffic(self) -> tuple[int, int]:
+        """Return the bytes of shards read from and written to the file so far.
+
+        Waits for transfers under way. See `BlockFile.traffic`.
+        """
+        return (0, 0) if self.file is None else self.file.blocks.traffic()
+
     def report(self) -> Mapping[str, int]:
         """Return the bytes off the device by kind. Those in the file are on the disk."""
         found = {"host parameters": sum(t.nbytes for t in self._host.values())}
@@ -214,6 +225,17 @@ class _Collected:
     segment: int
     buffer: _Buffer
     spans: Intervals = field(default_factory=Intervals)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The values of a shard that were not new when it was written last, as those of padding."""
+
+    gaps: Intervals
+    values: list[Tensor]
+
+
+_NOTHING_KEPT = _Kept(Intervals(), [])
 
 
 class FileShards:
@@ -252,6 +274,7 @@ class FileShards:
         self._collected: _Collected | None = None
         self._idle = [self._new(self._pageable) for _ in range(NUM_WRITE_BUFFERS)]
         self._written: dict[int, Transfer] = {}  # on their way to the file
+        self._kept: dict[int, _Kept] = {}
 
     @property
     def num_buffer_bytes(self) -> int:
@@ -268,11 +291,16 @@ class FileShards:
         return self._block[segment]
 
     def expect(self, segments: Sequence[int]) -> None:
-        """Read these shards ahead, as many as there are buffers."""
+        """Read these shards ahead, as many as there are buffers.
+
+        In order, up to one that is being written: what is read before it would take its buffer.
+        """
         with self._lock:
             for segment in segments:
-                if segment in self._read or self._is_changing(segment):
+                if segment in self._read:
                     continue
+                if self._is_changing(segment):
+                    return
                 buffer = self._unused(segments)
                 if buffer is None:
                     return
@@ -316,7 +344,8 @@ class FileShards:
             stop = start + values.numel()
             self._view(segment, collected.buffer)[start:stop].copy_(values)
             collected.spans = collected.spans.union(Intervals([(start, stop)]))
-            if collected.spans.covers(0, self._numel[segment]):
+            gaps = collected.spans.complement(self._numel[segment])
+            if not gaps or self._kept.get(segment, _NOTHING_KEPT).gaps == gaps:
                 self._send()
 
     def _new(self, memory: HostMemory) -> _Buffer:
@@ -378,9 +407,21 @@ class FileShards:
         self._idle.append(buffer)
         gaps = collected.spans.complement(self._numel[segment])
         if gaps:
-            old = torch.empty(self._numel[segment], dtype=self._dtype[segment], device="cpu")
-            self.blocks.read(self._block[segment], old).wait()
-            for start, stop in gaps.spans:
-                self._view(segment, buffer)[start:stop].copy_(old[start:stop])
+            self._fill(segment, gaps, self._view(segment, buffer))
         transfer = self.blocks.write(self._block[segment], self._view(segment, buffer))
         buffer.transfer = self._written[segment] = transfer
+
+    def _fill(self, segment: int, gaps: Intervals, values: Tensor) -> None:
+        """Complete new values by the old ones. Those of small gaps are kept for the next time."""
+        kept = self._kept.pop(segment, _NOTHING_KEPT)
+        if kept.gaps == gaps:
+            for (start, stop), old in zip(gaps.spans, kept.values, strict=True):
+                values[start:stop].copy_(old)
+        else:
+            whole = torch.empty(self._numel[segment], dtype=self._dtype[segment], device="cpu")
+            self.blocks.read(self._block[segment], whole).wait()
+            for start, stop in gaps.spans:
+                values[start:stop].copy_(whole[start:stop])
+        if sum(stop - start for start, stop in gaps.spans) <= _MAX_KEPT:
+            found = [values[start:stop].clone() for start, stop in gaps.spans]
+            self._kept[segment] = _Kept(gaps, found)

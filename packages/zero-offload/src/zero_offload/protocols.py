@@ -90,6 +90,20 @@ class SummingKernel(Protocol):
 
 
 @runtime_checkable
+class CopyingKernel(Protocol):
+    """A kernel whose updates take ``copies``: pairs of a source and a target.
+
+    What of the source belongs to an element is copied right before that is updated. Without it
+    torch copies before the pass.
+
+    Attributes:
+        copies_first: True declares it.
+    """
+
+    copies_first: bool
+
+
+@runtime_checkable
 class EightBitAdamKernel(Protocol):
     """An Adam kernel that keeps both moments in 8 bits."""
 

@@ -110,10 +110,18 @@ def _model_of(config: Any) -> nn.Module:
             config = transformers.AutoConfig.for_model(**config)
         else:
             config = copy.deepcopy(config)
-        # Else transformers looks for padding in inputs that have no values on the meta device.
-        config.pad_token_id = None
-        is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+        translates = config.is_encoder_decoder and (
+            type(config) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        )
+        if translates:
+            kind = transformers.AutoModelForSeq2SeqLM
+        elif type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            kind = transformers.AutoModelForCausalLM
+        else:
+            kind = transformers.AutoModel
+        if not translates:  # whose decoder's inputs are labels, shifted and filled up with it
+            # Else transformers looks for padding in inputs that have no values on the meta device.
+            config.pad_token_id = None
         with torch.device("meta"):
             module: nn.Module = kind.from_config(config)
     except Exception as error:  # whatever a model's code makes of values that it does not expect

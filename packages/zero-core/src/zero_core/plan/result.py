@@ -215,6 +215,10 @@ class Plan:
             for lane in LANES
         ]
         rows.append(("step", _seconds(time.total_s), "100%"))
+        rows += [
+            (f"step, updates {way}", _seconds(seconds), f"{seconds / time.total_s:.0%}")
+            for way, seconds in time.ways.items()
+        ]
         return _table("Predicted step", ("lane", "busy", "of the step"), rows)
 
     def _memory_table(self) -> Table:

@@ -224,8 +224,10 @@ class Memory:
         units, hints = self._layout.units, None
         if self._param_tier is not None:
             offloaded = self._offloaded_indices
-            indices = [[s.index for s in u.segments if s.index in offloaded] for u in units]
-            hints = PrefetchHints(self._param_tier, indices, self._layout.last_block)
+            of_units = [
+                [params[s.index] for s in u.segments if s.index in offloaded] for u in units
+            ]
+            hints = PrefetchHints(self._param_tier, of_units, self._layout.last_block)
         return [
             Unit(
                 unit.index,

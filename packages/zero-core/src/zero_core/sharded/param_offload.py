@@ -22,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 import torch
 from torch import Tensor
@@ -31,10 +31,10 @@ from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.protocols import ParamTier, StateTier, Work
-from zero_core.sharded.params import ShardSource
+from zero_core.sharded.params import FlatParams, ShardSource
 from zero_core.sharded.pool import BufferPool, CopyStream
 
-_MAX_EXPECTED_UNITS = 16
+_MAX_EXPECTED = 16
 
 
 def offloaded_segments(layout: Layout, config: Config, *, is_apart: bool) -> tuple[Segment, ...]:
@@ -158,20 +158,26 @@ class PrefetchHints:
     """Hints to a tier on what is fetched next, in the order of the module tree."""
 
     def __init__(
-        self, tier: ParamTier, segments_of: Sequence[Sequence[int]], last_block: int
+        self, tier: ParamTier, params_of: Sequence[Sequence[FlatParams]], last_block: int
     ) -> None:
-        """``segments_of``: the offloaded segments of each unit. ``last_block``: its index."""
+        """``params_of``: the offloaded flat parameters of each unit. ``last_block``: its index."""
         self._tier = tier
         self._last_block = last_block
-        self._segments_of = [list(segments) for segments in segments_of]
+        self._params_of = [list(params) for params in params_of]
 
     def announce(self, unit: int, *, backward: bool) -> None:
-        """Hint at the units after ``unit``, which is in use."""
-        last = len(self._segments_of) - 1
+        """Hint at the units after ``unit``, which is in use.
+
+        Those that are gathered already are fetched once more by backward alone. The hint ends
+        before the first one whose update is under way: what a tier reads of it is stale.
+        """
+        last = len(self._params_of) - 1
         back_from = unit if backward else self._last_block
         to_come = range(0) if backward else range(unit + 1, last + 1)
         has_backward = backward or torch.is_grad_enabled()
         # Backward begins with the last block, still gathered then; the root and the tail are, too.
         returning = range(back_from - 1, 0, -1) if has_backward else range(0)
-        units = islice(chain(to_come, returning), _MAX_EXPECTED_UNITS)
-        self._tier.expect([s for u in units for s in self._segments_of[u]])
+        ahead = (p for u in to_come for p in self._params_of[u] if not p.is_gathered)
+        again = (p for u in returning for p in self._params_of[u])
+        found = takewhile(FlatParams.is_updated, chain(ahead, again))
+        self._tier.expect([p.segment.index for p in islice(found, _MAX_EXPECTED)])

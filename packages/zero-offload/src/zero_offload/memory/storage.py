@@ -37,7 +37,8 @@ class TransferMeter:
     """Counters of transfers, from any thread.
 
     Attributes:
-        bytes_read: bytes of blocks read from the file so far.
+        bytes_read: bytes of blocks read from the file so far. The disk moves each block rounded up
+            to `direct_io.ALIGNMENT`.
         bytes_written: bytes of blocks written to the file so far.
         io_s: seconds during which at least one transfer was running.
         waited_s: seconds that callers spent in `Transfer.wait`. ``io_s`` less this was hidden.
@@ -185,6 +186,11 @@ class BlockFile(TransferMeter):
     def offset(self, block: int) -> int:
         """Return the offset of a block in the file, in bytes."""
         return self._offsets[block]
+
+    def traffic(self) -> tuple[int, int]:
+        """Return `bytes_read` and `bytes_written`, once the transfers under way are over."""
+        wait(list(self._current.values()))
+        return self.bytes_read, self.bytes_written
 
     def close(self) -> None:
         """Wait for the transfers under way and free the disk space. May be called again."""

@@ -92,7 +92,11 @@ class Bf16AdamRule(_CompactAdamRule):
         for start in range(0, param.numel(), self.block):
             part = slice(start, start + self.block)
             moments = (stored[name][part] for name in MOMENTS)
-            own = {name: kw[name][part] for name in ("remainder", "out") if kw[name] is not None}
+            own: dict[str, Any] = {
+                name: kw[name][part] for name in ("remainder", "out") if kw[name] is not None
+            }
+            if "copies" in kw:
+                own["copies"] = [(source[part], target[part]) for source, target in kw["copies"]]
             terms = [g[part] for g in grad] if isinstance(grad, list) else grad[part]
             kernel.adam_step_bf16(param[part], terms, *moments, **{**kw, **own})
 

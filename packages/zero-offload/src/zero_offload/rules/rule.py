@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_offload.protocols import SummingKernel
+from zero_offload.protocols import CopyingKernel, SummingKernel
 from zero_offload.threads import num_kernel_threads
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +35,8 @@ Grad = Tensor | list[Tensor]
 """The gradient of one span: fp32, bf16 or fp16. Several are added in fp32, in order."""
 Stored = Mapping[str, Tensor]
 """The 1-D host buffers of one span, by the names of `Rule.stored`."""
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""Sources and targets of one span, each as long as one of its buffers."""
 
 
 class Rule(ABC):
@@ -59,6 +61,7 @@ class Rule(ABC):
         self.summing: SummingKernel | None = None
         if isinstance(kernel, SummingKernel) and kernel.sums_grads:
             self.summing = kernel
+        self._is_copying = isinstance(kernel, CopyingKernel) and kernel.copies_first
 
     def for_params(self, dtype: torch.dtype) -> Rule:
         """Return the rule for parameters of ``dtype``: itself, or one with split master weights."""
@@ -82,7 +85,10 @@ class Rule(ABC):
 
     @abstractmethod
     def call(self, master: Tensor | None, grad: Grad, stored: Stored, **kw: Any) -> None:
-        """Call the kernel for one span, see `update`. ``kw`` are its keywords, with ``out``."""
+        """Call the kernel for one span, see `update`.
+
+        ``kw`` are its keywords, with ``out``, and with ``copies`` where there are any.
+        """
 
     def hyper(self, group: Mapping[str, Any], step: int) -> Hashable:
         """Return the settings of update number ``step`` (from 1). Equal ones may share a call.
@@ -103,6 +109,7 @@ class Rule(ABC):
         hyper: Any,
         grad_scale: float,
         out: Tensor | None,
+        copies: Copies = (),
     ) -> None:
         """Update one span in place by one kernel pass.
 
@@ -112,8 +119,15 @@ class Rule(ABC):
                 several only if the rule is ``summing``.
             grad_scale: factor on the gradient: unscale and clip.
             out: fp32, bf16 or fp16: receives the new values, rounded; None if they are not needed.
+            copies: what is copied before elements are updated, by the kernel or before its pass.
         """
         keywords, sign = hyper
+        copied: dict[str, Any] = {}
+        if copies and self._is_copying:
+            copied = {"copies": copies}
+        else:
+            for source, target in copies:
+                target.copy_(source)
         self.call(
             master,
             grad,
@@ -122,6 +136,7 @@ class Rule(ABC):
             grad_scale=sign * grad_scale,
             num_threads=num_kernel_threads(),
             **dict(keywords),
+            **copied,
         )
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:

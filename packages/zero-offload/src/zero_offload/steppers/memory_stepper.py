@@ -20,9 +20,6 @@ _WINDOW_NUMEL = 1 << 15
 """Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
 torch gives it one thread, because a dozen short operations would mostly wait for other threads."""
 
-_LOGGED_NUMEL = 1 << 20
-"""Elements that are copied to an undo log and then updated: the update finds them in the cache."""
-
 
 class MemoryStepper(RuleStepper):
     """`RuleStepper` over one block per shard, or per piece under a rule with blocks.
@@ -109,21 +106,17 @@ class MemoryStepper(RuleStepper):
         shadowed = (MASTER, PARAM) if self.is_in_place else (PARAM,)
         record, at = Record(chunk, [], [], span), 0
         for run, start, stop, block, stored in spans:
-            copies = {}
+            used, copies = dict(stored), []
             for name, home in stored.items():
-                copies[name] = span.memory[at : at + home.nbytes].view(home.dtype)
+                copy = span.memory[at : at + home.nbytes].view(home.dtype)
                 at += aligned(home.nbytes)
-                pairs = record.shadows if name in shadowed else record.saved
-                pairs.append((home, copies[name]))
-            numel = _LOGGED_NUMEL if block.rule.block == 1 else stop - start
-            for low in range(start, stop, numel):
-                high = min(low + numel, stop)
-                part = slice(low - start, high - start) if block.rule.block == 1 else slice(None)
-                used = {}
-                for name, home in stored.items():
-                    copies[name][part].copy_(home[part])
-                    used[name] = (copies[name] if name in shadowed else home)[part]
-                self.update_span(block, low, high, used, grads, run.key, grad_scale, None)
+                copies.append((home, copy))
+                if name in shadowed:
+                    used[name] = copy
+                    record.shadows.append((home, copy))
+                else:
+                    record.saved.append((home, copy))
+            self.update_span(block, start, stop, used, grads, run.key, grad_scale, None, copies)
         return record
 
     def master(self, start: int, stop: int) -> Tensor:

@@ -26,7 +26,16 @@ from zero_offload.flat.geometry import Geometry, Run, plan_runs
 from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.flat.intervals import SpanMap
 from zero_offload.protocols import Groups
-from zero_offload.rules.rule import KERNEL_DTYPES, MASTER, PARAM, REMAINDER, Grad, Rule, Stored
+from zero_offload.rules.rule import (
+    KERNEL_DTYPES,
+    MASTER,
+    PARAM,
+    REMAINDER,
+    Copies,
+    Grad,
+    Rule,
+    Stored,
+)
 from zero_offload.steppers.stepper import Chunk, SpanMemory, Stepper, check_num_steps
 from zero_offload.threads import num_kernel_threads
 
@@ -207,17 +216,21 @@ class RuleStepper(Stepper):
         key: Hashable,
         grad_scale: float,
         out: Tensor | None,
+        copies: Copies = (),
     ) -> None:
         """Update ``[start, stop)`` of a block, whose buffers ``stored`` are, clipped to it.
 
         Args:
             key: of the run, the rule's settings.
             out: receives the rounded parameters; None if they are not needed.
+            copies: as of `Rule.update`, clipped likewise.
         """
         for a, b, terms in _grads_of(block, start, stop, grads):
-            own = dict(stored)
+            own, copied = dict(stored), copies
             if (a, b) != (start, stop):
-                own = {name: values[a - start : b - start] for name, values in stored.items()}
+                part = slice(a - start, b - start)
+                own = {name: values[part] for name, values in stored.items()}
+                copied = [(source[part], target[part]) for source, target in copies]
             block.rule.update(
                 own.pop(MASTER, None),
                 _kernel_grad(block.rule, terms),
@@ -225,6 +238,7 @@ class RuleStepper(Stepper):
                 key,
                 grad_scale,
                 None if out is None else out[a - start : b - start],
+                copied,
             )
 
     def square_sum(self, terms: list[Tensor]) -> float:

@@ -92,7 +92,8 @@ class TwinTier:
         if self._num_micro_steps:
             part.expect_micro_steps(self._num_micro_steps)
         if self._has_undo:
-            part.enable_undo(self._factory.undo_buffer_size)
+            can_undo = part.enable_undo(self._factory.undo_buffer_size)
+            assert can_undo, "as the part before: a share has another length, not another rule"
         self._reserve_part(part)
         if self._watcher is not None:
             part.watch_changes(self._watcher)
@@ -161,6 +162,15 @@ class TwinTier:
         """Return start and end of the host's last updates, of `time.perf_counter`."""
         tiers = [p.tier for p in self._parts if p.is_host and isinstance(p.tier, FlatTier)]
         return [span for tier in tiers for span in tier.recent_updates()]
+
+    def file_traffic(self) -> tuple[int, int]:
+        """Return the bytes of states read from and written to the file so far.
+
+        Waits for updates and transfers under way. See `BlockFile.traffic`.
+        """
+        for part in self._parts:
+            part.drain()
+        return (0, 0) if self.file is None else self.file.traffic()
 
     def time_copies(self, *, is_on: bool) -> None:
         """Time later copies between the device and the host, or no longer. None are on a CPU."""

@@ -292,7 +292,8 @@ class Worker:
     def _undo(self, chunk: Chunk) -> float:
         """Restore what was before a chunk's tentative update, if there is one. Return the start."""
         assert self.log is not None, "there are tentative updates"
-        self._announce(chunk)
+        if self.log.has(chunk):
+            self._announce(chunk)
         started = self._now()
         self.log.undo(chunk)
         return started
