@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,25 @@ def test_torchs_own_update_counts_its_bytes_too() -> None:
     param.grad = torch.ones(1000)
     optimizer.step()
     assert optimizer.tier.host_bytes == 12 * 1000
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("state_dtype", COMPACT)
+def test_ties_of_split_masters_are_rounded_when_they_are_written_as_by_a_step(
+    kernel: Any, state_dtype: str, device: str, tmp_path: Path
+) -> None:
+    space = Space(dtype=torch.bfloat16)
+    space.initial = (space.initial.view(torch.int32) & -65536 | 0x8000).view(torch.float32)
+    groups = [group_of(optim.AdamW, lr=0.0, weight_decay=0.0)]
+    place = {"device": device, "nvme_path": str(tmp_path), "state_dtype": state_dtype}
+    tier = make_tier(space, optim.AdamW, groups, kernel=kernel, **place)
+    written = space.flat_params()
+    train(tier, space, groups, range(1))
+    updated = space.covered()
+    assert torch.equal(written[updated], space.flat_params()[updated])
+    assert (written.float().abs() > space.initial.abs())[updated].all()
+    masters = tier.read_state("master_weight", 0, space.numel)
+    assert torch.equal(masters[updated], space.initial[updated])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -57,6 +57,10 @@ class _CompactAdamRule(AdamRule):
         if out is not None and out.data_ptr() != param.data_ptr():
             out.copy_(param)
 
+    def round_to(self, master: Tensor, out: Tensor) -> None:
+        """Round ties of a split master weight to the greater magnitude, as its upper half is."""
+        out.copy_(codes.split_master(master)[0] if self.is_master_split else master)
+
     @abstractmethod
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
         """Call the kernel for ``param``: master weights, or upper halves with a ``remainder``."""

@@ -139,6 +139,10 @@ class Rule(ABC):
             **copied,
         )
 
+    def round_to(self, master: Tensor, out: Tensor) -> None:
+        """Write fp32 master weights to ``out``, rounded as by `update`."""
+        out.copy_(master)
+
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
         """Return a state, or whole master weights, of elements ``[start, stop)`` of the span.
 

@@ -119,8 +119,10 @@ class MemoryStepper(RuleStepper):
             self.update_span(block, start, stop, used, grads, run.key, grad_scale, None, copies)
         return record
 
-    def master(self, start: int, stop: int) -> Tensor:
-        return self._masters.view(start, stop)
+    def round_to(self, start: int, stop: int, out: Tensor) -> None:
+        master = self._masters.view(start, stop)
+        if out.data_ptr() != master.data_ptr():  # else it is the upper half of a split one
+            out.copy_(master)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return a copy. Padding of a split master weight has no lower half."""

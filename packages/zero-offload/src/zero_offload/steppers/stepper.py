@@ -163,8 +163,8 @@ class Stepper(ABC):
         """
 
     @abstractmethod
-    def master(self, start: int, stop: int) -> Tensor:
-        """Return master weights of a range inside one shard, to be rounded into the shard."""
+    def round_to(self, start: int, stop: int, out: Tensor) -> None:
+        """Write the rounded values of a range inside one shard to ``out``, as an update does."""
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> Tensor:

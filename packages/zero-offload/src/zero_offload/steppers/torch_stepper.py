@@ -207,7 +207,7 @@ class TorchStepper(Stepper):
             self._dtypes.update(template.elementwise())
         self.states = self._dtypes  # stored yet or not
         self._buffers: dict[str, Tensor] = {}
-        self._params = [nn.Parameter(self.master(p.start, p.stop)) for p in geometry.pieces]
+        self._params = [nn.Parameter(self._masters.view(p.start, p.stop)) for p in geometry.pieces]
         members = self._members(range(len(self._params)), groups)
         self._optimizer = make_optimizer(optimizer_class, members) if members else None
         for i in range(len(self._params)):
@@ -260,7 +260,7 @@ class TorchStepper(Stepper):
             self._home(i)
         for run in chunk.runs:
             if not self.is_in_place:
-                out(run.start, run.stop).copy_(self.master(run.start, run.stop))
+                self.round_to(run.start, run.stop, out(run.start, run.stop))
 
     def _start(self, piece: int) -> None:
         """Create the state that a piece has before its first update, if any."""
@@ -286,8 +286,8 @@ class TorchStepper(Stepper):
         span = self.geometry.pieces[piece]
         return self._buffer(name)[span.start : span.stop]
 
-    def master(self, start: int, stop: int) -> Tensor:
-        return self._masters.view(start, stop)
+    def round_to(self, start: int, stop: int, out: Tensor) -> None:
+        out.copy_(self._masters.view(start, stop))
 
     def _buffer(self, name: str) -> Tensor:
         """The flat buffer of one state, made of zeros on first use."""

@@ -322,7 +322,7 @@ class FlatTier(ABC):
             span = (run.start, run.stop)
             self._mover.open_spans([span])
             if not self._stepper.is_in_place:
-                self._mover.out(*span).copy_(self._stepper.master(*span))
+                self._stepper.round_to(*span, self._mover.out(*span))
             event = self._mover.publish(*span)
             if event is not None:
                 self._mover.arrive(event)

@@ -323,10 +323,7 @@ class Worker:
         if self._stepper.is_in_place:
             return
         for run in chunk.runs:
-            out = self._mover.out(run.start, run.stop)
-            master = self._stepper.master(run.start, run.stop)
-            if out.data_ptr() != master.data_ptr():  # else it is the upper half of a split one
-                out.copy_(master)
+            self._stepper.round_to(run.start, run.stop, self._mover.out(run.start, run.stop))
 
 
 class UpdateThread(Protocol):
