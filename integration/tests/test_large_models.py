@@ -86,6 +86,16 @@ def test_states_go_to_files_where_memory_does_not_hold_them(
         preview(largest, 1)
 
 
+def test_files_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    options = {"size": "60m", "output": str(tmp_path / "run"), "states": "files", "export": False}
+    alone = preview(fresh_run({**options, "save": False}, Start.NEW), 1)
+    # bf16 values twice, the lower halves of masters, moments of 8 bits; then fp32 checkpoints
+    assert alone.disk_bytes / alone.plan.num_parameters == pytest.approx(2 + 2 + 2 + 2.06, rel=0.01)
+    saved = preview(fresh_run(options, Start.NEW), 1)
+    per_param = (saved.disk_bytes - alone.disk_bytes) / saved.plan.num_parameters
+    assert per_param == pytest.approx(12, rel=0.01)
+
+
 def test_plan_is_shown_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = {"size": "1m", "output": str(tmp_path / "run")}
     assert plan_request(options, Start.NEW, 2) == {**options, "states": "memory"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -166,15 +166,19 @@ def test_what_cannot_be_served_on_nvme_is_a_config_error(keys: dict[str, str], m
         zero_core.build(make_model(), Case(zero=zero).config())
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
 @pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
 @pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
-def test_a_plan_knows_that_nvme_takes_host_memory_for_buffers_alone(
-    tmp_path: Path, ratio: float
+def test_a_plan_knows_the_file_and_that_memory_is_taken_for_buffers_alone(
+    tmp_path: Path, ratio: float, state_dtype: str
 ) -> None:
-    config = Case(3, "bf16", zero=_offload("nvme", tmp_path, ratio)).config()
+    zero = _offload("nvme", tmp_path, ratio)
+    zero["offload_optimizer"]["state_dtype"] = state_dtype
+    config = Case(3, "bf16", zero=zero).config()
     engine = zero_core.build(make_model(), config)
-    host = zero_core.plan(make_model(), config, 1, device_type="cpu").memory.host
-    tier: Any = engine.sharded_state.tier
+    plan = zero_core.plan(make_model(), config, 1, device_type="cpu")
+    host, tier = plan.memory.host, cast("Any", engine.sharded_state.tier)
+    assert plan.configured.file_bytes == (sum(tier.file.block_bytes) if ratio else 0)
     held = tier.report()[0].tier.host_bytes if ratio else 0
     assert host.get("NVMe buffers", 0) == held
     assert {"master weights", "optimizer states"}.isdisjoint(host)

@@ -96,6 +96,14 @@ def train(
     vocab: Annotated[_Number, _option("Size of the vocabulary to learn.")] = None,
     eval_every: Annotated[_Number, _option("Steps between evaluations.")] = None,
     eval_windows: Annotated[_Number, _option("Held-out samples per evaluation.")] = None,
+    save: Annotated[
+        bool | None,
+        typer.Option(
+            "--save/--no-save",
+            help="Whether checkpoints are saved. Without, a run cannot be resumed.",
+            show_default=False,
+        ),
+    ] = None,
     save_every: Annotated[_Number, _option("Steps between checkpoints.")] = None,
     checkpoints: Annotated[
         _Text, _option("Their folder or URL, as s3://bucket/run. Default: one in the output's.")

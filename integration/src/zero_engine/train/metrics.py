@@ -143,8 +143,7 @@ def last_finished_step(folder: RunFolder, settings: RunSettings) -> int:
     is_last = step == settings.steps
     is_evaluated = any("held_out_loss" in entry for entry in entries if entry["step"] == step)
     lacks_evaluation = (is_last or step % settings.eval_every == 0) and not is_evaluated
-    is_save_due = is_last or step % settings.save_every == 0
-    lacks_save = is_save_due and newest_step(folder.checkpoint) < step
+    lacks_save = settings.is_save_due(step) and newest_step(folder.checkpoint) < step
     return step - 1 if lacks_evaluation or lacks_save else step
 
 

@@ -30,7 +30,7 @@ class Preview:
         plan: bytes of the engine.
         process_bytes: what a rank takes before it has a model: Python, torch and transformers.
         limit_bytes: memory that the machine grants; None if that is unknown.
-        disk_bytes: of files, at most: states, two checkpoints at a time or one, the export.
+        disk_bytes: of files, at most: states, checkpoints (two at a time, one or none), the export.
         free_bytes: free space where they go.
     """
 
@@ -95,7 +95,7 @@ def preview(settings: RunSettings, num_ranks: int) -> Preview:
         raise ConfigError(
             f"--output {settings.output}: states and results take {format_bytes(last.disk_bytes)} "
             f"and {format_bytes(last.free_bytes)} are free: choose another folder, a smaller size, "
-            "or --no-export"
+            "--no-export, or --no-save to do without checkpoints"
         )
     return last
 
@@ -119,25 +119,22 @@ def _preview(settings: RunSettings, num_ranks: int) -> Preview:
         device_type="accelerator" if torch.cuda.is_available() else "cpu",
     )
     folder = RunFolder.of({"output": settings.output})
-    states = _states_bytes(plan)
-    num_saves = 2 if settings.save_every < settings.steps else 1
-    in_files = states * (settings.states == "files")
+    saved = plan.async_save_bytes * num_ranks
+    num_saves = (2 if settings.save_every < settings.steps else 1) * settings.save
+    in_files = plan.configured.file_bytes * num_ranks
+    if resolved.zero_optimization.offload_param.device == "nvme":
+        in_files += _parameter_bytes(plan)
     export = _parameter_bytes(plan) * settings.export
     return Preview(
         settings,
         plan,
         used_bytes(torch.device("cpu")),
         limit,
-        in_files + num_saves * states + export,
+        in_files + num_saves * saved + export,
         shutil.disk_usage(nearest_folder(folder.root)).free,
     )
 
 
-def _states_bytes(plan: zero_core.Plan) -> int:
-    """Return the bytes of all ranks' master weights and optimizer states."""
-    return plan.async_save_bytes * plan.world_size
-
-
 def _parameter_bytes(plan: zero_core.Plan) -> int:
-    """Return the bytes of an export, whose values have 16 bits."""
+    """Return the bytes of all parameters in 16 bits: of an export, or off the device in files."""
     return 2 * plan.num_parameters

@@ -197,7 +197,7 @@ def train_in(
         engine.close()
         if reporter:
             plot_run(folder)
-            reporter.say(farewell(folder, stop))
+            reporter.say(farewell(folder, settings, stop))
     return stop
 
 
@@ -232,7 +232,8 @@ def run_steps(
 ) -> signal.Signals | None:
     """Train from ``step`` to the end or to a stop request, and save a checkpoint there.
 
-    Checkpoints are written beside the next steps. The last one is there at the end.
+    Without `RunSettings.save` there is none. Checkpoints are written beside the next steps. The
+    last one is there at the end.
 
     Returns:
         The signal that ended the run early, if one did.
@@ -278,16 +279,16 @@ def run_steps(
                 reporter.step(record)
         if step % settings.eval_every == 0 or step == settings.steps:
             evaluate(engine, corpus, settings, reporter, step)
-        if step % settings.save_every == 0 or step == settings.steps or stop is not None:
+        if settings.is_save_due(step) or (settings.save and stop is not None):
             save = engine.async_save(
                 folder.checkpoint,
                 client_state={"step": step, "sha256_of_text": corpus.sha256_of_text},
                 keep_last=settings.keep_last,
                 max_copy_bytes=copied,
             )
-    if reporter:
-        reporter.doing("saving the checkpoint")
     if save is not None:
+        if reporter:
+            reporter.doing("saving the checkpoint")
         save.result()
     return stop if step < settings.steps else None  # a run that is complete was not stopped
 
@@ -380,10 +381,12 @@ def make_deterministic(seed: int, device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def farewell(folder: RunFolder, stop: signal.Signals | None) -> str:
+def farewell(folder: RunFolder, settings: RunSettings, stop: signal.Signals | None) -> str:
     root = shlex.quote(str(folder.root))
     if stop is None:
         return f"done; results are in {root}; what limits the run: zero-engine report {root}"
+    if not settings.save:
+        return f"stopped by {stop.name}, without a checkpoint, as --no-save says"
     return (
         f"stopped by {stop.name}, checkpoint saved; continue with: "
         f"zero-engine train --resume --output {root}"

@@ -28,7 +28,10 @@ LARGE_CONFIG = "large_config.json"
 AUTO = "auto"
 RECORDS = "records"
 """Folder of the records of steps in that of a run."""
-CHANGEABLE = ("output", "steps", "save_every", "keep_last", "log_every", "sample_tokens", "export")
+CHANGEABLE = (
+    *("output", "steps", "save", "save_every", "keep_last"),
+    *("log_every", "sample_tokens", "export"),
+)
 """Settings that a resumed run may have others of."""
 MAX_SEED = 2**44
 """Largest seed whose multiples by epoch torch takes: see `zero_engine.train.data.Corpus.batch`."""
@@ -82,6 +85,8 @@ class RunSettings:
     """Steps between evaluations on held-out text."""
     eval_windows: int = 64
     """Held-out samples per evaluation."""
+    save: bool = True
+    """Whether checkpoints are saved. Without them the run cannot be resumed."""
     save_every: int = 250
     """Steps between checkpoints."""
     checkpoints: str | None = None
@@ -95,6 +100,10 @@ class RunSettings:
     """Tokens that the trained model writes; None: three quarters of the context."""
     export: bool = True
     """Whether the trained model is exported for transformers."""
+
+    def is_save_due(self, step: int) -> bool:
+        """Return whether a checkpoint follows a step, in a run that nobody stops."""
+        return self.save and (step == self.steps or step % self.save_every == 0)
 
     def check(self) -> RunSettings:
         """Self, if every value makes sense.

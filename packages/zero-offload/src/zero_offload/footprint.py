@@ -23,6 +23,7 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
+from zero_offload.memory.block_pipeline import longest_parts
 from zero_offload.memory.host_memory import packed
 from zero_offload.param_tier import NUM_WRITE_BUFFERS, ParamSettings, num_in_host_memory
 from zero_offload.protocols import Groups, OptimizerClass
@@ -30,6 +31,7 @@ from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.rule import KERNEL_DTYPES, PARAM, REMAINDER
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.file_stepper import BLOCK_NUMEL
+from zero_offload.steppers.rule_stepper import BlockLayout
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
 from zero_offload.steppers.undo import undo_capacity
 from zero_offload.tiers.accumulation import num_layers
@@ -165,14 +167,33 @@ class TierFootprint:
         masters = self._masters(part, needs_copy=self._is_accelerated)
         kept = {"master weights": masters, "optimizer states": self._states(start, stop)}
         if self._settings.nvme is not None:
-            count = self._settings.nvme.buffer_count
-            kept = {"NVMe buffers": _nvme_buffer_bytes(part, sum(kept.values()), count)}
+            kept = {
+                "NVMe buffers": self._nvme_buffer_bytes(ratio, self._settings.nvme.buffer_count)
+            }
         return {
             **kept,
             "gradient copies": self._grad_bytes(part, stop - start),
             "parameter copies": self._staging_bytes(part),
             "undo log": self._undo_bytes(ratio),
         }
+
+    def _nvme_buffer_bytes(self, ratio: float, buffer_count: int) -> int:
+        """Return the host memory through which states on NVMe pass.
+
+        Close where blocks are alike, if states are fp32: each buffer has room for the longest.
+        """
+        start, stop = self._host_span(ratio)
+        part = self._clipped(start, stop)
+        if self._rule is not None and part:
+            geometry = self._geometry.part(Intervals([(start, stop)]))[0]
+            rules = [self._rule.for_params(tensor.dtype) for _, tensor in geometry.shards]
+            layout = BlockLayout(geometry, rules, BLOCK_NUMEL)
+            longest = sum(longest_parts(layout.record_bytes, len(layout.names)))
+            return min(buffer_count, len(layout.blocks)) * longest
+        num_blocks = sum(-(-span.numel // BLOCK_NUMEL) for span in part)
+        most = min(max((span.numel for span in part), default=0), BLOCK_NUMEL)
+        whole = min(buffer_count, num_blocks) * most * self.file_bytes(ratio)
+        return -(-whole // max(_numel(part), 1))
 
     def _undo_bytes(self, ratio: float) -> int:
         capacity, most = self._undo_capacity(ratio), self._settings.undo_buffer_size
@@ -214,6 +235,17 @@ class TierFootprint:
         down = self._num_added * sum(span.numel * span.grad_dtype.itemsize for span in part)
         down += sum(span.nbytes for span in rest if span.is_offloaded)
         return down, sum(span.nbytes for span in part if not span.is_offloaded)
+
+    def file_bytes(self, ratio: float) -> int:
+        """Return the bytes of master weights and states in files, each read and written a step."""
+        if self._settings.nvme is None:
+            return 0
+        start, stop = self._host_span(ratio)
+        masters = _numel(self._whole(self._clipped(start, stop)))
+        states = (stop - start) * self._state_bytes
+        if self._rule is not None:
+            states = sum(nbytes for _, nbytes in self._kept(start, stop))
+        return masters * self._geometry.master_dtype.itemsize + states
 
     def _clipped(self, start: int, stop: int) -> list[_Span]:
         return [
@@ -285,16 +317,6 @@ class TierFootprint:
         """Return the bytes that torch page-locks for ``nbytes``: a power of two."""
         is_rounded = self._settings.pin_memory and nbytes > 0
         return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
-
-
-def _nvme_buffer_bytes(part: Sequence[_Span], nbytes: int, buffer_count: int) -> int:
-    """Return the host memory through which ``nbytes`` of master weights and states on NVMe pass.
-
-    Close where blocks are alike; each buffer has room for the longest.
-    """
-    num_blocks = sum(-(-span.numel // BLOCK_NUMEL) for span in part)
-    longest = min(max((span.numel for span in part), default=0), BLOCK_NUMEL)
-    return -(-min(buffer_count, num_blocks) * longest * nbytes // max(_numel(part), 1))
 
 
 def _numel(spans: Sequence[_Span]) -> int:

@@ -45,6 +45,9 @@ def fill(
     # One buffer for all: the heap stays whole.
     pool = BufferPool(allocator(all_params[0].device), max(sizes))
     is_deferred = _is_any_recorded(found, control, initial)
+    num_differing = torch.zeros(
+        len(layout.segments), dtype=torch.int64, device=all_params[0].device
+    )
     for segment, of_segment, dtype in zip(layout.segments, all_params, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
         flat = pool.acquire(segment.padded_numel, dtype, segment.index)
@@ -68,7 +71,14 @@ def fill(
             if rounds_masters:
                 masters = masters.to(segment.dtype)
             tier.write_state("master_weight", start, masters)
+            if of_segment.full is not None:
+                rounded = of_segment.full[low:high]
+                num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()
         pool.release(flat)
+    # A tier may round its own part otherwise, as ties of a master weight that is kept split.
+    for of_segment, number in zip(all_params, control.sum(num_differing).tolist(), strict=True):
+        if number:
+            of_segment.invalidate()  # the other ranks gather it
     release_free_pages()  # what the parameters' own storage left
 
 

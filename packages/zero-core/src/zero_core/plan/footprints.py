@@ -130,6 +130,9 @@ class TierFootprint(Protocol):
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step from the device to the host and back."""
 
+    def file_bytes(self, ratio: float) -> int:
+        """Return the bytes of master weights and states in files, each read and written a step."""
+
 
 @dataclass(frozen=True)
 class WholeFootprint:
@@ -162,6 +165,9 @@ class WholeFootprint:
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         return self.moved
+
+    def file_bytes(self, ratio: float) -> int:
+        return 0
 
 
 class TierFootprintFactory(Protocol):

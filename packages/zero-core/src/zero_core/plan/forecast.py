@@ -260,18 +260,17 @@ class Forecast:
         """Return the dtype in which the tier gets the segment's gradient."""
         return self._gradients[segment.index].offered
 
-    @property
-    def file_bytes(self) -> int:
-        """Bytes per element that the host reads from a file, and writes, in an update."""
-        is_in_file = self._config.zero_optimization.offload_optimizer.device == "nvme"
-        master = self._config.master_dtype(torch.bfloat16).itemsize
-        return (master + self._state_bytes) * is_in_file
-
     def bytes_in_file(self, ratio: float) -> int:
-        """Return the bytes of master weights and states on NVMe."""
-        if not self.file_bytes:
-            return 0
-        return self.file_bytes * sum(self.host_numel(s, ratio) for *_, s in self._spans)
+        """Return the bytes of master weights and states on NVMe: an update reads and writes them.
+
+        As `memory`, 0 without the package that knows.
+        """
+        return 0 if self.tier is None else self.tier.file_bytes(ratio)
+
+    def file_bytes(self, num_elements: int, ratio: float) -> int:
+        """Return what so many of the host's elements take of `bytes_in_file`."""
+        whole = sum(self.host_numel(s, ratio) for *_, s in self._spans)
+        return self.bytes_in_file(ratio) * num_elements // max(whole, 1)
 
     def memory(self, ratio: float) -> MemoryUse:
         """Return the bytes by kind with the first ``ratio`` of the optimizer state on the host.

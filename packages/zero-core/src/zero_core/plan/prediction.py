@@ -219,7 +219,7 @@ class Prediction:
         numel = sum(n for _, n in host)
         down = sum(n * self._forecast.offered_dtype(s).itemsize for s, n in host)
         up = sum(n * s.dtype.itemsize for s, n in host if s not in self._forecast.resting)
-        state = self._forecast.file_bytes * numel
+        state = self._forecast.file_bytes(numel, ratio)
         host_s = self._update_s("host", host)
         return UnitTime(
             forward_s=forward_s,

@@ -20,7 +20,7 @@ block is announced, such a buffer is reused.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -50,6 +50,11 @@ class _Buffer:
             self.transfers.pop().settle()
 
 
+def longest_parts(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Return the bytes of the longest of each part, from those of each block's parts in turn."""
+    return [max(sizes[part::num_parts], default=0) for part in range(num_parts)]
+
+
 class BlockPipeline:
     """Transfers blocks from a file to buffers and back, with reads ahead and writes behind.
 
@@ -67,7 +72,7 @@ class BlockPipeline:
         self._file = file
         self._num_parts = num_parts
         sizes = file.block_bytes
-        self._longest = [max(sizes[p::num_parts], default=0) for p in range(num_parts)]
+        self._longest = longest_parts(sizes, num_parts)
         num_blocks = len(sizes) // max(num_parts, 1)
         self._free = [
             _Buffer([aligned_empty(num_bytes) for num_bytes in self._longest])
