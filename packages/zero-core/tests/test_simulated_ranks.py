@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -107,3 +109,17 @@ def _branch(ranks: SimulatedRanks) -> str:
 
 def test_a_message_of_another_size_is_refused() -> None:
     assert simulate(_branch, 2)[1]
+
+
+def _read_generator(ranks: SimulatedRanks) -> bool:
+    for _ in range(5000):
+        garbage = torch.nn.Parameter(torch.empty(1))
+        garbage.itself = garbage  # type: ignore[attr-defined]
+        torch.get_rng_state()
+    return gc.isenabled()
+
+
+def test_ranks_read_the_generator_beside_each_other_and_leave_garbage() -> None:
+    """A collection under the generator's lock would have them wait for each other for ever."""
+    assert simulate(_read_generator, 3) == [False] * 3
+    assert gc.isenabled()

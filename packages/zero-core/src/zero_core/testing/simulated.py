@@ -13,9 +13,11 @@ Threads share torch's global generator, so a program draws its model in one thre
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -38,6 +40,9 @@ from zero_core.testing.late_device.library import LateWorld
 from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
+_COLLECT_S = 0.5
+_MOST_UNCOLLECTED = 50_000
+"""Objects made since the last collection. Python's own limit is 700."""
 
 TIMEOUT_S = 120.0
 """Longest wait for another rank, unless `simulate` is given another."""
@@ -281,6 +286,28 @@ class GatedRanks(SimulatedRanks):
         return _Gated(super().exchange_beside(watch), self.gate)
 
 
+@contextmanager
+def _collecting_here() -> Iterator[Callable[[], None]]:
+    """Have garbage collected by no other thread than the caller's, when it calls what is yielded.
+
+    Torch holds the lock of its random generator while it allocates a tensor for the generator's
+    state. If that starts a collection, and a tensor in the garbage gives up the interpreter's lock,
+    another rank may wait for the generator with the interpreter's lock: both wait for ever.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+
+    def collect() -> None:
+        if was_enabled and gc.get_count()[0] > _MOST_UNCOLLECTED:
+            gc.collect(1)
+
+    try:
+        yield collect
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def simulate(
     program: Callable[..., _T],
     world_size: int,
@@ -327,10 +354,13 @@ def simulate(
     ]
     num_threads = torch.get_num_threads()
     renew_autograd_after_fork()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _collecting_here() as collect:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_COLLECT_S)
+                collect()
     torch.set_num_threads(num_threads)
     if network.failed is not None:
         raise errors[network.failed]
