@@ -23,7 +23,7 @@ from zero_engine.train.settings import (
     fresh_run,
     write_resolved,
 )
-from zero_engine.train.sizes import parse_size, shape_of
+from zero_engine.train.sizes import largest_unit, parse_size, shape_of
 
 
 @pytest.mark.parametrize("size", ["1m", "125m", "350m", "2.2b", "6b", "175b", "1000b"])
@@ -84,6 +84,19 @@ def test_states_go_to_files_where_memory_does_not_hold_them(
     largest = fresh_run({"size": "1000b", "output": str(tmp_path / "run")}, Start.NEW)
     with pytest.raises(ConfigError, match=r"--output .*: states and results take .* free"):
         preview(largest, 1)
+
+
+def test_largest_unit_fits_the_buffers_of_files(tmp_path: Path) -> None:
+    settings = fresh_run({"size": "1m", "output": str(tmp_path / "run")}, Start.NEW)
+    with torch.device("meta"):
+        model = build_model(settings, settings.vocab)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer.h]
+    rest = sum(p.numel() for p in model.parameters()) - sum(blocks)
+    shape = (settings.width, settings.vocab, settings.context)
+    assert largest_unit(*shape) == max(*blocks, rest)
+    options = {"size": "6b", "output": str(tmp_path / "run"), "states": "files"}
+    large = engine_config(fresh_run(options, Start.NEW))["zero_optimization"]
+    assert large["offload_param"]["buffer_size"] > 100_000_000  # the default
 
 
 def test_files_are_counted_as_they_are_kept(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, optim
 
 from zero_offload import OffloadError, create_param_tier, create_tier, param_tier
 from zero_offload.errors import StorageCorruptError, StorageError
+from zero_offload.footprint import param_footprint
 from zero_offload.param_tier import OffloadedParams
 from zero_offload.tier import make_device_tier
 
@@ -258,6 +259,9 @@ def test_what_is_not_served_is_refused_by_name(block: dict[str, Any], match: str
 def test_a_shard_larger_than_a_buffer_is_refused_by_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"offload_param.buffer_size = 4127 .* 4128"):
         _make(tmp_path, buffer_size=4127)
+    place = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0, "buffer_size": 4127}
+    with pytest.raises(ValueError, match=r"offload_param.buffer_size = 4127 .* 4128"):
+        param_footprint(shards=SHARDS, config={"offload_param": place})
     _make(tmp_path, buffer_size=4128)
 
 

@@ -20,7 +20,7 @@ from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
-from zero_engine.train.sizes import DEFAULTS, parse_size, shape_of
+from zero_engine.train.sizes import DEFAULTS, largest_unit, parse_size, shape_of
 
 DEFAULT_CONFIG = "default_config.json"
 LARGE_CONFIG = "large_config.json"
@@ -288,6 +288,8 @@ def engine_config(settings: RunSettings) -> dict[str, Any]:
             path = str(nearest_folder(RunFolder.of(asdict(settings)).root).resolve())
             for block in ("offload_param", "offload_optimizer"):
                 config["zero_optimization"][block] |= {"device": "nvme", "nvme_path": path}
+            largest = largest_unit(settings.width, settings.vocab, settings.context)
+            config["zero_optimization"]["offload_param"]["buffer_size"] = largest
         return config
     else:
         text = default_config_text()

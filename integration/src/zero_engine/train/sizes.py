@@ -57,3 +57,9 @@ def shape_of(num_params: int) -> dict[str, int]:
     width_of_heads = heads * HEAD_WIDTH
     layers = max(1, math.ceil(num_params / (12 * width_of_heads**2)))
     return {"layers": layers, "width": width_of_heads, "heads": heads}
+
+
+def largest_unit(width: int, vocab: int, context: int) -> int:
+    """Return the elements of a block or of what is around the blocks, whichever has more."""
+    block = 12 * width**2 + 13 * width
+    return max(block, (vocab + context + 2) * width)

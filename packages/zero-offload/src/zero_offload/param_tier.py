@@ -111,12 +111,6 @@ def create_param_tier(
     file = None
     if num_host < len(shards):
         assert settings.nvme_path is not None, "without a file all are in host memory"
-        largest = max(numel for _, numel, _ in shards[num_host:])
-        if largest > settings.buffer_size:
-            raise ValueError(
-                f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest shard "
-                f"that is kept in the file has {largest}: raise it to that"
-            )
         file = FileShards(
             shards[num_host:],
             settings.nvme_path,
@@ -127,15 +121,28 @@ def create_param_tier(
 
 
 def num_in_host_memory(shards: Shards, settings: ParamSettings) -> int:
-    """Return how many of the first shards are in host memory. The others are in the file."""
+    """Return how many of the first shards are in host memory. The others are in the file.
+
+    Raises:
+        ValueError: a buffer has no room for one of these.
+    """
     if settings.nvme_path is None:
         return len(shards)
     total = 0
     for count, (_, numel, _) in enumerate(shards):
         total += numel
         if total > settings.max_in_cpu:
+            _check_buffer_size(max(numel for _, numel, _ in shards[count:]), settings)
             return count
     return len(shards)
+
+
+def _check_buffer_size(largest: int, settings: ParamSettings) -> None:
+    if largest > settings.buffer_size:
+        raise ValueError(
+            f"{_BLOCK}.buffer_size = {settings.buffer_size} elements, but the largest shard "
+            f"that is kept in the file has {largest}: raise it to that"
+        )
 
 
 class OffloadedParams:
