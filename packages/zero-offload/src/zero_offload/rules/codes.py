@@ -106,7 +106,11 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bf16 parameters and int16 remainders of fp32 master weights. NaN stays NaN."""
+    return upper_half(master), master.view(torch.int32).to(torch.int16)
+
+
+def upper_half(master: Tensor) -> Tensor:
+    """Return the bf16 parameters of fp32 master weights that are kept split. NaN stays NaN."""
     bits = master.view(torch.int32)
     rounded = torch.where(master.isnan(), bits | 0x00400000, bits + 0x8000)
-    param = (rounded >> 16).to(torch.int16).view(torch.bfloat16)
-    return param, bits.to(torch.int16)
+    return (rounded >> 16).to(torch.int16).view(torch.bfloat16)

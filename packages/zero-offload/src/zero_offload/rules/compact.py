@@ -8,7 +8,7 @@ parameter is kept split: the parameter is its upper half, an int16 remainder the
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Grad, Rule, Stored
 _SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 _RANDOM_BLOCK = 1 << 20
 """Elements after which the random numbers of the stochastic rounding start again."""
+
+
+_WINDOW_NUMEL = 1 << 15
+"""Elements of a split master weight that are converted at once: their temporaries fit a cache."""
+
+
+def _windows(numel: int) -> Iterator[slice]:
+    return (slice(low, min(low + _WINDOW_NUMEL, numel)) for low in range(0, numel, _WINDOW_NUMEL))
 
 
 class _CompactAdamRule(AdamRule):
@@ -59,7 +67,11 @@ class _CompactAdamRule(AdamRule):
 
     def round_to(self, master: Tensor, out: Tensor) -> None:
         """Round ties of a split master weight to the greater magnitude, as its upper half is."""
-        out.copy_(codes.split_master(master)[0] if self.is_master_split else master)
+        if not self.is_master_split:
+            out.copy_(master)
+            return
+        for part in _windows(master.numel()):
+            out[part].copy_(codes.upper_half(master[part]))
 
     @abstractmethod
     def call_kernel(self, param: Tensor, grad: Grad, stored: Stored, **kw: Any) -> None:
@@ -67,15 +79,20 @@ class _CompactAdamRule(AdamRule):
 
     def decode(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
         if name == MASTER and self.is_master_split:
-            return codes.join_master(stored[PARAM][start:stop], stored[REMAINDER][start:stop])
+            found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+            for part in _windows(stop - start):
+                halves = (stored[name][start:stop][part] for name in (PARAM, REMAINDER))
+                found[part].copy_(codes.join_master(*halves))
+            return found
         return super().decode(name, stored, start, stop)
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
         if name == MASTER and self.is_master_split:
-            param, remainder = codes.split_master(values.float())
-            stop = start + values.numel()
-            stored[PARAM][start:stop].copy_(param)
-            stored[REMAINDER][start:stop].copy_(remainder)
+            own = {name: stored[name][start:] for name in (PARAM, REMAINDER)}
+            for part in _windows(values.numel()):
+                param, remainder = codes.split_master(values[part].float())
+                own[PARAM][part].copy_(param)
+                own[REMAINDER][part].copy_(remainder)
         else:
             super().encode(name, stored, start, values)
 

@@ -97,10 +97,7 @@ class FileStepper(RuleStepper):
             self._pipeline.prefetch()
 
     def round_to(self, start: int, stop: int, out: Tensor) -> None:
-        master = self.read(MASTER, start, stop)
-        for index, a, b in self.layout.overlaps(start, stop):
-            part = slice(a - start, b - start)
-            self.layout.blocks[index].rule.round_to(master[part], out[part])
+        self.round_values(start, self.read(MASTER, start, stop), out)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         found = torch.zeros(stop - start, dtype=torch.float32, device="cpu")

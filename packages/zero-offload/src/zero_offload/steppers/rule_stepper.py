@@ -241,6 +241,12 @@ class RuleStepper(Stepper):
                 copied,
             )
 
+    def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
+        master = values.to("cpu", torch.float32)
+        for index, a, b in self.layout.overlaps(start, start + values.numel()):
+            part = slice(a - start, b - start)
+            self.layout.blocks[index].rule.round_to(master[part], out[part])
+
     def square_sum(self, terms: list[Tensor]) -> float:
         kernel = self.rule.summing
         if kernel is None or any(term.dtype not in KERNEL_DTYPES for term in terms):

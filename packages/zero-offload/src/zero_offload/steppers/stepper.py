@@ -166,6 +166,10 @@ class Stepper(ABC):
     def round_to(self, start: int, stop: int, out: Tensor) -> None:
         """Write the rounded values of a range inside one shard to ``out``, as an update does."""
 
+    def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
+        """Do as `round_to` for ``values`` of the master weights from ``start`` on, in one shard."""
+        out.copy_(values.to(self.geometry.master_dtype))
+
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return a copy of a known state or of ``master_weight`` over any range.

@@ -311,18 +311,20 @@ class FlatTier(ABC):
         with torch.no_grad():
             self._stepper.write(name, start, values)
             if name == MASTER:
-                self._publish_master(start, stop)
+                self._publish_master(start, values)
 
-    def _publish_master(self, start: int, stop: int) -> None:
+    def _publish_master(self, start: int, values: Tensor) -> None:
         readers = self._mover.mark_readers()
         if readers is not None:
             self._mover.follow(readers)
-        covered = [Run(low, high, ()) for low, high, _ in self.geometry.overlaps(start, stop)]
+        shards = self.geometry.overlaps(start, start + values.numel())
+        covered = [Run(low, high, ()) for low, high, _ in shards]
         for run in split_runs(covered, self.geometry.published_numel):
             span = (run.start, run.stop)
             self._mover.open_spans([span])
             if not self._stepper.is_in_place:
-                self._stepper.round_to(*span, self._mover.out(*span))
+                part = values[run.start - start : run.stop - start]
+                self._stepper.round_values(run.start, part, self._mover.out(*span))
             event = self._mover.publish(*span)
             if event is not None:
                 self._mover.arrive(event)
