@@ -32,7 +32,7 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
             reduce=NOTHING,
             sums=NOTHING,
             host_s=on_host * times.host_s,
-            undo_s=on_host * times.undo_s,
+            undo_s=on_host * times.log_s,
             down_s=on_host * times.link_s,
             up_s=on_host * times.link_s,
             fetch_s=0.0,
@@ -61,7 +61,7 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
-    drawn = [Times(), replace(Times(), undo_s=3.0), *random_times(3)]
+    drawn = [Times(), replace(Times(), log_s=3.0), *random_times(3)]
     for times in drawn:
         for ratio in (1.0, 0.4):
             real = Job(times, mode, ratio, chunks_per_block=4).run()
@@ -92,11 +92,13 @@ def test_offload_that_saves_less_than_a_plan_can_know_is_not_chosen() -> None:
     assert fastest.ratio > found.best.ratio == 0.0
 
 
-@pytest.mark.parametrize(("host_rate", "is_early"), [(1e5, True), (1e12, None)])
+@pytest.mark.parametrize(
+    ("host_rate", "least", "most"), [(1e5, 1.01, 1.1), (2e6, 0.8, 0.95), (1e12, 0.999, 1.001)]
+)
 def test_a_plan_has_the_times_of_both_ways_where_training_measures_them(
-    host_rate: float, is_early: bool | None
+    host_rate: float, least: float, most: float
 ) -> None:
-    """The host takes longer than backward, or no time."""
+    """The host takes many times as long as backward, a little longer, or no time."""
     free = Curve(((1.0, 0.0),))
     names = ("memory.float32", "operator", "pass", "step", "copy.to_host", "copy.to_device")
     curves = {
@@ -113,16 +115,13 @@ def test_a_plan_has_the_times_of_both_ways_where_training_measures_them(
         "zero_optimization": {"stage": 1, "offload_optimizer": offload},
     }
     with torch.device("meta"):
-        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))), torch.zeros(8, 64)
     found = zero_core.plan(model, config, 1, example_inputs=[x], calibration=rates)
     time = found.step_time
     assert time is not None
     early_s, late_s = time.ways["in backward"], time.ways["after backward"]
     assert time.total_s == min(early_s, late_s)
-    if is_early:
-        assert early_s < 0.95 * late_s
-    else:
-        assert early_s == pytest.approx(late_s, rel=1e-3)
+    assert least <= early_s / late_s <= most
     assert "step, updates in backward" in str(found.tables())
     offload["update_in_backward"] = True
     found = zero_core.plan(model, config, 1, example_inputs=[x], calibration=rates)

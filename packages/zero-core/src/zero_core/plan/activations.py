@@ -355,12 +355,13 @@ class _WithoutData(TorchFunctionMode):
     Attention saves what its fused kernels on accelerators and CPUs save: query, key, value, output
     and a number per row. On the meta device torch decomposes it and saves its matrix. Reductions of
     masks and positions have a truth value: ``mask.all()`` is true and ``mask.any()`` false, because
-    inputs without padding take the most memory.
+    inputs without padding take the most memory. So ``mask.sum()`` is the number of its elements.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[int, tuple[Tensor, bool]] = {}  # alive, so that no id is reused
+        self._sums: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_function__(
         self,
@@ -376,10 +377,15 @@ class _WithoutData(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _ALL or func in _ANY:
             self._known[id(result)] = (result, func in _ALL)
+        elif func in _SUM and args[0].dtype is torch.bool and not result.ndim:
+            self._sums[id(result)] = (result, args[0].numel())
+        elif func in _EQUAL and id(args[0]) in self._sums:
+            self._known[id(result)] = (result, args[1] == self._sums[id(args[0])][1])
         return result
 
 
 _ALL, _ANY = (torch.all, Tensor.all), (torch.any, Tensor.any)
+_SUM, _EQUAL = (torch.sum, Tensor.sum), (torch.eq, Tensor.eq, Tensor.__eq__)
 
 
 def _attention(
