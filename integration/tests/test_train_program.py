@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import zero_engine.train
 from zero_core.errors import ConfigError
 from zero_core.testing import spawn
+from zero_core.watch.place import Place
 from zero_engine.report.charts import loss_series
 from zero_engine.report.run import read_run
-from zero_engine.train import program
+from zero_engine.train import metrics, program
 from zero_engine.train.data import Corpus, prepare_corpus
 from zero_engine.train.metrics import read_metrics
-from zero_engine.train.settings import RunFolder
+from zero_engine.train.settings import RunFolder, RunSettings
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
@@ -176,3 +178,17 @@ def test_program_is_called_by_the_packages_name() -> None:
     assert zero_engine.train.train is program.train
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = zero_engine.train.nonsense
+
+
+def test_a_long_step_says_where_it_is_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "QUIET_S", 0.1)
+    place, folder = Place(), RunFolder(tmp_path)
+    settings = RunSettings(steps=3)
+    with metrics.Reporter(folder, settings, first_step=1, place=place):
+        with place.during("forward of unit 3 (blocks.2)"):
+            time.sleep(0.5)
+        assert "step 2/3: forward of unit 3 (blocks.2)" in capsys.readouterr().out
+        time.sleep(0.3)
+    assert capsys.readouterr().out == ""

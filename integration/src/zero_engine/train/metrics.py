@@ -7,6 +7,8 @@ it continues from, so that they read as if the run had never stopped.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ from zero_core.watch.place import OUTSIDE, Place
 from zero_engine.train.settings import RunFolder, RunSettings
 
 MIB = 2**20
+QUIET_S = 60.0
+"""Without a terminal, a step that takes longer says so often where it is."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,21 @@ class StepRecord:
 
 
 class Reporter:
-    """Writer of records to the screen and to the logs. A context manager."""
+    """Writer of records to the screen and to the logs. A context manager.
+
+    On a terminal a bar shows the unit that is computed. Elsewhere a line says it, once a minute
+    while nothing else is said.
+    """
 
     def __init__(
         self, folder: RunFolder, settings: RunSettings, *, first_step: int, place: Place
     ) -> None:
-        """``place``: where this rank is within a step. It is shown beside the progress bar."""
+        """``place``: where this rank is within a step."""
         self._settings = settings
+        self._place = place
+        self._said_at = time.monotonic()
+        self._has_ended = threading.Event()
+        self._teller = threading.Thread(target=self._tell_place, name="place", daemon=True)
         _cut_log(folder.metrics, first_step)
         self._log = folder.metrics.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder.tensorboard), purge_step=first_step + 1)
@@ -74,16 +86,29 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         self._progress.start()
+        if not self._console.is_terminal:
+            self._teller.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+        self._has_ended.set()
+        if self._teller.is_alive():
+            self._teller.join()
         self._log.close()
         self._board.close()
 
     def say(self, text: str) -> None:
         """Print one line, above the progress bar if there is one."""
+        self._said_at = time.monotonic()
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _tell_place(self) -> None:
+        while not self._has_ended.wait(QUIET_S / 10):
+            doing = self._place.doing
+            if doing != OUTSIDE and time.monotonic() >= self._said_at + QUIET_S:
+                step = int(self._progress.tasks[self._task].completed) + 1
+                self.say(f"step {step}/{self._settings.steps}: {doing}")
 
     def doing(self, what: str) -> None:
         """Show beside the progress bar, if there is one, what the program does after a step."""
