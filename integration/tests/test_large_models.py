@@ -49,6 +49,7 @@ def test_other_words_than_a_size_are_refused(size: str) -> None:
         ({"states": "disk"}, "--states disk: must be memory or files"),
         ({"states": "files", "config": "zero.json"}, "--states files belongs to --size"),
         ({"states": "files", "size": None}, "--states files belongs to --size"),
+        ({"save": False, "keep_last": 2}, "--no-save and --keep-last exclude each other"),
         ({"sample_tokens": 128}, "--sample-tokens 128: must be below --context 128"),
     ],
 )
@@ -161,3 +162,16 @@ def test_model_of_a_size_has_the_shape_that_the_settings_say(tmp_path: Path) -> 
         model = build_model(settings, settings.vocab)
     blocks = sum(p.numel() for p in model.transformer.h.parameters())
     assert 5_000_000 <= blocks <= 6_000_000
+
+
+def test_a_run_that_ended_without_a_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
+    options = {"size": "1m", "output": str(tmp_path / "run"), "save": False}
+    folder = RunFolder.of(options)
+    settings = fresh_run(options, Start.NEW)
+    folder.root.mkdir()
+    write_resolved(folder, settings, config={})
+    fresh_run(options, Start.NEW)  # it was cut short: there is nothing to keep
+    folder.loss_plot.touch()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        fresh_run(options, Start.NEW)
+    fresh_run(options, Start.OVERWRITE)

@@ -180,7 +180,7 @@ def test_program_is_called_by_the_packages_name() -> None:
         _ = zero_engine.train.nonsense
 
 
-def test_a_long_step_says_where_it_is_without_a_terminal(
+def test_long_computation_is_named_without_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(metrics, "QUIET_S", 0.1)
@@ -189,6 +189,6 @@ def test_a_long_step_says_where_it_is_without_a_terminal(
     with metrics.Reporter(folder, settings, first_step=1, place=place):
         with place.during("forward of unit 3 (blocks.2)"):
             time.sleep(0.5)
-        assert "step 2/3: forward of unit 3 (blocks.2)" in capsys.readouterr().out
+        assert "after step 1/3: forward of unit 3 (blocks.2)" in capsys.readouterr().out
         time.sleep(0.3)
     assert capsys.readouterr().out == ""

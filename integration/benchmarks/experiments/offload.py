@@ -100,17 +100,19 @@ def main(
     sizes, counts = size or ("6x512",), ranks or (2,)
     found = []
     for jobs in races(chosen, sizes, counts, context, common) if chosen else ():
-        rows = _raced(jobs, rounds, runner)
+        rows = _raced(jobs, rounds, runner, set())
         found.append((jobs[0], compared(rows, jobs[0])))
     streamed = [name for name in names if name in offload_files.CONTENDERS]
+    if accumulation and not streamed:
+        raise typer.BadParameter("no contender has parameters off the device", param_hint="only")
     few = {**common, "micro_batch": files_micro_batch}
     ks = accumulation or (1, 4, 16)
-    off_device = []
+    off_device, warm = [], set[str]()
     with TemporaryDirectory(dir=nvme) as folder:  # files of DeepSpeed have names
         for jobs in offload_files.races(
             streamed, sizes, counts, ks, Path(folder), files_context, few
         ):
-            rows = _raced(jobs, rounds, runner)
+            rows = _raced(jobs, rounds, runner, warm)
             off_device.append((jobs[0], offload_files.compared(rows, jobs[0])))
     report = report_of(found, rounds=rounds, nvme_path=str(nvme), bars=BARS)
     report["off_device"] = {
@@ -125,11 +127,12 @@ def main(
     publish(output, "offload", report, sections, columns=2)
 
 
-def _raced(jobs: Sequence[Job], rounds: int, runner: Runner) -> dict[str, Row]:
-    """Return the rows of a race. What a contender compiles is compiled before it."""
+def _raced(jobs: Sequence[Job], rounds: int, runner: Runner, warm: set[str]) -> dict[str, Row]:
+    """Return the rows of a race. What a contender compiles is compiled before, if not ``warm``."""
     failures: dict[str, Row] = {}
     for job in jobs:
-        if job.side in NEEDS and not missing(job.side) and job.accumulation == 1:
+        if job.side in NEEDS and not missing(job.side) and job.name not in warm:
+            warm.add(job.name)
             print(f"{job.title}: warm-up: {job.name}", flush=True)
             row = start_on_cpu(replace(job.dry(), ranks=1), runner)
             failures |= {} if has_figures(row) else {job.name: row}

@@ -106,6 +106,8 @@ def main(
     """
     if width % HEADS:
         raise typer.BadParameter(f"{width} is no multiple of {HEADS}", param_hint="--width")
+    if train_samples % 2 or eval_samples % 2:
+        raise typer.BadParameter("two ranks have half of the samples each: give even numbers")
     vocab = round(VOCAB_PER_WIDTH * width)
     shape = GptShape(layers, width, heads=HEADS, vocab=vocab, context=max(2, width // 8))
     jobs = {name: job_of(name, shape, threads, dtype) for name in only or CONTENDERS}

@@ -118,7 +118,7 @@ void sum_summed_chunk(void* opaque, std::int64_t chunk) {
   context.sums[chunk] = context.table->sum_of_squares[kFloat32](from, 0, end - begin);
 }
 
-// Of elements [begin, end), whose begin is that of a block.
+// Copies what belongs to elements [begin, end). `begin` is the first element of a block.
 void copy_range(const CopyingUpdate& update, std::int64_t begin, std::int64_t end) {
   for (const Copy& copy : *update.copies) {
     const std::int64_t first = begin / kBlockNumel * copy.block_bytes;

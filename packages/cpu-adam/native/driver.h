@@ -35,8 +35,8 @@ struct Copy {
   bool is_read;  // whether the update reads the copy
 };
 
-// Updates one item by `function` with `scalars`, after `copies`. Itself it is a RangeFunction, and
-// this struct are its scalars.
+// Updates one item by `function` with `scalars`, after `copies`. `copy_and_update` is a
+// RangeFunction whose scalars are this struct.
 struct CopyingUpdate {
   RangeFunction function;
   const void* scalars;

@@ -91,7 +91,7 @@ void add_gradient(float* sum, const char* grad, std::int64_t numel, bool is_firs
   }
 }
 
-// Of what is left at either end, the caches take the copy.
+// Copies past the caches. Unaligned bytes at either end are copied through them.
 template <class Float>
 void copy_past_caches(char* to, const char* from, std::int64_t num_bytes) {
   std::int64_t i = 0;

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from support import CPU, ReferenceAdam, Space, assert_same, group_of, make_tier, snapshot, train
+from support import (
+    CPU,
+    ReferenceAdam,
+    ReferenceKernel,
+    Space,
+    assert_same,
+    group_of,
+    make_tier,
+    snapshot,
+    train,
+)
 from torch import Tensor, optim
 
 from zero_offload import OffloadError, create_param_tier, create_tier, param_tier
@@ -111,6 +121,10 @@ def test_what_updates_leave_out_is_read_once(tmp_path: Path) -> None:
     assert torch.equal(_fetch(tier, 3), expected)
     tier.write(3, 0, expected[:4000] - 1)
     expected[:4000] -= 1
+    assert torch.equal(_fetch(tier, 3), expected)
+    tier.write(3, 0, _values(3, 9))  # all of it changes
+    tier.write(3, 0, expected[:4000])
+    expected[4000:] = _values(3, 9)[4000:]
     assert torch.equal(_fetch(tier, 3), expected)
 
 
@@ -351,3 +365,28 @@ def test_a_store_that_fails_fails_the_step() -> None:
     tier.step(groups, range(len(space.pieces)), grad_scale=1.0)
     with pytest.raises(OffloadError, match="the disk is gone"):
         tier.wait_params(0, space.numel)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_padding_of_shards_elsewhere_is_written_as_it_is_given(
+    state_dtype: str, tmp_path: Path
+) -> None:
+    space = Space(dtype=torch.bfloat16)
+    store = _Store(space)
+    store.flat.fill_(torch.nan)
+    place = {"device": "nvme", "nvme_path": str(tmp_path), "state_dtype": state_dtype}
+    tier = create_tier(
+        numel=space.numel,
+        pieces=space.pieces,
+        params=[(start, shard.to("meta")) for start, shard in space.params],
+        device=CPU,
+        optimizer_class=optim.AdamW,
+        groups=[group_of(optim.AdamW, lr=1e-2)],
+        config={"offload_optimizer": place},
+        adam_kernel=ReferenceKernel(),
+        device_tier=make_device_tier,
+        param_store=store,
+    )
+    values = space.initial.masked_fill(~space.covered(), 0.0)
+    tier.write_state("master_weight", 0, values)
+    assert torch.equal(store.flat, values.to(torch.bfloat16))

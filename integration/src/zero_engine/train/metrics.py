@@ -32,7 +32,7 @@ from zero_engine.train.settings import RunFolder, RunSettings
 
 MIB = 2**20
 QUIET_S = 60.0
-"""Without a terminal, a step that takes longer says so often where it is."""
+"""Seconds without a line after which one says what is computed, where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Reporter:
         self._place = place
         self._said_at = time.monotonic()
         self._has_ended = threading.Event()
-        self._teller = threading.Thread(target=self._tell_place, name="place", daemon=True)
+        self._thread = threading.Thread(target=self._log_place, name="place", daemon=True)
         _cut_log(folder.metrics, first_step)
         self._log = folder.metrics.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder.tensorboard), purge_step=first_step + 1)
@@ -87,14 +87,14 @@ class Reporter:
     def __enter__(self) -> Reporter:
         self._progress.start()
         if not self._console.is_terminal:
-            self._teller.start()
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
         self._has_ended.set()
-        if self._teller.is_alive():
-            self._teller.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._log.close()
         self._board.close()
 
@@ -103,12 +103,12 @@ class Reporter:
         self._said_at = time.monotonic()
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _tell_place(self) -> None:
+    def _log_place(self) -> None:
         while not self._has_ended.wait(QUIET_S / 10):
             doing = self._place.doing
             if doing != OUTSIDE and time.monotonic() >= self._said_at + QUIET_S:
-                step = int(self._progress.tasks[self._task].completed) + 1
-                self.say(f"step {step}/{self._settings.steps}: {doing}")
+                step = int(self._progress.tasks[self._task].completed)
+                self.say(f"after step {step}/{self._settings.steps}: {doing}")
 
     def doing(self, what: str) -> None:
         """Show beside the progress bar, if there is one, what the program does after a step."""

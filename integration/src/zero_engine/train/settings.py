@@ -189,8 +189,13 @@ class RunFolder:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is something to continue from: a run worth keeping."""
+        """Whether there is something to continue from."""
         return holds_checkpoint(self.checkpoint)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a run has ended here, complete or stopped: it draws its losses last."""
+        return self.loss_plot.is_file()
 
     @property
     def has_run(self) -> bool:
@@ -208,6 +213,7 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
         ConfigError: a value makes no sense, or the folder holds a run already.
     """
     given = {k: _canonical(k, v) for k, v in options.items() if v is not None}
+    _check_saving(given)
     settings = RunSettings(**_with_size(given)).check()
     folder = RunFolder.of(given)
     _check_can_be_made(folder.root)
@@ -215,7 +221,7 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
         path for path in folder.root.iterdir() if not path.name.startswith(".")
     )
     is_elsewhere = settings.checkpoints is not None
-    is_kept = (not is_free or is_elsewhere) and folder.has_checkpoint
+    is_kept = (not is_free or is_elsewhere) and (folder.has_checkpoint or folder.has_ended)
     may_begin = not is_kept or start is Start.OVERWRITE or (is_free and start is Start.AUTO)
     if (is_free or folder.has_run) and may_begin:
         return settings
@@ -228,6 +234,12 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
         f"{place} holds a run already: continue it with --resume, replace it "
         "with --overwrite, or choose another folder (--resume auto continues a run or starts one)"
     )
+
+
+def _check_saving(given: Mapping[str, Any]) -> None:
+    for name in ("save_every", "keep_last", "checkpoints"):
+        if given.get("save") is False and name in given:
+            raise ConfigError(f"--no-save and --{name.replace('_', '-')} exclude each other")
 
 
 def _check_can_be_made(folder: Path) -> None:
@@ -256,6 +268,7 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
         ConfigError: there is nothing to continue, or an option contradicts the run.
     """
     given = {k: v for k, v in options.items() if v is not None}
+    _check_saving(given)
     folder = RunFolder.of(given)
     if not folder.has_checkpoint:
         raise ConfigError(

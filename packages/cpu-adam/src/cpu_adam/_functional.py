@@ -91,9 +91,9 @@ def adam_step(
         grad_scale: factor on the gradient (unscale and clip in one), applied in fp32.
         out: fp32, bf16 or fp16; receives the new master weights, rounded to nearest even.
         copies: pairs of a source and a target, of one dtype and of the shape of ``master`` or of
-            another state. What of the source belongs to an element is copied right before that is
-            updated, so that both read it from memory once: a source may be a state, whose old
-            values the target then has, and a target a state, which starts from the source.
+            another state. Elements of a source are copied just before the update of the same
+            elements, so that memory is read once for both. A source may be a state, whose old
+            values the target then has. A target may be a state, which starts from the source.
         num_threads: number of threads; None for torch's count if torch is loaded, else
             the number of CPUs that this process may use.
 

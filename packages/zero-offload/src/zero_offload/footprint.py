@@ -180,7 +180,8 @@ class TierFootprint:
     def _nvme_buffer_bytes(self, ratio: float, buffer_count: int) -> int:
         """Return the host memory through which states on NVMe pass.
 
-        Close where blocks are alike, if states are fp32: each buffer has room for the longest.
+        Each buffer has room for the longest block. With fp32 states this is computed from the mean
+        block, which is close where blocks are alike.
         """
         start, stop = self._host_span(ratio)
         part = self._clipped(start, stop)

@@ -415,6 +415,8 @@ class FileShards:
         gaps = collected.spans.complement(self._numel[segment])
         if gaps:
             self._fill(segment, gaps, self._view(segment, buffer))
+        else:
+            self._kept.pop(segment, None)
         transfer = self.blocks.write(self._block[segment], self._view(segment, buffer))
         buffer.transfer = self._written[segment] = transfer
 

@@ -91,16 +91,39 @@ class SummingKernel(Protocol):
 
 @runtime_checkable
 class CopyingKernel(Protocol):
-    """A kernel whose updates take ``copies``: pairs of a source and a target.
-
-    What of the source belongs to an element is copied right before that is updated. Without it
-    torch copies before the pass.
+    """A kernel whose updates take ``copies``. Without it torch copies before the pass.
 
     Attributes:
-        copies_first: True declares it.
+        copies_first: True declares it, of `adam_step` and of all other updates.
     """
 
     copies_first: bool
+
+    def adam_step(
+        self,
+        master: Any,
+        grad: Any,
+        exp_avg: Any,
+        exp_avg_sq: Any,
+        *,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        grad_scale: float = 1.0,
+        out: Any = None,
+        num_threads: int | None = None,
+        copies: Sequence[tuple[Any, Any]] = (),
+    ) -> None:
+        """Do as `AdamKernel.adam_step`.
+
+        ``copies`` are sources and targets, each as long as ``master``. Elements of a source are
+        copied to its target just before the update of the same elements.
+        """
 
 
 @runtime_checkable

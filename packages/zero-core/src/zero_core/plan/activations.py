@@ -377,9 +377,11 @@ class _WithoutData(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _ALL or func in _ANY:
             self._known[id(result)] = (result, func in _ALL)
-        elif func in _SUM and args[0].dtype is torch.bool and not result.ndim:
+        elif func in _SUM and args and args[0].dtype is torch.bool and not result.ndim:
             self._sums[id(result)] = (result, args[0].numel())
-        elif func in _EQUAL and id(args[0]) in self._sums:
+        elif (
+            func in _EQUAL and len(args) == 2 and type(args[1]) is int and id(args[0]) in self._sums
+        ):
             self._known[id(result)] = (result, args[1] == self._sums[id(args[0])][1])
         return result
 

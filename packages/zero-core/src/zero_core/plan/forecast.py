@@ -267,10 +267,12 @@ class Forecast:
         """
         return 0 if self.tier is None else self.tier.file_bytes(ratio)
 
-    def file_bytes(self, num_elements: int, ratio: float) -> int:
-        """Return what so many of the host's elements take of `bytes_in_file`."""
-        whole = sum(self.host_numel(s, ratio) for *_, s in self._spans)
-        return self.bytes_in_file(ratio) * num_elements // max(whole, 1)
+    def file_bytes_per_element(self, ratio: float) -> float:
+        """Return the mean of `bytes_in_file` over the elements that the host updates."""
+        in_file = self.bytes_in_file(ratio)
+        if not in_file:
+            return 0.0
+        return in_file / sum(self.host_numel(s, ratio) for *_, s in self._spans)
 
     def memory(self, ratio: float) -> MemoryUse:
         """Return the bytes by kind with the first ``ratio`` of the optimizer state on the host.

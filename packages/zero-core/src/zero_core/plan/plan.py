@@ -89,7 +89,10 @@ def plan(
 
 
 def _model_of(config: Any) -> nn.Module:
-    """Return the causal language model of a Hugging Face configuration, or its bare model."""
+    """Return the model of a Hugging Face configuration: with a language model's head if it has one.
+
+    An encoder-decoder gets the head that labels need.
+    """
     # foreign: a configuration of transformers
     is_config = isinstance(config, Mapping) or hasattr(config, "model_type")
     if not is_config:
@@ -110,17 +113,18 @@ def _model_of(config: Any) -> nn.Module:
             config = transformers.AutoConfig.for_model(**config)
         else:
             config = copy.deepcopy(config)
-        translates = config.is_encoder_decoder and (
+        is_seq2seq = config.is_encoder_decoder and (
             type(config) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         )
-        if translates:
+        if is_seq2seq:
             kind = transformers.AutoModelForSeq2SeqLM
         elif type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             kind = transformers.AutoModelForCausalLM
         else:
             kind = transformers.AutoModel
-        if not translates:  # whose decoder's inputs are labels, shifted and filled up with it
-            # Else transformers looks for padding in inputs that have no values on the meta device.
+        # An encoder-decoder shifts its labels and fills up with pad_token_id. Others would look for
+        # padding in inputs that have no values on the meta device.
+        if not is_seq2seq:
             config.pad_token_id = None
         with torch.device("meta"):
             module: nn.Module = kind.from_config(config)

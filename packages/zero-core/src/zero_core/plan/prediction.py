@@ -176,6 +176,7 @@ class Prediction:
         backward = self._trace.backward
         backward_s = 2 * total if backward is None else backward.seconds(self._rates)
         per_pass = self._rates.seconds(["pass"], 1)
+        file_bytes = self._forecast.file_bytes_per_element(ratio)
         found = []
         for unit in self._layout.units:
             own = forward.get(unit.index, 0.0)
@@ -183,13 +184,26 @@ class Prediction:
             again = own if self._is_recomputed and is_block else 0.0
             share = own / total if total else 0.0
             found.append(
-                self._unit_time(unit, own + per_pass, backward_s * share + again + per_pass, ratio)
+                self._unit_time(
+                    unit,
+                    own + per_pass,
+                    backward_s * share + again + per_pass,
+                    ratio,
+                    file_bytes=file_bytes,
+                )
             )
         return found
 
     def _unit_time(
-        self, unit: UnitLayout, forward_s: float, backward_s: float, ratio: float
+        self,
+        unit: UnitLayout,
+        forward_s: float,
+        backward_s: float,
+        ratio: float,
+        *,
+        file_bytes: float,
     ) -> UnitTime:
+        """``file_bytes``: of each element that the host updates."""
         config, links, footprint = self._config, self._links, self._forecast.collectives
         trainable = [s for s in unit.segments if s.is_trainable]
         renew: list[tuple[int, int]] = []
@@ -219,7 +233,7 @@ class Prediction:
         numel = sum(n for _, n in host)
         down = sum(n * self._forecast.offered_dtype(s).itemsize for s, n in host)
         up = sum(n * s.dtype.itemsize for s, n in host if s not in self._forecast.resting)
-        state = self._forecast.file_bytes(numel, ratio)
+        state = file_bytes * numel
         host_s = self._update_s("host", host)
         return UnitTime(
             forward_s=forward_s,

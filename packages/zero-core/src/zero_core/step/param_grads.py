@@ -31,6 +31,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -125,8 +126,7 @@ class ParamGrads:
 
     def serve(self) -> ParamGrads:
         """Serve reads and changes of ``param.grad`` until `remove`."""
-        own = weakref.ref(self)
-        weakref.finalize(self, _forget, tuple(self._places), own).atexit = False
+        own = weakref.ref(self, partial(_forget, tuple(self._places)))
         for param, _, _ in self._params:
             param.__class__ = TrainedParameter
             _serving[id(param)] = own

@@ -97,8 +97,8 @@ class Speculation:
             else:
                 self._log_choice("after backward: no kernel of this optimizer can be undone")
         self.is_on = self.tier is not None
-        self._is_rare = True  # that a step is undone
-        self._pays = True  # as far as is known
+        self._is_rare = True  # few of the last steps were undone
+        self._pays = True  # until it is measured
         self._trial: _Trial | None = _Trial()
 
     def note(self, *, is_undone: bool) -> None:
@@ -106,9 +106,10 @@ class Speculation:
         self._undone.append(is_undone)
         if self.tier is None or self._is_demanded or len(self._undone) < WINDOW:
             return
+        was_on = self.is_on
         self._count_undone()
         if self._is_rare and self._trial is not None:
-            self._compare_times(self._trial)
+            self._compare_times(self._trial, was_on=was_on)
 
     def _count_undone(self) -> None:
         fraction = sum(self._undone) / WINDOW
@@ -129,8 +130,8 @@ class Speculation:
                     "in backward from now on: %d%% of steps were clipped", 100 * fraction
                 )
 
-    def _compare_times(self, trial: _Trial) -> None:
-        self.is_on = trial.note(is_on=self.is_on)
+    def _compare_times(self, trial: _Trial, *, was_on: bool) -> None:
+        self.is_on = trial.note(is_on=was_on)
         if not trial.is_over:
             return
         early_s, late_s = trial.medians()
@@ -175,7 +176,7 @@ class _Trial:
         return self._num_steps // TURN % 2 == 0
 
     def pause(self) -> None:
-        """Have the next step not timed, as other steps come before it."""
+        """Exclude the next step from timing: untimed steps precede it."""
         self._last = None
 
     def medians(self) -> tuple[float, float]:

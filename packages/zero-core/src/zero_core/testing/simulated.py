@@ -41,6 +41,7 @@ from zero_core.watch.watch import Watch
 
 _T = TypeVar("_T")
 _COLLECT_S = 0.5
+"""Seconds from one look at the garbage to the next."""
 _MOST_UNCOLLECTED = 50_000
 """Objects made since the last collection. Python's own limit is 700."""
 

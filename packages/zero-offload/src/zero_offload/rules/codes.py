@@ -24,6 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+WINDOW_NUMEL = 1 << 15
+"""Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
+torch gives it one thread, because a dozen short operations would mostly wait for other threads."""
 BLOCK_NUMEL = 128
 
 _HALF_OF_ONE = 0x3F800000 // 2

@@ -24,12 +24,9 @@ _RANDOM_BLOCK = 1 << 20
 """Elements after which the random numbers of the stochastic rounding start again."""
 
 
-_WINDOW_NUMEL = 1 << 15
-"""Elements of a split master weight that are converted at once: their temporaries fit a cache."""
-
-
 def _windows(numel: int) -> Iterator[slice]:
-    return (slice(low, min(low + _WINDOW_NUMEL, numel)) for low in range(0, numel, _WINDOW_NUMEL))
+    size = codes.WINDOW_NUMEL
+    return (slice(low, min(low + size, numel)) for low in range(0, numel, size))
 
 
 class _CompactAdamRule(AdamRule):
@@ -81,14 +78,14 @@ class _CompactAdamRule(AdamRule):
         if name == MASTER and self.is_master_split:
             found = torch.empty(stop - start, dtype=torch.float32, device="cpu")
             for part in _windows(stop - start):
-                halves = (stored[name][start:stop][part] for name in (PARAM, REMAINDER))
+                halves = (stored[half][start:stop][part] for half in (PARAM, REMAINDER))
                 found[part].copy_(codes.join_master(*halves))
             return found
         return super().decode(name, stored, start, stop)
 
     def encode(self, name: str, stored: Stored, start: int, values: Tensor) -> None:
         if name == MASTER and self.is_master_split:
-            own = {name: stored[name][start:] for name in (PARAM, REMAINDER)}
+            own = {half: stored[half][start:] for half in (PARAM, REMAINDER)}
             for part in _windows(values.numel()):
                 param, remainder = codes.split_master(values[part].float())
                 own[PARAM][part].copy_(param)

@@ -11,14 +11,11 @@ from zero_offload.flat.geometry import Geometry, Run, split_runs
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.ring import HostRing, aligned
 from zero_offload.protocols import Groups
+from zero_offload.rules.codes import WINDOW_NUMEL
 from zero_offload.rules.rule import MASTER, PARAM, REMAINDER, Rule
 from zero_offload.steppers.rule_stepper import Block, BlockLayout, RuleStepper
 from zero_offload.steppers.stepper import Chunk, ShardMasters, SpanMemory, StateBytes
 from zero_offload.steppers.undo import Record, undo_capacity
-
-_WINDOW_NUMEL = 1 << 15
-"""Elements that are converted at once. A window is whole blocks, its temporaries fit a cache, and
-torch gives it one thread, because a dozen short operations would mostly wait for other threads."""
 
 
 class MemoryStepper(RuleStepper):
@@ -150,6 +147,6 @@ class MemoryStepper(RuleStepper):
                 continue
             stored = self.take(index)
             while low < high:
-                end = min(high, low + _WINDOW_NUMEL - (low - block.start) % _WINDOW_NUMEL)
+                end = min(high, low + WINDOW_NUMEL - (low - block.start) % WINDOW_NUMEL)
                 yield block, stored, low, end
                 low = end

@@ -242,7 +242,9 @@ class RuleStepper(Stepper):
             )
 
     def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
+        """Padding between blocks is written as it is given."""
         master = values.to("cpu", torch.float32)
+        out.copy_(master)
         for index, a, b in self.layout.overlaps(start, start + values.numel()):
             part = slice(a - start, b - start)
             self.layout.blocks[index].rule.round_to(master[part], out[part])

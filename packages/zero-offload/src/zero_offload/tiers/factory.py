@@ -84,6 +84,11 @@ class OffloadTiers:
         self._device_tier = device_tier
         self._param_store = param_store
 
+    @property
+    def can_undo(self) -> bool:
+        """Whether the host's updates can be undone: those of a kernel, in host memory."""
+        return self.rule is not None and self._settings.nvme is None
+
     def alignment(self, groups: Groups) -> int:
         """Return of how many elements of a parameter a split point must be a multiple.
 

@@ -93,7 +93,7 @@ class TwinTier:
             part.expect_micro_steps(self._num_micro_steps)
         if self._has_undo:
             can_undo = part.enable_undo(self._factory.undo_buffer_size)
-            assert can_undo, "as the part before: a share has another length, not another rule"
+            assert can_undo, "as the factory says: a share has another length, not another rule"
         self._reserve_part(part)
         if self._watcher is not None:
             part.watch_changes(self._watcher)
@@ -164,7 +164,7 @@ class TwinTier:
         return [span for tier in tiers for span in tier.recent_updates()]
 
     def file_traffic(self) -> tuple[int, int]:
-        """Return the bytes of states read from and written to the file so far.
+        """Return the bytes of states read from and written to the file since the last resplit.
 
         Waits for updates and transfers under way. See `BlockFile.traffic`.
         """
@@ -257,8 +257,9 @@ class TwinTier:
         Returns:
             Whether the host's updates can be undone: those of a host kernel, in host memory.
         """
-        parts = self.parts
-        self._has_undo = all(p.enable_undo(self._factory.undo_buffer_size) for p in parts)
+        if self._factory.can_undo:
+            most = self._factory.undo_buffer_size
+            self._has_undo = all(part.enable_undo(most) for part in self.parts)
         return self._has_undo
 
     @property
