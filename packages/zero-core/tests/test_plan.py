@@ -262,6 +262,31 @@ def test_attention_saves_what_a_fused_kernel_saves(dtype: str) -> None:
     assert planned.memory.device["activations"] == saved_by_autograd(model, {"x": x})
 
 
+class _Masked(nn.Module):
+    """Looks for padding in all ways that transformers has, and in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+        torch.eq(input=torch.sum(input=mask), other=1)
+        torch.eq(mask.sum(), mask.sum())
+        assert mask.all()
+        assert not (~mask).any()
+        assert mask.sum() == mask.numel()
+        assert not torch.eq(mask.sum(), 0)
+        return torch.tanh(self.head(x)).sum()
+
+
+def test_masks_of_inputs_on_the_meta_device_have_no_padding() -> None:
+    planned = zero_core.plan(
+        _Masked(), make_config(3, "fp32"), 2, example_inputs=[torch.ones(4, 8)]
+    )
+    assert planned.memory.device["activations"] >= 4 * 8 * 4
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_closed_forms_of_zero(stage: int) -> None:
     """2 bytes per parameter, 2 per gradient and 12 of state; the paper's section 5."""
