@@ -209,10 +209,10 @@ def deepspeed(job: Job, device: torch.device, place: Place) -> Side:
         del config["optimizer"]
         config["zero_allow_untested_optimizer"] = True
         if job.is_streamed:
-            batch = job.accumulation * job.micro_batch * job.ranks
-            package.zero.Init(
-                module=model, config_dict_or_path={**config, "train_batch_size": batch}
-            )
+            # It checks the sizes of batches, which it does not use, for a single rank.
+            own = {k: v for k, v in config.items() if k != "gradient_accumulation_steps"}
+            own["train_batch_size"] = job.micro_batch * job.ranks
+            package.zero.Init(module=model, config_dict_or_path=own)
         if job.is_offloaded:
             adam: Any = importlib.import_module("deepspeed.ops.adam")
             optimizer = adam.DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **job.adamw)
