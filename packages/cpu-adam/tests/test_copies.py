@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 from kernel_cases import as_argument, copies
 from rule_cases import UPDATES, assert_same, run
 
@@ -97,6 +96,7 @@ def test_several_gradients_and_a_copy_of_the_weights_go_with_it(isa):
 
 
 def test_a_target_counts_as_changed_for_autograd():
+    torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
     update = UPDATES["adam_step"]
     arrays = {name: torch.from_numpy(a) for name, a in update.make(8).items()}
     target = torch.zeros(8)

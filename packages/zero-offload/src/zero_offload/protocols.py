@@ -116,8 +116,8 @@ class CopyingKernel(Protocol):
         bias_correction: bool = True,
         grad_scale: float = 1.0,
         out: Any = None,
-        num_threads: int | None = None,
         copies: Sequence[tuple[Any, Any]] = (),
+        num_threads: int | None = None,
     ) -> None:
         """Do as `AdamKernel.adam_step`.
 
