@@ -27,7 +27,7 @@ from benchmarks.harness.rounds import has_figures, measured, quotient
 
 BARS = {"step_to_rival": 0.5, "memory_to_rival": 0.55, "loss": 1e-5}
 """At most. Loss: how far, relatively, from this engine's with as many micro-batches."""
-VERTICAL = "-vertical"
+VERTICAL, RECOMPUTED = "-vertical", "-recomputed"
 NUM_STATES = 3
 """fp32 numbers per parameter: the master weight and Adam's moments."""
 _BUFFERS = (5, 32)
@@ -40,11 +40,14 @@ CONTENDERS: Contenders = {
     **{f"deepspeed-files-{count}": ("deepspeed", 3, _FILES) for count in _BUFFERS},
     "zero-files": ("zero", 3, _FILES),
     f"zero-files{VERTICAL}": ("zero", 3, _FILES),
+    f"zero-files{VERTICAL}{RECOMPUTED}": ("zero", 3, _FILES),
     "deepspeed-host": ("deepspeed", 3, _HOST),
     "zero-host": ("zero", 3, _HOST),
     f"zero-host{VERTICAL}": ("zero", 3, _HOST),
+    f"zero-host{VERTICAL}{RECOMPUTED}": ("zero", 3, _HOST),
 }
-"""``files``: parameters and states in files; ``host``: both in host memory."""
+"""``files``: parameters and states in files; ``host``: both in host memory. ``recomputed``: blocks
+are computed again in backward, so that of a micro-batch the borders of blocks alone are kept."""
 
 
 def races(
@@ -82,7 +85,9 @@ def _job(name: str, job: Job, folder: Path) -> Job:
             **(_deepspeed_files(name, blocks, job) if side == "deepspeed" else {}),
         }
     schedule = "vertical" if VERTICAL in name else "horizontal"
-    top = {"accumulation_schedule": schedule} if side == "zero" else {}
+    top: dict[str, Any] = {"accumulation_schedule": schedule} if side == "zero" else {}
+    if RECOMPUTED in name:
+        top["activation_checkpointing"] = {"enabled": True}
     return replace(job, name=name, side=side, zero=zero, top=top)
 
 
