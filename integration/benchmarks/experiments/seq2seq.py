@@ -185,7 +185,8 @@ def search(job: Job, cap: int, most: int, runner: Runner) -> Row:
 def largest_batch(attempt: Attempt, cap: int, most: int) -> Row:
     """Return ``batch``, the largest up to ``most`` that fits, 0 if none does, and all ``tries``.
 
-    The next try is where the line through the two nearest peaks meets the cap. An attempt without
+    The next try is where the line through the largest batch that fits and the smallest that does
+    not meets the cap, or through the two largest that fit. An attempt without
     figures is returned in place of a result.
     """
     tries: dict[int, Row] = {}
@@ -206,8 +207,9 @@ def largest_batch(attempt: Attempt, cap: int, most: int) -> Row:
 def _next(tries: Mapping[int, Row], cap: int) -> int:
     if len(tries) < len(FIRST_TRIES):
         return FIRST_TRIES[len(tries)]
-    nearest = sorted(tries, key=lambda batch: abs(tries[batch]["peak_bytes"] - cap))
-    first, second = sorted(nearest[:2])
+    fits = sorted(batch for batch in tries if not tries[batch]["is_over"])
+    over = sorted(batch for batch in tries if tries[batch]["is_over"])
+    first, second = sorted([*fits[-1:], *over[:1]] if fits and over else sorted(tries)[-2:])
     low, high = (tries[batch]["peak_bytes"] for batch in (first, second))
     slope = (high - low) / (second - first)
     return first + int((cap - low) / slope) if slope > 0 else second
