@@ -64,14 +64,13 @@ def fill(
         adopt(of_segment)
         if of_segment.local_span is not None:
             start, stop = of_segment.local_span
-            low, high = layout.state_range(
-                segment, control.rank, is_sharded=stop - start == segment.shard_numel
-            )
+            is_sharded = stop - start == segment.shard_numel
+            low, high = layout.state_range(segment, control.rank, is_sharded=is_sharded)
             masters = flat[low:high]
             if rounds_masters:
                 masters = masters.to(segment.dtype)
             tier.write_state("master_weight", start, masters)
-            if of_segment.full is not None:
+            if is_sharded and control.world_size > 1 and of_segment.full is not None:
                 rounded = of_segment.full[low:high]
                 num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()
         pool.release(flat)
