@@ -96,9 +96,6 @@ class FileStepper(RuleStepper):
             self._pipeline.flush()
             self._pipeline.prefetch()
 
-    def round_to(self, start: int, stop: int, out: Tensor) -> None:
-        self.round_values(start, self.read(MASTER, start, stop), out)
-
     def read(self, name: str, start: int, stop: int) -> Tensor:
         found = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         spans = list(self.layout.overlaps(start, stop))

@@ -162,12 +162,11 @@ class Stepper(ABC):
         In place nothing is written: the shards have been updated.
         """
 
-    @abstractmethod
-    def round_to(self, start: int, stop: int, out: Tensor) -> None:
-        """Write the rounded values of a range inside one shard to ``out``, as an update does."""
-
     def round_values(self, start: int, values: Tensor, out: Tensor) -> None:
-        """Do as `round_to` for ``values`` of the master weights from ``start`` on, in one shard."""
+        """Write ``values`` of master weights to ``out``, rounded as by an update.
+
+        They are those from ``start`` on, inside one shard.
+        """
         out.copy_(values.to(self.geometry.master_dtype))
 
     @abstractmethod

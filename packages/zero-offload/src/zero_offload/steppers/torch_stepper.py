@@ -260,7 +260,7 @@ class TorchStepper(Stepper):
             self._home(i)
         for run in chunk.runs:
             if not self.is_in_place:
-                self.round_to(run.start, run.stop, out(run.start, run.stop))
+                out(run.start, run.stop).copy_(self._masters.view(run.start, run.stop))
 
     def _start(self, piece: int) -> None:
         """Create the state that a piece has before its first update, if any."""
@@ -285,9 +285,6 @@ class TorchStepper(Stepper):
         self._dtypes.setdefault(name, dtype)
         span = self.geometry.pieces[piece]
         return self._buffer(name)[span.start : span.stop]
-
-    def round_to(self, start: int, stop: int, out: Tensor) -> None:
-        out.copy_(self._masters.view(start, stop))
 
     def _buffer(self, name: str) -> Tensor:
         """The flat buffer of one state, made of zeros on first use."""

@@ -28,7 +28,7 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.ring import ALIGNMENT, HostRing, RingSpan, aligned
-from zero_offload.steppers.stepper import Chunk
+from zero_offload.steppers.stepper import Chunk, SpanMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +63,9 @@ class UndoableStepper(Protocol):
         Returns:
             None if the ring has no room: then nothing was updated.
         """
+
+    def round_to(self, start: int, stop: int, out: Tensor) -> None:
+        """Write the rounded values of a range inside one shard to ``out``, as an update does."""
 
 
 _MOST_BUFFERS = 6
@@ -115,6 +118,11 @@ class UndoLog:
     def has(self, chunk: Chunk) -> bool:
         """Return whether a chunk is updated tentatively."""
         return any(record.chunk is chunk for record in self._of(chunk))
+
+    def round_to(self, chunk: Chunk, out: SpanMemory) -> None:
+        """Write what an update of a chunk writes to ``out``, from the master weights."""
+        for run in chunk.runs:
+            self._stepper.round_to(run.start, run.stop, out(run.start, run.stop))
 
     def keep(self, chunk: Chunk) -> bool:
         """Make a chunk's tentative update final. Return whether there is one."""

@@ -309,7 +309,8 @@ class Worker:
         mover.open_spans([(run.start, run.stop) for run in chunk.runs])
         started = self._now()
         if job.phase is Phase.KEEP and self.log is not None and self.log.keep(chunk):
-            self._round(chunk)
+            if not self._stepper.is_in_place:
+                self.log.round_to(chunk, mover.out)
         else:
             if self.log is not None:
                 self.log.undo(chunk)
@@ -317,13 +318,6 @@ class Worker:
         for run, entry in zip(chunk.runs, job.entries[index], strict=True):
             self._progress.publish(entry, mover.publish(run.start, run.stop))
         return started
-
-    def _round(self, chunk: Chunk) -> None:
-        """Write what an update writes to the shards, from the master weights."""
-        if self._stepper.is_in_place:
-            return
-        for run in chunk.runs:
-            self._stepper.round_to(run.start, run.stop, self._mover.out(run.start, run.stop))
 
 
 class UpdateThread(Protocol):
