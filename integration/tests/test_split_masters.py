@@ -64,7 +64,7 @@ def _weights(engine: Any) -> dict[str, Tensor]:
         (3, "nvme", "nvme"),
     ],
 )
-def test_ranks_steps_and_loads_round_ties_alike(
+def test_ranks_steps_loads_and_exports_round_ties_alike(
     stage: int, states: str, params: str | None, world_size: int, tmp_path: Path
 ) -> None:
     """Learning rate 0 leaves the masters as they were: only a different rounding shows."""
@@ -80,6 +80,8 @@ def test_ranks_steps_and_loads_round_ties_alike(
         "zero_optimization": {"stage": stage, **places},
     }
 
+    exact = {name: param.detach() for name, param in _Net().named_parameters()}
+
     def build(ranks: SimulatedRanks) -> Any:
         return zero_core.build(_Net(), config, process_group=ranks)
 
@@ -87,6 +89,9 @@ def test_ranks_steps_and_loads_round_ties_alike(
         engine = build(ranks)
         found = [_weights(engine)]
         engine.step()
+        found.append(engine.full_state_dict())
+        for name, master in engine.full_state_dict(dtype=torch.float32).items():
+            assert torch.equal(master, exact[name]), name
         found.append(_weights(engine))
         engine.step()
         engine.save_checkpoint(tmp_path / "saved")
@@ -95,7 +100,6 @@ def test_ranks_steps_and_loads_round_ties_alike(
         found.append(_weights(resumed))
         return found
 
-    exact = dict(_Net().named_parameters())
     views = [view for of_rank in simulate(train, world_size) for view in of_rank]
     for view in views:
         assert view.keys() == exact.keys()

@@ -46,6 +46,8 @@ BARS = {"overhead_to_rival": 0.4, "memory_to_rival": 0.8, "overlap": 0.8, "loss"
 """At most, but for overlap. Loss: how far apart, relatively, contenders with fp32 states are."""
 ROUNDED = "int8"
 """In the name of a contender whose states are rounded, so that its loss is another."""
+FILES_CONTEXT = 32
+"""Tokens per sample with parameters off the device, where the disk's time is to show."""
 _DEEPSPEED_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 _INT8 = {"offload_optimizer": {"device": "cpu", "state_dtype": "int8"}}
 CONTENDERS: Contenders = {
@@ -71,11 +73,15 @@ def main(
         typer.Option(min=1, help="Micro-batches of a step, parameters off the device."),
     ] = None,
     files_context: Annotated[
-        int, typer.Option(min=2, help="Tokens per sample, parameters off the device.")
-    ] = 32,
+        int | None,
+        typer.Option(
+            min=2, help=f"Tokens per sample, parameters off the device: {FILES_CONTEXT} by default."
+        ),
+    ] = None,
     files_micro_batch: Annotated[
-        int, typer.Option(min=1, help="Samples per rank, parameters off the device.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Samples per rank, parameters off the device: 1 by default."),
+    ] = None,
     only: Annotated[list[str] | None, of({**CONTENDERS, **offload_files.CONTENDERS})] = None,
     nvme_path: Annotated[
         Path | None, typer.Option(help="Folder for states in files; the output's by default.")
@@ -103,15 +109,14 @@ def main(
         rows = _raced(jobs, rounds, runner, set())
         found.append((jobs[0], compared(rows, jobs[0])))
     streamed = [name for name in names if name in offload_files.CONTENDERS]
-    if accumulation and not streamed:
+    if (accumulation or files_context or files_micro_batch) and not streamed:
         raise typer.BadParameter("no contender has parameters off the device", param_hint="only")
-    few = {**common, "micro_batch": files_micro_batch}
+    few = {**common, "micro_batch": files_micro_batch or 1}
+    tokens = files_context or FILES_CONTEXT
     ks = accumulation or (1, 4, 16)
     off_device, warm = [], set[str]()
     with TemporaryDirectory(dir=nvme) as folder:  # files of DeepSpeed have names
-        for jobs in offload_files.races(
-            streamed, sizes, counts, ks, Path(folder), files_context, few
-        ):
+        for jobs in offload_files.races(streamed, sizes, counts, ks, Path(folder), tokens, few):
             rows = _raced(jobs, rounds, runner, warm)
             off_device.append((jobs[0], offload_files.compared(rows, jobs[0])))
     report = report_of(found, rounds=rounds, nvme_path=str(nvme), bars=BARS)

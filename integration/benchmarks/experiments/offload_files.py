@@ -30,6 +30,8 @@ BARS = {"step_to_rival": 0.5, "memory_to_rival": 0.55, "loss": 1e-5}
 VERTICAL, RECOMPUTED = "-vertical", "-recomputed"
 NUM_STATES = 3
 """fp32 numbers per parameter: the master weight and Adam's moments."""
+OWN_BUFFERS = 5
+"""For parameters, the default."""
 _BUFFERS = (5, 32)
 """Of DeepSpeed, for parameters: its default, and as many as its prefetch of 5e7 elements fills."""
 _PREFETCH = {5: 2_000_000, 32: 50_000_000}
@@ -113,13 +115,17 @@ def _deepspeed_files(name: str, blocks: Mapping[str, Any], job: Job) -> dict[str
 def closed_form(shard_bytes: Sequence[int], passes: int) -> tuple[int, int]:
     """Return the bytes that a rank's step reads from files and writes to them, in fp32.
 
+    docs/offload.md has the form.
+
     Args:
-        shard_bytes: of the root's shard and of each block's.
+        shard_bytes: of the root's shard and of each block's, more of them than `OWN_BUFFERS`.
         passes: the micro-batches with the horizontal schedule, 1 with the vertical one.
     """
     root, *blocks = shard_bytes
     states = NUM_STATES * sum(shard_bytes)
-    return passes * (root + 2 * sum(blocks) - blocks[-1]) + states, sum(shard_bytes) + states
+    before_last, first = sum(blocks[-OWN_BUFFERS:-1]), sum(blocks[: OWN_BUFFERS - 1])
+    read = passes * (root + 2 * sum(blocks) - blocks[-1] - before_last) - (passes - 1) * first
+    return read + states, sum(shard_bytes) + states
 
 
 def compared(rows: Rows, job: Job) -> dict[str, Row]:

@@ -177,6 +177,33 @@ def test_reads_ahead_take_as_many_buffers_as_are_configured(tmp_path: Path) -> N
         assert read == 3 * 4 * 4 * 4128  # each shard once per turn
 
 
+@pytest.mark.parametrize("count", range(1, 7))
+@pytest.mark.parametrize("horizon", [0, 1, 100])
+def test_a_shard_is_read_if_no_buffer_can_have_kept_it(
+    count: int, horizon: int, tmp_path: Path
+) -> None:
+    """Forward and backward turn round: they find what was fetched last, whatever is read ahead."""
+    tier = _make(tmp_path, buffer_count=count)
+    assert tier.file is not None
+    segments = [3, 8, 9, 10, 4]
+    for segment in segments:
+        tier.write(segment, 0, _values(segment))
+    order = 3 * [*segments, *segments[3:0:-1]]
+    expected, last_at = 0, {}
+    for at, segment in enumerate(order):
+        since = order[last_at.get(segment, -1) + 1 : at]
+        if segment not in last_at or len({*since}) >= count:
+            expected += _values(segment).nbytes
+        last_at[segment] = at
+    read, _ = tier.file_traffic()
+    for at, segment in enumerate(order):
+        assert torch.equal(_fetch(tier, segment), _values(segment))
+        tier.expect(order[at + 1 : at + 1 + horizon])
+    assert tier.file_traffic()[0] - read == expected
+    tier.write(9, 0, _values(9, 1))
+    assert torch.equal(_fetch(tier, 9), _values(9, 1))
+
+
 def test_an_update_in_another_thread_writes_while_shards_are_read(tmp_path: Path) -> None:
     tier = _make(tmp_path, buffer_count=2)
     segments = [3, 8, 9, 10]
@@ -216,7 +243,7 @@ def _damage(tier: OffloadedParams, segment: int) -> None:
 
 @pytest.mark.parametrize("is_expected", [False, True])
 def test_a_damaged_file_fails_the_fetch_and_is_named(tmp_path: Path, is_expected: bool) -> None:
-    tier = _make(tmp_path)
+    tier = _make(tmp_path, buffer_count=2)
     for segment, _, _ in SHARDS:
         tier.write(segment, 0, _values(segment))
         _fetch(tier, segment)

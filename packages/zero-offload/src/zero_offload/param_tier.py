@@ -5,8 +5,11 @@ unit is computed. Host memory holds the first ``max_in_cpu`` elements in the ord
 file the rest.
 
 [Note: buffers of the file]
-read buffers   hold shards that are expected next, from the start of their read until their copy to
-               the device is over.
+read buffers   hold shards that are expected next, and shards that were fetched, for as long as
+               nothing else needs the buffer: backward and the next micro-batch turn back to those
+               that were fetched last. What is read takes the buffer of the shard that was fetched
+               longest ago, if that is not expected sooner. So a shard is read unless fewer shards
+               than there are buffers were fetched since it was, whenever reads begin and end.
 write buffers  collect new values, which arrive piece by piece in ascending order. There are two:
                one is filled while the other is written to the file. An update does not write
                padding and what it leaves out. Their values are kept in memory if they are few, or
@@ -22,7 +25,8 @@ before.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -250,7 +254,7 @@ class FileShards:
 
     Args:
         shards: ``(segment, numel, dtype)`` of each.
-        num_buffers: shards that are read ahead.
+        num_buffers: shards that are read ahead, or kept after they were fetched.
         pin_memory: page-lock the buffers for reads.
 
     Raises:
@@ -277,7 +281,9 @@ class FileShards:
         self._largest = max(sizes)
         self._num_unmade = min(num_buffers, len(shards))
         self._free: list[_Buffer] = []
-        self._read: dict[int, tuple[_Buffer, Transfer]] = {}
+        self._read: dict[int, tuple[_Buffer, Transfer]] = {}  # ahead
+        self._fetched: dict[int, _Buffer] = {}  # the last one last
+        self._num_writes: Counter[int] = Counter()
         self._collected: _Collected | None = None
         self._idle = [self._new(self._pageable) for _ in range(NUM_WRITE_BUFFERS)]
         self._written: dict[int, Transfer] = {}  # on their way to the file
@@ -290,7 +296,7 @@ class FileShards:
 
     @property
     def read_ahead(self) -> list[int]:
-        """Shards in read buffers, in the order of their reads."""
+        """Shards that are read and not fetched yet, in the order of their reads."""
         return list(self._read)
 
     def block_of(self, segment: int) -> int:
@@ -303,12 +309,14 @@ class FileShards:
         In order, up to one that is being written: what is read before it would take its buffer.
         """
         with self._lock:
+            sooner: set[int] = set()
             for segment in segments:
-                if segment in self._read:
+                sooner.add(segment)
+                if segment in self._read or segment in self._fetched:
                     continue
                 if self._is_changing(segment):
                     return
-                buffer = self._unused(segments)
+                buffer = self._not_expected(segments) or self._unused(sooner)
                 if buffer is None:
                     return
                 self._start_read(segment, buffer)
@@ -321,16 +329,28 @@ class FileShards:
         """
         with self._lock:
             self._complete_write(segment)
-            if segment not in self._read:
-                self._start_read(segment, self._unused([segment]) or self._least_needed())
-            buffer, transfer = self._read.pop(segment)
+            buffer, transfer = self._fetched.pop(segment, None), None
+            if buffer is None:
+                if segment not in self._read:
+                    self._start_read(segment, self._unused(()) or self._least_needed())
+                buffer, transfer = self._read.pop(segment)
+            num_writes = self._num_writes[segment]
+        is_valid = False
         try:
-            transfer.wait()  # without the lock: an update may go on meanwhile
-            copy = start_copy(out, self._view(segment, buffer))
-            buffer.copy = copy
+            # Without the lock: an update may go on meanwhile.
+            if transfer is not None:
+                transfer.wait()
+            if buffer.copy is not None:
+                buffer.copy.block()  # of the fetch before
+            copy = buffer.copy = start_copy(out, self._view(segment, buffer))
+            is_valid = True
         finally:
             with self._lock:
-                self._free.append(buffer)
+                is_newest = num_writes == self._num_writes[segment]
+                if is_valid and is_newest and segment not in self._fetched:
+                    self._fetched[segment] = buffer
+                else:
+                    self._free.append(buffer)
         return copy
 
     def write(self, segment: int, start: int, values: Tensor) -> None:
@@ -344,7 +364,8 @@ class FileShards:
                 self._send()
             if self._collected is None:
                 self._complete_write(segment)
-                self._forget_read(segment)
+                self._forget(segment)
+                self._num_writes[segment] += 1
                 self._idle[0].free()  # raises if its write failed, and is still there then
                 self._collected = _Collected(segment, self._idle.pop(0))
             collected = self._collected
@@ -372,15 +393,25 @@ class FileShards:
         transfer = self.blocks.read(self._block[segment], self._view(segment, buffer))
         self._read[segment] = (buffer, transfer)
 
-    def _unused(self, needed: Sequence[int]) -> _Buffer | None:
-        """A read buffer that holds nothing, or nothing ``needed``."""
+    def _unused(self, sooner: Collection[int]) -> _Buffer | None:
+        """Return a read buffer that holds nothing, or what was fetched longest ago.
+
+        What is expected ``sooner`` than the shard to be read stays.
+        """
         if self._free:
             return self._free.pop(0)
         if self._num_unmade:
             self._num_unmade -= 1
             return self._new(self._memory)
+        for segment in self._fetched:
+            if segment not in sooner:
+                return self._fetched.pop(segment)
+        return None
+
+    def _not_expected(self, segments: Sequence[int]) -> _Buffer | None:
+        """Return the buffer of a complete read of a shard that is not expected any more."""
         for segment, (buffer, transfer) in self._read.items():
-            if segment not in needed and transfer.is_done:
+            if segment not in segments and transfer.is_done:
                 del self._read[segment]
                 return buffer
         return None
@@ -388,14 +419,17 @@ class FileShards:
     def _least_needed(self) -> _Buffer:
         segment = list(self._read)[-1]
         buffer, _ = self._read[segment]
-        self._forget_read(segment)
+        self._forget(segment)
         self._free.remove(buffer)
         return buffer
 
-    def _forget_read(self, segment: int) -> None:
+    def _forget(self, segment: int) -> None:
+        """Drop what buffers hold of a shard."""
+        if segment in self._fetched:
+            self._free.append(self._fetched.pop(segment))
         if segment in self._read:
             buffer, transfer = self._read.pop(segment)
-            with suppress(StorageError):  # of stale values
+            with suppress(StorageError):
                 transfer.wait()
             self._free.append(buffer)
 

@@ -25,7 +25,7 @@ def full_state_dict(
         raise ValueError(f"rank = {rank}: expected a rank below {state.control.world_size}")
     by_name: dict[str, Tensor] = {}
     # a collective: every rank goes on to the end
-    for names, value in _entries(state, state.full_params(rank), dtype):
+    for names, value in _entries(state, state.full_params(rank, dtype=dtype), dtype):
         by_name |= dict.fromkeys(names, value)
     if rank not in (None, state.control.rank):
         return {}
@@ -53,7 +53,9 @@ def _in_order(names: Sequence[str], saved: Iterable[str]) -> Iterator[str]:
 
 def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return all values by the layout's names, those of components included."""
-    return {spec.name: _cast(tensor, spec, dtype) for spec, tensor in state.full_params()}
+    return {
+        spec.name: _cast(tensor, spec, dtype) for spec, tensor in state.full_params(dtype=dtype)
+    }
 
 
 def _entries(
@@ -141,7 +143,7 @@ def quantized_holders(state: ShardedState) -> dict[str, QuantizedHolder]:
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
-    params = _Gathered(state.full_params(rank=0))
+    params = _Gathered(state.full_params(rank=0, dtype=dtype))
     failure: list[Exception] = []
     if state.control.rank == 0:
         files = ModelFiles(directory)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
-from zero_core.layout.arithmetic import Layout, ParamSpec, Piece
+from zero_core.layout.arithmetic import Layout, ParamSpec, Piece, Segment
 from zero_core.layout.buffers import CommonBuffers
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier
@@ -177,15 +177,20 @@ class ShardedState:
                     store = partial(values.edit, first)
                     yield store, name, first - slot.start, last - slot.start
 
-    def full_params(self, rank: int | None = None) -> Iterator[tuple[ParamSpec, Tensor]]:
-        """Yield every parameter whole on the CPU, unrounded. Every rank must iterate to the end.
+    def full_params(
+        self, rank: int | None = None, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[ParamSpec, Tensor]]:
+        """Yield every parameter whole on the CPU. Every rank must iterate to the end.
+
+        For ``dtype`` None, or a parameter's own, these are the values that the model computes with,
+        else its master weights. A tier need not round master weights as a cast does.
 
         Of quantized parameters their components.
 
         With ``rank`` the others get nothing, and download nothing.
         """
         for segment in self.layout.segments:
-            own = self.own_slice(segment.index)
+            own = self._slice_for(segment, dtype)
             if rank not in (None, self.control.rank):
                 for _ in self.control.gather_in_pieces(own):
                     pass
@@ -194,6 +199,14 @@ class ShardedState:
             for slot in segment.slots:
                 spec = self.layout.params[slot.param]
                 yield spec, spec.to_values(full[slot.start : slot.stop].clone())
+
+    def _slice_for(self, segment: Segment, dtype: torch.dtype | None) -> Tensor:
+        """Return this rank's slice of what `full_params` yields."""
+        if dtype not in (None, segment.dtype):
+            return self.own_slice(segment.index)
+        params = self.params[segment.index]
+        params.wait_update()
+        return params.read_shard().detach().cpu()
 
     def names(self) -> list[str]:
         """Return the keys of the unwrapped model's state dict, in order, tied names included."""
