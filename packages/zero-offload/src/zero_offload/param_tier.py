@@ -215,7 +215,7 @@ class _Buffer:
     """Host memory, uint8, and its pending users."""
 
     memory: Tensor
-    copy: Copy | None = None  # to the device
+    copy: Copy | None = None  # the last one to the device: all are enqueued on one stream
     transfer: Transfer | None = None  # to the file
 
     def free(self) -> Tensor:
@@ -340,9 +340,9 @@ class FileShards:
             # Without the lock: an update may go on meanwhile.
             if transfer is not None:
                 transfer.wait()
-            if buffer.copy is not None:
-                buffer.copy.block()  # of the fetch before
-            copy = buffer.copy = start_copy(out, self._view(segment, buffer))
+            copy = start_copy(out, self._view(segment, buffer))
+            if out.device.type != "cpu":  # there it is complete, and an earlier one need not be
+                buffer.copy = copy
             is_valid = True
         finally:
             with self._lock:
