@@ -167,9 +167,9 @@ def _no_direct_io_is_fine() -> Any:
 
 
 def test_a_damaged_file_stops_the_forward_and_is_named(tmp_path: Path) -> None:
-    engine, tier = _engine(tmp_path)
+    engine, tier = _engine(tmp_path, buffer_count=2)  # no shard stays in one from step to step
     _train(engine, range(2))
-    engine.full_state_dict()  # waits for the update
+    engine.full_state_dict()  # waits for the update, and reads all shards
     blocks = tier.file.blocks
     descriptor = os.open(f"/proc/self/fd/{blocks.fileno()}", os.O_WRONLY)
     tier.fetch(

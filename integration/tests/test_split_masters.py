@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero_core
@@ -69,10 +70,11 @@ def test_ranks_steps_loads_and_exports_round_ties_alike(
 ) -> None:
     """Learning rate 0 leaves the masters as they were: only a different rounding shows."""
     places: dict[str, Any] = {
-        "offload_optimizer": {"device": states, "state_dtype": "int8", "nvme_path": str(tmp_path)}
+        "stage3_param_persistence_threshold": 0,
+        "offload_optimizer": {"device": states, "state_dtype": "int8", "nvme_path": str(tmp_path)},
     }
     if params is not None:
-        places["offload_param"] = {"device": params, "nvme_path": str(tmp_path)}
+        places["offload_param"] = {"device": params, "nvme_path": str(tmp_path), "max_in_cpu": 0}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -92,12 +94,17 @@ def test_ranks_steps_loads_and_exports_round_ties_alike(
         found.append(engine.full_state_dict())
         for name, master in engine.full_state_dict(dtype=torch.float32).items():
             assert torch.equal(master, exact[name]), name
+        folder = engine.export_safetensors(tmp_path / "exported")
+        found += [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
         found.append(_weights(engine))
         engine.step()
         engine.save_checkpoint(tmp_path / "saved")
         resumed = build(ranks)
         resumed.load_checkpoint(tmp_path / "saved")
         found.append(_weights(resumed))
+        resumed.step()
+        unwrapped = resumed.unwrap()
+        found.append({name: param.detach() for name, param in unwrapped.named_parameters()})
         return found
 
     views = [view for of_rank in simulate(train, world_size) for view in of_rank]

@@ -115,16 +115,21 @@ def _deepspeed_files(name: str, blocks: Mapping[str, Any], job: Job) -> dict[str
 def closed_form(shard_bytes: Sequence[int], passes: int) -> tuple[int, int]:
     """Return the bytes that a rank's step reads from files and writes to them, in fp32.
 
-    docs/offload.md has the form.
+    A shard is read if it was updated, or if as many others as there are buffers were fetched since.
 
     Args:
-        shard_bytes: of the root's shard and of each block's, more of them than `OWN_BUFFERS`.
+        shard_bytes: of the root's shard and of each block's.
         passes: the micro-batches with the horizontal schedule, 1 with the vertical one.
     """
-    root, *blocks = shard_bytes
+    forward = range(len(shard_bytes))
+    order = passes * [*forward, *forward[-2:0:-1]]
+    read, last_at = 0, dict[int, int]()
+    for at, shard in enumerate(order):
+        since = order[last_at[shard] + 1 : at] if shard in last_at else forward
+        if len({*since}) >= min(OWN_BUFFERS, len(forward)):
+            read += shard_bytes[shard]
+        last_at[shard] = at
     states = NUM_STATES * sum(shard_bytes)
-    before_last, first = sum(blocks[-OWN_BUFFERS:-1]), sum(blocks[: OWN_BUFFERS - 1])
-    read = passes * (root + 2 * sum(blocks) - blocks[-1] - before_last) - (passes - 1) * first
     return read + states, sum(shard_bytes) + states
 
 

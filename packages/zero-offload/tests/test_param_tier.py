@@ -204,6 +204,42 @@ def test_a_shard_is_read_if_no_buffer_can_have_kept_it(
     assert torch.equal(_fetch(tier, 9), _values(9, 1))
 
 
+@pytest.mark.parametrize("is_written_first", [False, True])
+def test_a_written_shard_leaves_its_place_to_nobody(is_written_first: bool, tmp_path: Path) -> None:
+    """What stays in buffers depends on the order of fetches, not on when updates write."""
+    tier = _make(tmp_path, buffer_count=2)
+    for segment in (8, 3, 9):
+        tier.write(segment, 0, _values(segment))
+    for segment in (8, 3):
+        _fetch(tier, segment)
+    if is_written_first:
+        tier.write(3, 0, _values(3, 1))
+    _fetch(tier, 9)  # in the place of 8
+    if not is_written_first:
+        tier.write(3, 0, _values(3, 1))
+    assert torch.equal(_fetch(tier, 3), _values(3, 1))
+    read, _ = tier.file_traffic()
+    for segment, version in ((9, 0), (3, 1)):
+        assert torch.equal(_fetch(tier, segment), _values(segment, version))
+    assert tier.file_traffic()[0] == read
+    _fetch(tier, 8)
+    assert tier.file_traffic()[0] > read
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_what_is_expected_no_more_makes_room(count: int, tmp_path: Path) -> None:
+    tier = _make(tmp_path, buffer_count=count)
+    assert tier.file is not None
+    for segment in (3, 8, 9, 10):
+        tier.write(segment, 0, _values(segment))
+    tier.file_traffic()  # all is in the file
+    tier.expect([3, 8])
+    tier.expect([9, 10])
+    assert tier.file.read_ahead == [9, 10][:count]
+    for segment in (9, 10, 3, 8):
+        assert torch.equal(_fetch(tier, segment), _values(segment))
+
+
 def test_an_update_in_another_thread_writes_while_shards_are_read(tmp_path: Path) -> None:
     tier = _make(tmp_path, buffer_count=2)
     segments = [3, 8, 9, 10]

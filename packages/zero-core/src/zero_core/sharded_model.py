@@ -313,8 +313,8 @@ class ShardedModel:
     ) -> dict[str, Tensor]:
         """Return the whole model's state dict, on the CPU, on every rank or on ``rank`` alone.
 
-        Values come from the master weights, in the compute dtype or in ``dtype``; tied names share
-        a tensor. Every rank must call it.
+        Values are those of the working shards. With a ``dtype`` other than a parameter's own they
+        are its master weights, cast to it. Tied names share a tensor. Every rank must call it.
         """
         self._device_states.check("full_state_dict()")
         with self.place.during("full_state_dict()"):
@@ -449,7 +449,7 @@ class ShardedModel:
         rank's. Every rank must call it, between two steps.
 
         Args:
-            dtype: of floating values, which come from the master weights; None: the compute dtype.
+            dtype: of floating values, as in `full_state_dict`.
             drops_partial: whether gradients that a step has accumulated so far are dropped.
 
         Raises:

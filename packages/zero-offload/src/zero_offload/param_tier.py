@@ -5,11 +5,12 @@ unit is computed. Host memory holds the first ``max_in_cpu`` elements in the ord
 file the rest.
 
 [Note: buffers of the file]
-read buffers   hold shards that are expected next, and shards that were fetched, for as long as
-               nothing else needs the buffer: backward and the next micro-batch turn back to those
-               that were fetched last. What is read takes the buffer of the shard that was fetched
-               longest ago, if that is not expected sooner. So a shard is read unless fewer shards
-               than there are buffers were fetched since it was, whenever reads begin and end.
+read buffers   hold shards that are expected next, and fetched ones. A fetched shard keeps its
+               buffer until another shard needs it: backward and the next micro-batch return to the
+               shards fetched last. A read takes the buffer of the least recently fetched shard,
+               unless that is expected sooner. So a shard that is not written is read again only if
+               at least as many others were fetched since as there are buffers, regardless of the
+               timing of reads and writes.
 write buffers  collect new values, which arrive piece by piece in ascending order. There are two:
                one is filled while the other is written to the file. An update does not write
                padding and what it leaves out. Their values are kept in memory if they are few, or
@@ -25,7 +26,6 @@ before.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ class ParamSettings:
     Attributes:
         nvme_path: folder of the file; None keeps everything in host memory.
         max_in_cpu: elements that stay in host memory although there is a file.
-        buffer_count: host buffers for reads ahead of use.
+        buffer_count: host buffers for reads ahead of use, kept after it.
         buffer_size: most elements of a shard in such a buffer.
         pin_memory: page-lock host memory if the device is an accelerator.
     """
@@ -210,12 +210,12 @@ class OffloadedParams:
         return found
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Buffer:
     """Host memory, uint8, and its pending users."""
 
     memory: Tensor
-    copy: Copy | None = None  # the last one to the device: all are enqueued on one stream
+    copy: Copy | None = None  # to the device; earlier ones end before it
     transfer: Transfer | None = None  # to the file
 
     def free(self) -> Tensor:
@@ -282,8 +282,8 @@ class FileShards:
         self._num_unmade = min(num_buffers, len(shards))
         self._free: list[_Buffer] = []
         self._read: dict[int, tuple[_Buffer, Transfer]] = {}  # ahead
-        self._fetched: dict[int, _Buffer] = {}  # the last one last
-        self._num_writes: Counter[int] = Counter()
+        self._fetched: dict[int, _Buffer] = {}  # most recent last
+        self._stale: set[int] = set()  # of the fetched ones: they were written since
         self._collected: _Collected | None = None
         self._idle = [self._new(self._pageable) for _ in range(NUM_WRITE_BUFFERS)]
         self._written: dict[int, Transfer] = {}  # on their way to the file
@@ -312,11 +312,12 @@ class FileShards:
             sooner: set[int] = set()
             for segment in segments:
                 sooner.add(segment)
-                if segment in self._read or segment in self._fetched:
+                if segment in self._read or self._is_kept(segment):
                     continue
                 if self._is_changing(segment):
                     return
-                buffer = self._not_expected(segments) or self._unused(sooner)
+                self._forget_reads_except(segments)
+                buffer = self._buffer_for(segment, sooner)
                 if buffer is None:
                     return
                 self._start_read(segment, buffer)
@@ -329,25 +330,22 @@ class FileShards:
         """
         with self._lock:
             self._complete_write(segment)
-            buffer, transfer = self._fetched.pop(segment, None), None
-            if buffer is None:
+            transfer = None
+            if self._is_kept(segment):
+                buffer = self._fetched.pop(segment)
+            else:
                 if segment not in self._read:
-                    self._start_read(segment, self._unused(()) or self._least_needed())
+                    self._start_read(segment, self._buffer_for(segment) or self._least_needed())
                 buffer, transfer = self._read.pop(segment)
-            num_writes = self._num_writes[segment]
-        is_valid = False
+        is_whole = False
         try:
-            # Without the lock: an update may go on meanwhile.
             if transfer is not None:
-                transfer.wait()
-            copy = start_copy(out, self._view(segment, buffer))
-            if out.device.type != "cpu":  # there it is complete, and an earlier one need not be
-                buffer.copy = copy
-            is_valid = True
+                transfer.wait()  # without the lock: an update may go on meanwhile
+            copy = self._start_copy(buffer, out, self._view(segment, buffer))
+            is_whole = True
         finally:
             with self._lock:
-                is_newest = num_writes == self._num_writes[segment]
-                if is_valid and is_newest and segment not in self._fetched:
+                if is_whole:
                     self._fetched[segment] = buffer
                 else:
                     self._free.append(buffer)
@@ -364,8 +362,9 @@ class FileShards:
                 self._send()
             if self._collected is None:
                 self._complete_write(segment)
-                self._forget(segment)
-                self._num_writes[segment] += 1
+                self._forget_read(segment)
+                if segment in self._fetched:
+                    self._stale.add(segment)
                 self._idle[0].free()  # raises if its write failed, and is still there then
                 self._collected = _Collected(segment, self._idle.pop(0))
             collected = self._collected
@@ -393,40 +392,54 @@ class FileShards:
         transfer = self.blocks.read(self._block[segment], self._view(segment, buffer))
         self._read[segment] = (buffer, transfer)
 
-    def _unused(self, sooner: Collection[int]) -> _Buffer | None:
-        """Return a read buffer that holds nothing, or what was fetched longest ago.
+    def _start_copy(self, buffer: _Buffer, out: Tensor, shard: Tensor) -> Copy:
+        """Start to copy a buffer's shard, after an earlier copy of it."""
+        if out.device.type == "cpu":  # complete when it returns; one to the device need not be
+            return start_copy(out, shard)
+        if buffer.copy is not None:
+            buffer.copy.wait()
+        buffer.copy = start_copy(out, shard)
+        return buffer.copy
 
-        What is expected ``sooner`` than the shard to be read stays.
+    def _is_kept(self, segment: int) -> bool:
+        """Whether a buffer has the current values of a shard that was fetched."""
+        return segment in self._fetched and segment not in self._stale
+
+    def _buffer_for(self, segment: int, sooner: Collection[int] = ()) -> _Buffer | None:
+        """Return a read buffer: of the shard's stale values, a new one, the least recently used.
+
+        Shards that are expected ``sooner`` keep theirs.
         """
+        if segment in self._fetched:
+            return self._take_fetched(segment)
         if self._free:
             return self._free.pop(0)
         if self._num_unmade:
             self._num_unmade -= 1
             return self._new(self._memory)
-        for segment in self._fetched:
-            if segment not in sooner:
-                return self._fetched.pop(segment)
+        for fetched in self._fetched:
+            if fetched not in sooner:
+                return self._take_fetched(fetched)
         return None
 
-    def _not_expected(self, segments: Sequence[int]) -> _Buffer | None:
-        """Return the buffer of a complete read of a shard that is not expected any more."""
-        for segment, (buffer, transfer) in self._read.items():
-            if segment not in segments and transfer.is_done:
-                del self._read[segment]
-                return buffer
-        return None
+    def _take_fetched(self, segment: int) -> _Buffer:
+        self._stale.discard(segment)
+        return self._fetched.pop(segment)
 
     def _least_needed(self) -> _Buffer:
         segment = list(self._read)[-1]
         buffer, _ = self._read[segment]
-        self._forget(segment)
+        self._forget_read(segment)
         self._free.remove(buffer)
         return buffer
 
-    def _forget(self, segment: int) -> None:
-        """Drop what buffers hold of a shard."""
-        if segment in self._fetched:
-            self._free.append(self._fetched.pop(segment))
+    def _forget_reads_except(self, segments: Sequence[int]) -> None:
+        """Drop what was read ahead and is not expected any more."""
+        for segment in [read for read in self._read if read not in segments]:
+            self._forget_read(segment)
+
+    def _forget_read(self, segment: int) -> None:
+        """Drop what was read ahead of a shard."""
         if segment in self._read:
             buffer, transfer = self._read.pop(segment)
             with suppress(StorageError):

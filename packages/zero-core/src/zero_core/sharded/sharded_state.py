@@ -182,8 +182,8 @@ class ShardedState:
     ) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Yield every parameter whole on the CPU. Every rank must iterate to the end.
 
-        For ``dtype`` None, or a parameter's own, these are the values that the model computes with,
-        else its master weights. A tier need not round master weights as a cast does.
+        For ``dtype`` None, or a parameter's own, these are the working shards, else the master
+        weights. A tier need not round master weights as a cast does.
 
         Of quantized parameters their components.
 
