@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 import torch
+
+_M_ARENA_MAX = -8
+"""Of glibc's malloc.h."""
 
 
 def release_free_pages() -> None:
@@ -19,6 +23,19 @@ def release_free_pages() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+def share_arenas() -> None:
+    """Have threads that start from now on allocate host memory from the arenas there are.
+
+    Else glibc gives each thread that runs an arena of its own, which keeps the most that the thread
+    ever had: threads that take turns keep it once each. ``MALLOC_ARENA_MAX`` wins.
+    """
+    if sys.platform == "linux" and "MALLOC_ARENA_MAX" not in os.environ:
+        # foreign: the C library; musl has no such function and no arenas.
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_M_ARENA_MAX, 1)
 
 
 def use_one_core() -> None:

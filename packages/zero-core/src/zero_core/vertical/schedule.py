@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zero_core._libc import share_arenas
 from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
@@ -129,6 +130,7 @@ class VerticalSchedule:
             for grads in unit.grads
             for position, param in enumerate(grads.params)
         }
+        share_arenas()  # micro-batches take turns on threads of their own
         self._random = RandomStates(state.device)
         self._attributes: TensorAttributes | None = TensorAttributes(state.module)
         self._running: _MicroBatch | None = None  # the forward that has its turn
