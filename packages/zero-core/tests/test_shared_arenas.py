@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -35,16 +36,22 @@ gate.wait()
 
 
 def _num_arenas(*words: str, **environment: str) -> int:
-    plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", _PROGRAM, *words]
     ended = subprocess.run(
-        command, env={**plain, **environment}, capture_output=True, text=True, check=True
+        command,
+        env={**plain, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     return len(re.findall(r"^Arena \d+:", ended.stderr, re.MULTILINE))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's arenas")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's arenas")
 def test_new_threads_share_the_arenas_unless_the_user_has_set_them() -> None:
     plain = _num_arenas("plain")
     assert _num_arenas("shared") <= plain - 6
     assert _num_arenas("shared", MALLOC_ARENA_MAX="16") == plain
+    assert _num_arenas("shared", GLIBC_TUNABLES="glibc.malloc.arena_max=16") == plain

@@ -26,12 +26,14 @@ def release_free_pages() -> None:
 
 
 def share_arenas() -> None:
-    """Have threads that start from now on allocate host memory from the arenas there are.
+    """Make threads that are started from now on share the malloc arenas there are.
 
-    Else glibc gives each thread that runs an arena of its own, which keeps the most that the thread
-    ever had: threads that take turns keep it once each. ``MALLOC_ARENA_MAX`` wins.
+    Otherwise glibc gives each running thread its own arena, which retains that thread's peak. It
+    has no effect once the process has had more than 8 arenas. ``MALLOC_ARENA_MAX`` and
+    ``glibc.malloc.arena_max`` in ``GLIBC_TUNABLES`` take precedence.
     """
-    if sys.platform == "linux" and "MALLOC_ARENA_MAX" not in os.environ:
+    is_set = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    if sys.platform == "linux" and not is_set:
         # foreign: the C library; musl has no such function and no arenas.
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:

@@ -10,7 +10,7 @@ read buffers   hold shards that are expected next, and fetched ones. A fetched s
                shards fetched last. A read takes the buffer of the least recently fetched shard,
                unless that is expected sooner. So a shard that is not written is read again only if
                at least as many others were fetched since as there are buffers, regardless of the
-               timing of reads and writes.
+               timing of reads and writes, if what is expected is what is fetched next.
 write buffers  collect new values, which arrive piece by piece in ascending order. There are two:
                one is filled while the other is written to the file. An update does not write
                padding and what it leaves out. Their values are kept in memory if they are few, or
@@ -19,8 +19,8 @@ write buffers  collect new values, which arrive piece by piece in ascending orde
 [Note: threads]
 The thread that computes calls `FileShards.expect` and `FileShards.fetch`, the thread that updates
 calls `FileShards.write`. One lock orders them. A shard is in at most one of three states: being
-read, being collected, being written. New values drop the stale ones that were read of the shard
-before.
+read, being collected, being written. New values drop what was read ahead of the shard. What was
+fetched becomes stale: it keeps its place in the order of fetches, and is read again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ParamSettings:
     Attributes:
         nvme_path: folder of the file; None keeps everything in host memory.
         max_in_cpu: elements that stay in host memory although there is a file.
-        buffer_count: host buffers for reads ahead of use, kept after it.
+        buffer_count: host buffers for shards that are read ahead of use and kept afterwards.
         buffer_size: most elements of a shard in such a buffer.
         pin_memory: page-lock host memory if the device is an accelerator.
     """
@@ -283,7 +283,8 @@ class FileShards:
         self._free: list[_Buffer] = []
         self._read: dict[int, tuple[_Buffer, Transfer]] = {}  # ahead
         self._fetched: dict[int, _Buffer] = {}  # most recent last
-        self._stale: set[int] = set()  # of the fetched ones: they were written since
+        self._fetching: set[int] = set()
+        self._stale: set[int] = set()  # fetched ones that were written since
         self._collected: _Collected | None = None
         self._idle = [self._new(self._pageable) for _ in range(NUM_WRITE_BUFFERS)]
         self._written: dict[int, Transfer] = {}  # on their way to the file
@@ -337,6 +338,7 @@ class FileShards:
                 if segment not in self._read:
                     self._start_read(segment, self._buffer_for(segment) or self._least_needed())
                 buffer, transfer = self._read.pop(segment)
+            self._fetching.add(segment)
         is_whole = False
         try:
             if transfer is not None:
@@ -345,9 +347,12 @@ class FileShards:
             is_whole = True
         finally:
             with self._lock:
-                if is_whole:
+                self._fetching.discard(segment)
+                if is_whole and segment not in self._fetched:
                     self._fetched[segment] = buffer
                 else:
+                    if transfer is not None:
+                        transfer.settle()
                     self._free.append(buffer)
         return copy
 
@@ -363,7 +368,7 @@ class FileShards:
             if self._collected is None:
                 self._complete_write(segment)
                 self._forget_read(segment)
-                if segment in self._fetched:
+                if segment in self._fetched or segment in self._fetching:
                     self._stale.add(segment)
                 self._idle[0].free()  # raises if its write failed, and is still there then
                 self._collected = _Collected(segment, self._idle.pop(0))
@@ -406,12 +411,14 @@ class FileShards:
         return segment in self._fetched and segment not in self._stale
 
     def _buffer_for(self, segment: int, sooner: Collection[int] = ()) -> _Buffer | None:
-        """Return a read buffer: of the shard's stale values, a new one, the least recently used.
+        """Return a read buffer for a shard, or None if there is none.
 
-        Shards that are expected ``sooner`` keep theirs.
+        It is the shard's own if its values are stale, else one that holds nothing, else that of the
+        least recently fetched shard that is not in ``sooner``.
         """
         if segment in self._fetched:
             return self._take_fetched(segment)
+        self._stale.discard(segment)  # of a fetch that failed
         if self._free:
             return self._free.pop(0)
         if self._num_unmade:

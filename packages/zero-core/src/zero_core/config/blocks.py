@@ -122,7 +122,7 @@ class OffloadParamConfig(_Block):
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     buffer_count: PositiveInt = 5
-    """Host buffers for shards that are read ahead of use, and kept after it, with ``nvme``."""
+    """Host buffers for shards that are read ahead of use and kept afterwards, with ``nvme``."""
     buffer_size: PositiveInt = 100_000_000
     """Elements of the largest shard that such a buffer may have to hold."""
     max_in_cpu: NonNegativeInt = 1_000_000_000

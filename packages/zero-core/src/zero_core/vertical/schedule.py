@@ -130,7 +130,8 @@ class VerticalSchedule:
             for grads in unit.grads
             for position, param in enumerate(grads.params)
         }
-        share_arenas()  # micro-batches take turns on threads of their own
+        if state.device.type == "cpu":
+            share_arenas()  # micro-batches take turns on threads of their own
         self._random = RandomStates(state.device)
         self._attributes: TensorAttributes | None = TensorAttributes(state.module)
         self._running: _MicroBatch | None = None  # the forward that has its turn
