@@ -327,16 +327,13 @@ def test_a_rate_that_is_a_tensor_stays_the_object_that_a_captured_graph_reads() 
 
 def _export_fails(ranks: SimulatedRanks, folder: str) -> None:
     engine = zero_core.build(make_model(), Case(stage=3).config(), process_group=ranks)
-    state = engine.sharded_state
     if ranks.rank == 1:
-        read = state.tier.read_state
+        last = engine.sharded_state.params[-1]
 
-        def fail_later(name: str, start: int, stop: int) -> torch.Tensor:
-            if start:
-                raise OSError("the disk under rank 1 is gone")
-            return read(name, start, stop)
+        def fail() -> torch.Tensor:
+            raise OSError("the disk under rank 1 is gone")
 
-        state.tier.read_state = fail_later  # type: ignore[method-assign]
+        last.read_shard = fail  # type: ignore[method-assign]
     engine.export_safetensors(folder)
 
 

@@ -143,8 +143,9 @@ def decode_kernel(
     begin_ptr = codes_ptr + (end - nbytes)
     row_ptr = begin_ptr[:, None]
 
-    total = tl.load(ends_ptr + (tl.cdiv(numel.to(tl.int64), BLOCK) - 1))
-    is_good = (total == codes_nbytes) & (has_levels | is_raw | ((mode == SAME) & (nbytes == 0)))
+    is_good = (total_of(ends_ptr, numel, block) == codes_nbytes) & (
+        has_levels | is_raw | ((mode == SAME) & (nbytes == 0))
+    )
     is_good = is_good & ((is_raw == 0) | (nbytes == present * (BITS // 8)))
     is_good = is_good & (nbytes >= _header_nbytes(is_list, is_bitmap, 0))
     listed = tl.load(begin_ptr, mask=is_list & is_good, other=0).to(tl.int32)
@@ -286,6 +287,16 @@ def place_of(
     descriptors = tl.load(descriptors_ptr + block, mask=present > 0, other=0).to(tl.int32)
     end = tl.load(ends_ptr + block, mask=present > 0, other=0)
     return (descriptors >> MODE_SHIFT) & 31, descriptors & NBYTES_MASK, end
+
+
+@triton.jit
+def total_of(ends_ptr: tl.tensor, numel: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """Return the bytes of all blocks, for each block of the tile.
+
+    One number would do, but Triton 3.9's interpreter makes integers of a condition that joins it.
+    """
+    last = tl.cdiv(numel.to(tl.int64), BLOCK) - 1
+    return tl.load(ends_ptr + last + tl.zeros_like(block))
 
 
 @triton.jit

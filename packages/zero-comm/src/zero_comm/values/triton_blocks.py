@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 
 from zero_comm.differences import difference_format
-from zero_comm.differences.triton_blocks import blocks_of_tile, load_tile, place_of, present_in
+from zero_comm.differences.triton_blocks import (
+    blocks_of_tile,
+    load_tile,
+    place_of,
+    present_in,
+    total_of,
+)
 from zero_comm.values import value_format
 
 BLOCK = tl.constexpr(difference_format.BLOCK_NUMEL)
@@ -126,8 +132,7 @@ def decode_kernel(
     is_coded = (mode >= CODED) & (mode <= CODED + MAX_WIDTH) & (present == BLOCK)
     is_coded = is_coded & (num_escapes >= 0)
     is_good = is_raw | is_coded | ((mode == ZERO) & (nbytes == 0))
-    total = tl.load(ends_ptr + (tl.cdiv(numel.to(tl.int64), BLOCK) - 1))
-    is_good = is_good & (total == codes_nbytes)
+    is_good = is_good & (total_of(ends_ptr, numel, block) == codes_nbytes)
     is_coded = is_coded & is_good
     is_raw = is_raw & is_good
 
