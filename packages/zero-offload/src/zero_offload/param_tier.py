@@ -283,8 +283,7 @@ class FileShards:
         self._free: list[_Buffer] = []
         self._read: dict[int, tuple[_Buffer, Transfer]] = {}  # ahead
         self._fetched: dict[int, _Buffer] = {}  # most recent last
-        self._fetching: set[int] = set()
-        self._stale: set[int] = set()  # fetched ones that were written since
+        self._stale: set[int] = set()  # written since they were read
         self._collected: _Collected | None = None
         self._idle = [self._new(self._pageable) for _ in range(NUM_WRITE_BUFFERS)]
         self._written: dict[int, Transfer] = {}  # on their way to the file
@@ -338,7 +337,6 @@ class FileShards:
                 if segment not in self._read:
                     self._start_read(segment, self._buffer_for(segment) or self._least_needed())
                 buffer, transfer = self._read.pop(segment)
-            self._fetching.add(segment)
         is_whole = False
         try:
             if transfer is not None:
@@ -347,7 +345,6 @@ class FileShards:
             is_whole = True
         finally:
             with self._lock:
-                self._fetching.discard(segment)
                 if is_whole and segment not in self._fetched:
                     self._fetched[segment] = buffer
                 else:
@@ -368,8 +365,7 @@ class FileShards:
             if self._collected is None:
                 self._complete_write(segment)
                 self._forget_read(segment)
-                if segment in self._fetched or segment in self._fetching:
-                    self._stale.add(segment)
+                self._stale.add(segment)
                 self._idle[0].free()  # raises if its write failed, and is still there then
                 self._collected = _Collected(segment, self._idle.pop(0))
             collected = self._collected
@@ -396,6 +392,7 @@ class FileShards:
         buffer.free()
         transfer = self.blocks.read(self._block[segment], self._view(segment, buffer))
         self._read[segment] = (buffer, transfer)
+        self._stale.discard(segment)
 
     def _start_copy(self, buffer: _Buffer, out: Tensor, shard: Tensor) -> Copy:
         """Start to copy a buffer's shard, after an earlier copy of it."""
@@ -417,8 +414,7 @@ class FileShards:
         least recently fetched shard that is not in ``sooner``.
         """
         if segment in self._fetched:
-            return self._take_fetched(segment)
-        self._stale.discard(segment)  # of a fetch that failed
+            return self._fetched.pop(segment)
         if self._free:
             return self._free.pop(0)
         if self._num_unmade:
@@ -426,12 +422,8 @@ class FileShards:
             return self._new(self._memory)
         for fetched in self._fetched:
             if fetched not in sooner:
-                return self._take_fetched(fetched)
+                return self._fetched.pop(fetched)
         return None
-
-    def _take_fetched(self, segment: int) -> _Buffer:
-        self._stale.discard(segment)
-        return self._fetched.pop(segment)
 
     def _least_needed(self) -> _Buffer:
         segment = list(self._read)[-1]
