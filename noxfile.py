@@ -86,11 +86,17 @@ IN_PARALLEL = (
     # Gloo may close a connection while ranks meet, before any test has begun (decision 229).
     *("--reruns=1", "--only-rerun=Gloo connectFullMesh failed", "-rR"),
 )
+# In place of the packages' own choice: decision 228, and `kernels`.
+GATE = ("-m", "not slow and not program")
 ONE_PROCESS = "--numprocesses=0"  # for few tests: each process imports torch, for seconds
 # Files that take longest are begun first. Begun last, one would run while the other processes have
 # nothing left to do.
 LONGEST = {
-    "zero-core": ("compile", "late_engine", "equivalence", "memory_peak", "triton_sum"),
+    "zero-core": (
+        *("vertical_schedule", "vertical_models", "compile", "late_engine", "equivalence"),
+        *("direct_exchange", "memory_peak", "triton_sum", "plan", "training_loops", "param_grads"),
+        *("tail", "weight_patches", "step_time", "peak_memory", "several_engines"),
+    ),
     "zero-comm": ("triton_kernels", "fsdp2_plugin", "ddp_comm_hook", "quantizer_backends"),
     "zero-offload": ("data_parallel", "nvme_tier"),
     "integration": (
@@ -180,9 +186,7 @@ def tests(session: nox.Session, part: str) -> None:
     elif part == "together":
         test_together(session)
     elif part == "slow":
-        install_everything(session, *TEST_TOOLS, extras="[ray,test]")
-        with session.chdir("integration"):
-            run_tests(session, *longest_first("slow", "tests/slow"))
+        test_slow(session)
     else:
         test_alone(session, part)
 
@@ -466,6 +470,16 @@ def test_together(session: nox.Session) -> None:
     run_package_tests(session, "zero-offload", ONE_PROCESS, *chosen)
 
 
+def test_slow(session: nox.Session) -> None:
+    """Programs around the packages, and what tests leave out of the gate: decision 228."""
+    install_everything(session, "packages/zero-core[test]", *TEST_TOOLS, extras="[ray,test]")
+    with session.chdir("integration"):
+        run_tests(session, *longest_first("slow", "tests/slow"))
+        run_tests(session, "-m", "slow", "tests", "conformance")
+    with session.chdir("packages/zero-core"):
+        run_tests(session, "-m", "slow", "tests")
+
+
 def install_everything(session: nox.Session, *further: str, extras: str = "") -> None:
     """Install the five packages of this repository, and ``further`` requirements."""
     for package in PACKAGES:  # compiled while a session beside this one makes torch's files
@@ -582,14 +596,14 @@ def is_source(path: Path) -> bool:
 def run_package_tests(session: nox.Session, package: str, *options: str) -> None:
     """Run a package's own tests from within its folder, where its settings are."""
     with session.chdir(f"packages/{package}"):
-        run_tests(session, *options, *longest_first(package, "tests"))
+        run_tests(session, *GATE, *options, *longest_first(package, "tests"))
 
 
 def run_integration_tests(session: nox.Session) -> None:
     """Run conformance and the end-to-end tests."""
     with session.chdir("integration"):
         files = longest_first("integration", "tests", "conformance")
-        run_tests(session, *(file for file in files if "slow" not in Path(file).parts))
+        run_tests(session, *GATE, *(file for file in files if "slow" not in Path(file).parts))
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:

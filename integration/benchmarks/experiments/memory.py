@@ -154,7 +154,7 @@ def start_rows() -> Iterator[Row]:
 
 
 def plan_rows() -> Iterator[Row]:
-    """Yield the measured over the planned peak: stage, dtype, offload, world size; and of a T5."""
+    """Yield the measured over the planned peak of a grid of configurations and of a T5."""
     grid = itertools.product((1, 2, 3), range(4), ("fp32", "bf16"), ("none", "cpu"))
     cases = [
         (replace(MIDDLE, ranks=ranks, stage=stage, dtype=dtype), offload)

@@ -165,7 +165,7 @@ def job_of(name: str, shape: GptShape, threads: int, dtype: str) -> Job:
 
 
 def search(job: Job, cap: int, most: int, runner: Runner) -> Row:
-    """Return the row of the largest micro-batch that fits, and all tries; or why there is none."""
+    """Return the row of the largest micro-batch that fits with all tries, or why none does."""
 
     def attempt(batch: int) -> Row:
         each = {"train": batch * TRY_STEPS * job.ranks, "evaluate": 0}

@@ -110,7 +110,7 @@ class Job:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether parameters come from files for each use."""
+        """Whether parameters are read from files for each use."""
         return bool(self.zero.get("offload_param", {}).get("device") == "nvme")
 
     @property

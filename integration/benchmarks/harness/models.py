@@ -1,4 +1,4 @@
-"""GPT-2 in plain torch, in three memory footprints, and Hugging Face's; and its T5."""
+"""GPT-2 in plain torch in three memory footprints, Hugging Face's GPT-2, and its T5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of a command: its report on stdout, as text or JSON; errors on stderr.
+"""Output of a command: its report on stdout as text or JSON, and errors on stderr.
 
 Exit codes are listed in docs/command-line.md.
 """

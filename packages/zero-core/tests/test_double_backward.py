@@ -89,6 +89,6 @@ def _follows(rank: int, world_size: int, which: str) -> None:
 
 
 @pytest.mark.parametrize("which", LOSSES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_gradient_penalty_follows_torch_at_every_stage(world_size, which):
     spawn(_follows, world_size, which)

@@ -115,7 +115,7 @@ def _follows_ddp(ranks: SimulatedRanks, stage: int, accumulation: int, again: An
     ("accumulation", "again"), [(1, None), (1, {}), (2, None)], ids=["1", "1-recomputed", "2"]
 )
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_frozen_and_unfrozen_parameters_follow_ddp(world_size, stage, accumulation, again):
     simulate(_follows_ddp, world_size, stage, accumulation, again)
 

@@ -117,7 +117,7 @@ def _same(ranks: SimulatedRanks, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_losses_and_weights_are_those_without_offload(world_size: int, dtype: str) -> None:
     simulate(_same, world_size, dtype)
 

@@ -49,6 +49,7 @@ def _num_arenas(*words: str, **environment: str) -> int:
     return len(re.findall(r"^Arena \d+:", ended.stderr, re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's arenas")
 def test_new_threads_share_the_arenas_unless_the_user_has_set_them() -> None:
     plain = _num_arenas("plain")

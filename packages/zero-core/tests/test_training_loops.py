@@ -140,7 +140,7 @@ def _follows_ddp(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_numbers_are_those_of_ddp(world_size, name):
     spawn(_follows_ddp, world_size, name)
 

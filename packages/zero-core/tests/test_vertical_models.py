@@ -251,7 +251,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bits_are_those_of_the_horizontal_schedule(world_size, stage, kind):
     simulate(_same_bits, world_size, kind, _config(stage))

@@ -96,7 +96,7 @@ def _rates(gather: float) -> Calibration:
     return Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
 
 
-@pytest.mark.parametrize("steps", [2, 8])
+@pytest.mark.parametrize("steps", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_step_that_gathers_bound_takes_one_pass_of_gathers(steps):
     found = {}
     for schedule in ("horizontal", "vertical"):

@@ -99,14 +99,14 @@ def _same_bits(
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bits_are_those_of_the_horizontal_schedule(world_size, stage, is_tied):
     simulate(_same_bits, world_size, _config(stage), 4, {"is_tied": is_tied})
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bits_are_the_same_at_every_precision_with_clipping_and_overflow(world_size, stage, dtype):
     further: dict[str, Any] = {"gradient_clipping": 0.5}
     if dtype != "fp32":

@@ -93,7 +93,15 @@ def _wrapped(rank: int, world_size: int, how: str, folder: str) -> None:
             assert torch.equal(engine.states.get_full(name), state[own])
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "compile", "both", "parts"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("checkpoint", marks=pytest.mark.slow),
+        pytest.param("compile", marks=pytest.mark.slow),
+        "both",
+        "parts",
+    ],
+)
 def test_wrapped_models_have_the_names_of_the_model(how, tmp_path: Path):
     spawn(_wrapped, 2, how, str(tmp_path))
 

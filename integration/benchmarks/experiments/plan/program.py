@@ -60,7 +60,7 @@ NUM_FINALISTS, FINAL_ROUNDS, HOPELESS = 3, 9, 1.5
 
 @dataclass(frozen=True)
 class Bench:
-    """What all cases share: steps, rates, and the nodes of a link, if there is one."""
+    """Settings of all cases: steps, rates, and the nodes of a link, if there is one."""
 
     steps: int
     warmup: int

@@ -157,7 +157,7 @@ class ThroughputTimer:
         self._first = self._first or self._last
 
     def avg_samples_per_sec(self) -> float:
-        """Return the rate after the first step, a warm-up; before two steps it is -inf."""
+        """Return the rate after the first step, a warm-up. Before two steps it is -inf."""
         begun, samples = self._first or self._last
         if self._last[1] == samples:
             return float("-inf")

@@ -429,7 +429,7 @@ class SnapshotTier(StateTier, Protocol):
         """
 
     def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        """As `read_state`, of a range that no thread is changing. Waits for no update.
+        """Read a range that no thread is changing, as `read_state` does. Waits for no update.
 
         May be called from any thread, and by the watcher.
         """

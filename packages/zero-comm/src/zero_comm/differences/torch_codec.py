@@ -202,7 +202,7 @@ def _code_places(places: Tensor, q: Tensor, width: int) -> Iterator[tuple[Tensor
 def _write_levels(
     out: Tensor, offsets: Tensor, rows: Tensor, values: Tensor, start: int, itemsize: int
 ) -> None:
-    """Write the levels of a ragged list; those of row r begin at byte ``offsets[r]``."""
+    """Write the levels of a ragged list. Those of row r begin at byte ``offsets[r]``."""
     width = 2 << start
     while len(rows):
         counts = torch.bincount(rows, minlength=len(offsets))
@@ -324,7 +324,7 @@ class _Blocks:
     def _read_levels(
         self, offsets: Tensor, ends: Tensor, counts: Tensor, width: int
     ) -> Tensor | None:
-        """Return the integers of a ragged list whose levels lie from ``offsets`` to ``ends``."""
+        """Return the integers of a ragged list with levels at bytes ``offsets`` to ``ends``."""
         q = _level_nbytes(counts, width)
         self._require(offsets + q <= ends)
         if not self._is_good:

@@ -85,7 +85,7 @@ class Kind(IntEnum):
 
 
 def tag_of(channel: int, kind: Kind, number: int) -> int:
-    """Return the tag of messages of a kind that are told apart by ``number``, below 2**15."""
+    """Return the tag of messages of a kind with ``number``, which is below 2**15."""
     return (number * len(Kind) + kind) * _NUM_CHANNELS + channel
 
 

@@ -39,7 +39,7 @@ class CommonBuffers:
     """The model's buffers, as all ranks have them. See [Note: buffers that ranks agree on]."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Prepare; there are none before `confirm`."""
+        """Prepare. There are none before `confirm`."""
         self._model = model
         self._seen: tuple[_Buffer, ...] = ()
         self._agreed: tuple[_Buffer, ...] = ()

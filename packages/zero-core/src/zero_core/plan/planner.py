@@ -136,7 +136,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Variant:
-    """What of a configuration differs besides stage and ratio. See [Note: choices].
+    """Settings that differ between choices besides stage and ratio. See [Note: choices].
 
     Attributes:
         micro_batch: samples of a rank and micro-step.

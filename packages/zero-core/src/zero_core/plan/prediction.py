@@ -89,7 +89,7 @@ class UnitTime:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What of a configuration decides the order of a step's work, and seconds of no unit.
+    """Settings that decide the order of a step's work, and seconds that belong to no unit.
 
     Attributes:
         micro_steps: of a step.

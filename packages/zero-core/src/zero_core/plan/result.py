@@ -87,7 +87,7 @@ class Choice:
 
     @property
     def key(self) -> tuple[float | str, ...]:
-        """What tells choices apart, in the order of a table."""
+        """Sort key of a choice in a table, different for different choices."""
         return (
             self.is_quantized,
             self.placement.words,
@@ -100,7 +100,7 @@ class Choice:
 
     @property
     def sample_s(self) -> float:
-        """Predicted seconds per sample; infinite if unknown."""
+        """Predicted seconds per sample. Infinite if unknown."""
         return math.inf if self.step_time is None else self.step_time.sample_s
 
     def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:

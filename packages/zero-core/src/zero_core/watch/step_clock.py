@@ -123,7 +123,7 @@ class StepMarks:
         return [(what, start - begin, stop - begin) for what, start, stop in self._carried]
 
     def of_events(self, begun: torch.Event, ended: torch.Event) -> tuple[float, float]:
-        """Return start and stop, in seconds since the step began, of what lies between two events.
+        """Return start and stop of the work between two events, in seconds since the step began.
 
         Wait for the second. On an accelerator alone.
         """

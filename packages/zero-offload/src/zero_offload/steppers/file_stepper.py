@@ -106,7 +106,7 @@ class FileStepper(RuleStepper):
         return found
 
     def peek(self, name: str, start: int, stop: int) -> Tensor:
-        """As `read`, past the pipeline, whose buffers belong to the thread that updates.
+        """Read past the pipeline, whose buffers belong to the thread that updates.
 
         What the pipeline has put is in the file when a step has ended.
         """

@@ -43,7 +43,7 @@ from zero_core.sharded.snapshot import stream_after
 
 @dataclass(frozen=True)
 class _Small:
-    """What the next forward changes, copied before it.
+    """Copies of the values that the next forward changes.
 
     Attributes:
         serial: number of the snapshot.

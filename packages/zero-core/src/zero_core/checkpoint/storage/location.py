@@ -64,7 +64,7 @@ class Entry(Protocol):
         """Return when it was written last, in nanoseconds since the epoch."""
 
     def inode(self) -> tuple[int, ...] | None:
-        """Return what tells whether it is written again, None where it cannot be linked to."""
+        """Return its identity, which a rewrite changes. None where it cannot be linked to."""
 
     def link_to(self, known: Any, inode: tuple[int, ...]) -> bool:
         """Have it hold the content of ``known``, which was ``inode``. Return whether it does."""

@@ -140,7 +140,7 @@ class ShardChanges:
                 marks.add_range(start, stop)
 
     def compact(self) -> None:
-        """End the version: keep little. Many far positions are not told from others."""
+        """End the version and keep little of it. Many far positions are merged with others."""
         self.all.compact()
         if self.far is not None:
             self.far.compact()

@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 
 class Form(StrEnum):
-    """What is sent of values."""
+    """Part of the values that is sent."""
 
     VALUES = "values"
     LOW4 = "low4"
