@@ -43,6 +43,7 @@ from zero_core.protocols import (
 )
 from zero_core.runtime import hooks
 from zero_core.runtime.device_states import DeviceStates
+from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
@@ -245,7 +246,9 @@ def build(
             experts=expert_lists_of(model, found.experts),
         )
         modules = [module for _, module, _ in found.units]
-        installed = hooks.install(runtime, modules, resolved, found.experts)
+        on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
+        host_inputs = HostInputs(ranks.device) if on_host else None
+        installed = hooks.install(runtime, modules, resolved, found.experts, host_inputs)
         vertical = None
         choice = None
         wanted = resolved.accumulation_schedule
@@ -256,7 +259,7 @@ def build(
                 _log.info("accumulation_schedule: auto chose horizontal: no gather would be saved")
         if is_training and (wanted == "vertical" or resolved.is_vertical):
             blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
-            vertical = VerticalSchedule(blocks, runtime, train, state)
+            vertical = VerticalSchedule(blocks, runtime, train, state, host_inputs)
             installed += vertical.handles
         copies = None
         if is_training and resolved.memory_checkpoint is not None:

@@ -537,8 +537,22 @@ class Config(_Block):
             return steps > 1 and self.accumulation_schedule == "vertical"
         has_peers = self.train_batch_size > steps * self.train_micro_batch_size_per_gpu
         is_moved = has_peers or zero.offload_param.device != "none"
+        return zero.stage == 3 and is_moved and self.is_recomputed
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether every block is computed again in backward."""
         block = self.activation_checkpointing
-        return zero.stage == 3 and is_moved and block is not None and block.enabled
+        return block is not None and block.enabled
+
+    @property
+    def has_inputs_on_host(self) -> bool:
+        """Whether blocks' inputs wait for that in the host's memory, where it is not the device's.
+
+        With the vertical schedule gradients of tied weights wait there, too.
+        """
+        block = self.activation_checkpointing
+        return block is not None and block.enabled and block.cpu_checkpointing
 
     @property
     def has_bf16_masters(self) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from zero_core.layout.discovery import compute_dtype
 from zero_core.layout.stored import components
 from zero_core.plan.operators import Operator
 from zero_core.plan.rates import Rates
+from zero_core.runtime.host_inputs import page_locked_bytes
 from zero_core.tiled.modules import TiledForwards, WholeModel
 
 _META = torch.device("meta")
@@ -70,6 +72,9 @@ class Trace:
         kept_bytes: of what is recomputed, inputs of blocks and what is saved in front of them.
         border_bytes: the largest input of a block.
         epilogue_bytes: of what is saved, that behind the blocks.
+        moved: bytes of each of a block's inputs that may wait in host memory, by unit.
+        freed_bytes: those that leave the device when they do.
+        fetched_bytes: those of two calls of blocks, of which the device has the inputs at a time.
     """
 
     saved_bytes: int
@@ -79,19 +84,34 @@ class Trace:
     kept_bytes: int = 0
     border_bytes: int = 0
     epilogue_bytes: int = 0
+    moved: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    freed_bytes: int = 0
+    fetched_bytes: int = 0
 
-    def nbytes(self, config: Config) -> int:
-        """Return the bytes that a configuration saves.
+    def nbytes(self, config: Config, *, is_accelerated: bool) -> int:
+        """Return the bytes that a configuration saves on the device.
 
         With the vertical schedule those of all micro-batches, and a gradient of each between two
-        blocks. The code behind the blocks, and recomputed blocks, run for one at a time.
+        blocks. The code behind the blocks, and recomputed blocks, run for one at a time. With
+        ``is_accelerated`` the device is another one than the host.
         """
-        is_again = is_recomputed(config)
+        is_again = config.is_recomputed
         whole = self.recomputed_bytes if is_again else self.saved_bytes
+        each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
+        if config.has_inputs_on_host and is_accelerated:
+            whole += self.fetched_bytes - self.freed_bytes
+            each -= self.freed_bytes
         if not config.is_vertical:
             return whole
-        each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
         return whole - each + config.gradient_accumulation_steps * (each + self.border_bytes)
+
+    def host_bytes(self, config: Config, *, is_accelerated: bool) -> int:
+        """Return the bytes of inputs of blocks that wait in host memory, which is page-locked."""
+        if not (config.has_inputs_on_host and is_accelerated):
+            return 0
+        times = config.gradient_accumulation_steps if config.is_vertical else 1
+        sizes = Counter(nbytes for unit in self.moved.values() for nbytes in unit)
+        return sum(page_locked_bytes(nbytes, number * times) for nbytes, number in sizes.items())
 
     def code_bytes(self) -> int:
         """Return the bytes of code that a CPU compiles for matrix products in bf16.
@@ -101,12 +121,6 @@ class Trace:
         passes = [*self.forward.values(), *([] if self.backward is None else [self.backward])]
         calls = {call for one in passes for call in one.calls}
         return _CODE_BYTES * sum(c.is_product and c.dtype == "bfloat16" for c in calls)
-
-
-def is_recomputed(config: Config) -> bool:
-    """Whether every block is computed again in backward."""
-    again = config.activation_checkpointing
-    return again is not None and again.enabled
 
 
 def trace_step(
@@ -182,6 +196,9 @@ def trace_step(
         place.kept_bytes,
         place.border_bytes,
         place.epilogue_bytes,
+        {unit: tuple(sizes) for unit, sizes in place.moved.items()},
+        place.freed_bytes,
+        max((sum(a) + sum(b) for a, b in pairwise([[], *place.moved.values()])), default=0),
     )
 
 
@@ -205,15 +222,20 @@ class _Place:
     Attributes:
         unit: its index.
         weights: storages of parameters and buffers that are saved.
+        moved: bytes of each positional input of a block, which recomputation may keep in host
+            memory, by unit.
     """
 
     def __init__(self, modules: Sequence[nn.Module], known: set[int]) -> None:
         """``modules`` of the units, the root first. ``known``: storages of their values."""
         self.unit = 0
         self.weights: set[int] = set()
+        self.moved: dict[int, list[int]] = {}
         self._known = known
         self._blocks = {i: m for i, m in enumerate(modules) if m is not modules[0]}
         self._last = max(len(modules) - 1, 0)
+        self._positional: set[int] = set()  # storages of blocks' inputs
+        self._others: set[int] = set()
         # Alive, so that no address is used again.
         self._inputs: dict[int, torch.UntypedStorage] = {}
         self._saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the first one's unit
@@ -257,6 +279,13 @@ class _Place:
         )
 
     @property
+    def freed_bytes(self) -> int:
+        """Bytes of inputs of blocks that nothing else keeps than the blocks."""
+        in_front = {number for number, (unit, _) in self._saved.items() if unit == 0}
+        freed = self._positional - self._others - in_front
+        return sum(self._inputs[number].nbytes() for number in freed)
+
+    @property
     def border_bytes(self) -> int:
         return max((storage.nbytes() for storage in self._inputs.values()), default=0)
 
@@ -274,6 +303,11 @@ class _Place:
                 if storage_of(tensor) not in self._known:
                     self._inputs[storage_of(tensor)] = tensor.untyped_storage()
             self.unit = index_of[module]
+            positional = [t for t in args if isinstance(t, Tensor) and t.numel()]
+            self.moved.setdefault(self.unit, []).extend(t.nbytes for t in positional)
+            self._positional |= {storage_of(t) for t in positional} & self._inputs.keys()
+            some = {id(t) for t in positional}
+            self._others |= {storage_of(t) for t in given if id(t) not in some}
 
         def leave(module: nn.Module, *_: Any) -> None:
             self._is_behind = index_of[module] == max(self._blocks)

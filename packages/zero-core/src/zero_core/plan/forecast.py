@@ -38,6 +38,7 @@ from zero_core.plan.footprints import (
     WholeFootprint,
 )
 from zero_core.plugins import call_factory
+from zero_core.runtime.host_inputs import MAX_IN_PIECE, page_locked_bytes
 from zero_core.sharded.gradient_plan import (
     GradientCase,
     accumulated_dtype,
@@ -151,7 +152,7 @@ class Forecast:
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": self._further_shard_bytes(),
             "parameter gradient": self._largest_gradient_bytes(),
-            "gradients of tied weights": self._tied_gradient_bytes(),
+            "gradients of tied weights": self._tied_gradient_bytes()[0],
             # Buffers grow to the longest message there has been.
             **collectives_memory(
                 footprints.collectives(config, world_size, ranks_per_node, is_worst_case=True),
@@ -289,7 +290,8 @@ class Forecast:
         elif not self._is_offloaded:
             kept |= self._own_tier_bytes(0, self._numel)
         copies = {"copies in memory": self._copies_bytes, "weight patches": self._patch_bytes}
-        by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes, **copies}
+        tied = {"gradients of tied weights": self._tied_gradient_bytes()[1]}
+        by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes, **copies, **tied}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
     @property
@@ -430,14 +432,24 @@ class Forecast:
         params = (p for p in self._layout.params if p.is_trainable)
         return max((p.numel * p.dtype.itemsize for p in params), default=0)
 
-    def _tied_gradient_bytes(self) -> int:
-        """Return the bytes of tied weights' gradients, whose last part ends backward."""
+    def _tied_gradient_bytes(self) -> tuple[int, int]:
+        """Return the bytes of tied weights' gradients, whose last part ends backward.
+
+        On the device, which has two at a time where they wait in host memory, and there.
+        """
         if not self._config.is_vertical:
-            return 0
+            return 0, 0
+        steps = self._config.gradient_accumulation_steps
         root = {slot.param for s in self._layout.units[0].segments for slot in s.slots}
         params = ((n, p) for n, p in enumerate(self._layout.params) if p.is_trainable and p.aliases)
-        tied = sum(p.numel * p.dtype.itemsize for n, p in params if n in root)
-        return self._config.gradient_accumulation_steps * tied
+        sizes = [p.numel * p.dtype.itemsize for n, p in params if n in root]
+        if not (self._config.has_inputs_on_host and self._is_accelerated):
+            return steps * sum(sizes), 0
+        most = min(steps, MAX_IN_PIECE)
+        on_host = (
+            page_locked_bytes(nbytes, n * steps, most) for nbytes, n in Counter(sizes).items()
+        )
+        return min(steps, 2) * sum(sizes), sum(on_host)
 
 
 def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:

@@ -38,7 +38,7 @@ from zero_core.config import ActivationCheckpointingConfig, Config, OffloadParam
 from zero_core.config.rules import check_rules
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import has_kernel_rule
-from zero_core.plan.activations import Trace, is_recomputed, trace_step
+from zero_core.plan.activations import Trace, trace_step
 from zero_core.plan.choices import (
     AS_CONFIGURED,
     Placement,
@@ -157,7 +157,7 @@ class Variant:
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": samples // self.micro_batch,
         }
-        if self.is_recomputed and not is_recomputed(config):
+        if self.is_recomputed and not config.is_recomputed:
             changes["activation_checkpointing"] = ActivationCheckpointingConfig()
         if not self.is_recomputed:
             changes["activation_checkpointing"] = None
@@ -200,7 +200,7 @@ class Planner:
         self._predictions: dict[tuple[Any, ...], Prediction] = {}
         self._traces: dict[int, Trace] = {}
         micro_batch = config.train_micro_batch_size_per_gpu
-        self._given = Variant(micro_batch, is_recomputed(config))
+        self._given = Variant(micro_batch, config.is_recomputed)
         self._ratio = self._planned_ratio()
 
     def _planned_ratio(self) -> float:
@@ -438,10 +438,14 @@ class Planner:
         if trace is None:
             return use
         config = variant.of(self._config)
-        traced = {"activations": trace.nbytes(config)}
-        if not self._machine.is_accelerated and (code := trace.code_bytes()):
+        is_accelerated = self._machine.is_accelerated
+        traced = {"activations": trace.nbytes(config, is_accelerated=is_accelerated)}
+        if not is_accelerated and (code := trace.code_bytes()):
             traced["kernels"] = code
-        return MemoryUse({**use.device, **traced}, use.host)
+        host = dict(use.host)
+        if moved := trace.host_bytes(config, is_accelerated=is_accelerated):
+            host["activations"] = moved
+        return MemoryUse({**use.device, **traced}, host)
 
     def _choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
         forecast = self._forecast_of(variant, stage, ratio)

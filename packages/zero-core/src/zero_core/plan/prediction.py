@@ -3,10 +3,11 @@
 [Note: one step]
 The program of `zero_core.runtime.runtime`, for a rank like all others: units are gathered one ahead
 of their use, forward and backward; a unit's reduction starts when its gradients are there and is
-waited for a unit later; then ranks agree, and the device and the host update their parts. A host
-updates in backward where nothing can cancel the step (`zero_core.step.gradient`). A unit's next
-forward waits for its update. Three steps are simulated (`zero_core.plan.schedule`), and the last
-one is taken.
+waited for a unit later. Inputs of blocks that wait on the host are copied down in forward, and up
+one block ahead in backward. Then ranks agree, and the device and the host update their parts. The
+host updates in backward where nothing can cancel the step (`zero_core.step.gradient`). A unit's
+next forward waits for its update. Three steps are simulated (`zero_core.plan.schedule`), and the
+last one is taken.
 
 With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,
 and each reduces its gradient of a unit by itself.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from zero_core.comm.meter import Links
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment, UnitLayout
-from zero_core.plan.activations import Trace, is_recomputed
+from zero_core.plan.activations import Trace
 from zero_core.plan.forecast import Forecast, num_gathers
 from zero_core.plan.rates import Rates
 from zero_core.plan.schedule import Schedule, Work
@@ -69,7 +70,8 @@ class UnitTime:
         undo_s: what its undo log takes besides.
         down_s, up_s: copies of gradients and parameters.
         fetch_s: the copy of shards that rest off the device, for each gather.
-        file_s: reads of states from a file, and as much for writes.
+        read_s, write_s: states in a file.
+        inputs_down_s, inputs_up_s: copies of a micro-batch's inputs that wait on the host.
     """
 
     forward_s: float
@@ -85,6 +87,8 @@ class UnitTime:
     fetch_s: float
     read_s: float
     write_s: float
+    inputs_down_s: float = 0.0
+    inputs_up_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,8 @@ class Prediction:
         self._is_accelerated = rates.cores is None
         self._stage = config.zero_optimization.stage
         self._has_peers = layout.world_size > 1
-        self._is_recomputed = is_recomputed(config)
+        self._is_recomputed = config.is_recomputed
+        self._moved = trace.moved if config.has_inputs_on_host else {}
 
     # -------------------------------------------------------------- seconds
 
@@ -235,6 +240,7 @@ class Prediction:
         up = sum(n * s.dtype.itemsize for s, n in host if s not in self._forecast.resting)
         state = file_bytes * numel
         host_s = self._update_s("host", host)
+        inputs = sum(self._moved.get(unit.index, ()))
         return UnitTime(
             forward_s=forward_s,
             backward_s=backward_s + self._memory_s(written),
@@ -249,6 +255,8 @@ class Prediction:
             fetch_s=self._copy_s("to_device", fetched),
             read_s=self._rates.seconds(["file.read"], state) if state else 0.0,
             write_s=self._rates.seconds(["file.write"], state) if state else 0.0,
+            inputs_down_s=self._copy_s("to_host", inputs),
+            inputs_up_s=self._copy_s("to_device", inputs),
         )
 
     def _copy_s(self, way: str, nbytes: int) -> float:
@@ -380,6 +388,7 @@ class StepProgram:
         self._now: Work | None = None  # the last work of the thread that computes
         self._begun: dict[int, Work] = {}  # updates of units before the decision
         self._published: dict[int, Work] = {}  # the new values of units, where a host makes them
+        self._stored: dict[int, Work] = {}  # copies of units' inputs to the host
         self._gathers: dict[int, Work | None] = {}  # launched and not waited for
         # Unit whose reduction is under way, and whether it is the last micro-batch's.
         self._in_flight: tuple[int, bool] | None = None
@@ -464,6 +473,10 @@ class StepProgram:
                 self._wait_gather(unit, is_new=is_first)
                 if 0 < unit < len(self._units) - 1:
                     self._launch_gather(unit + 1, is_new=is_first)
+            if moved_s := shape.num_together * self._units[unit].inputs_down_s:
+                self._stored[unit] = self.schedule.add(
+                    "down", "copies", f"inputs of unit {unit}", moved_s, [self._now]
+                )
             published = self._published.get(unit) if is_first else None
             seconds = shape.num_together * self._units[unit].forward_s
             self._compute(f"forward of unit {unit}", seconds, [published])
@@ -471,6 +484,7 @@ class StepProgram:
     def _backward(self, *, is_last: bool) -> None:
         shape = self._shape
         is_sharded = shape.is_gathered and shape.has_sharded_params
+        arrived = self._fetch_inputs(len(self._units) - 1)
         for unit in reversed(range(len(self._units))):
             if is_sharded and 0 < unit < shape.last_block:
                 self._launch_gather(unit, is_new=False)
@@ -480,9 +494,19 @@ class StepProgram:
             elif is_sharded and unit == shape.last_block and unit > 1:
                 self._launch_gather(unit - 1, is_new=False)
             for number in range(shape.num_together):
-                self._compute(f"backward of unit {unit}", self._units[unit].backward_s)
-                self._reduce(unit, is_last=is_last and number == shape.num_together - 1)
+                is_units_last = number == shape.num_together - 1
+                ahead = self._fetch_inputs(unit - 1 if is_units_last else unit)
+                self._compute(f"backward of unit {unit}", self._units[unit].backward_s, [arrived])
+                self._reduce(unit, is_last=is_last and is_units_last)
+                arrived = ahead
         self._finish_reduction()
+
+    def _fetch_inputs(self, unit: int) -> Work | None:
+        """Launch the copy of a micro-batch's inputs of ``unit`` to the device."""
+        if unit < 0 or not (seconds := self._units[unit].inputs_up_s):
+            return None
+        ready = [self._now, self._stored.get(unit)]
+        return self.schedule.add("up", "copies", f"inputs of unit {unit}", seconds, ready)
 
     def _reduce(self, unit: int, *, is_last: bool) -> None:
         """Reduce the gradient that a unit has from one micro-batch."""

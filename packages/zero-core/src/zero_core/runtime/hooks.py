@@ -30,6 +30,7 @@ from zero_core.config import Config
 from zero_core.layout.discovery import Quantized
 from zero_core.layout.experts import Expert
 from zero_core.layout.stored import Metadata, is_same_memory
+from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.recompute import Recompute
 from zero_core.runtime.runtime import Runtime
@@ -39,12 +40,16 @@ from zero_core.tiled.modules import TiledForwards
 
 
 def install(
-    runtime: Runtime, modules: Sequence[nn.Module], config: Config, experts: Sequence[Expert] = ()
+    runtime: Runtime,
+    modules: Sequence[nn.Module],
+    config: Config,
+    experts: Sequence[Expert] = (),
+    host_inputs: HostInputs | None = None,
 ) -> list[Any]:
     """Hook the units' ``modules`` (the model first), trainable parameters and ``experts``.
 
-    Forwards are wrapped as ``config`` asks for it: tiles, and recomputation of blocks. Returns
-    handles, each with ``remove``.
+    Forwards are wrapped as ``config`` asks for it: tiles, and recomputation of blocks, whose inputs
+    ``host_inputs`` move to the host and back. Returns handles, each with ``remove``.
     """
     handles: list[Any] = []
     if config.tiled_compute is not None:
@@ -52,7 +57,8 @@ def install(
     checkpointing = config.activation_checkpointing
     if checkpointing is not None and checkpointing.enabled:
         blocks = [m for u, m in zip(runtime.units, modules, strict=True) if u.is_block]
-        handles.append(Recompute(blocks, runtime, is_on_cpu=checkpointing.cpu_checkpointing))
+        is_on_cpu = checkpointing.cpu_checkpointing
+        handles.append(Recompute(blocks, runtime, host_inputs, is_on_cpu=is_on_cpu))
     for unit, module in zip(runtime.units, modules, strict=True):
         if not unit.is_tail:  # its module is the model, which the root's hooks are on
             handles += _hook_unit(runtime, unit, module)

@@ -3,7 +3,9 @@
 [Note: two streams and one call ahead]
 An input is copied down beside the block that computes with it, and up beside the block before which
 it is needed: each direction has a stream of its own, and the host waits for neither. When backward
-asks for the inputs of a call, those of the call before it are fetched, too.
+asks for the inputs of a call, those of the call that it needs next are fetched, too. That is the
+call before it. With the vertical schedule (`zero_core.vertical.schedule`) it is the same block's
+call for the next micro-batch, and after the last one the block before for the first.
 Device memory that a stream still reads or writes is noted with ``record_stream``. A host buffer is
 lent again when nothing holds what was packed any more; the copy down into it waits for the last
 copy up.
@@ -11,6 +13,8 @@ copy up.
 [Note: page-locked memory]
 Torch page-locks powers of two of bytes. Buffers are cut out of larger pieces, of as many buffers as
 fill a power of two best: three of 84 MB in 256 MiB.
+
+The vertical schedule keeps gradients of tied weights here as well (`HostInputs.store`).
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_IN_PIECE = 8
+MAX_IN_PIECE = 8
 """Buffers that are page-locked at a time, at most."""
 _MAX_IDLE = 1024
 """Calls after which the buffers of a size are dropped that none of them asked for."""
@@ -35,20 +39,16 @@ class _Call:
     """A block's call, whose inputs are fetched together.
 
     Attributes:
-        before: the call before it, if anything of it is still held.
+        number: among all calls, from 0 on; None for a tensor that is stored by itself.
         saved: its inputs, in the order in which they were packed.
     """
 
-    def __init__(self, before: weakref.ref[_Call] | None) -> None:
-        self._before = before
+    def __init__(self, number: int | None) -> None:
+        self.number = number
         self._saved: list[weakref.ref[_Saved]] = []
 
     def add(self, saved: _Saved) -> None:
         self._saved.append(weakref.ref(saved))
-
-    @property
-    def before(self) -> _Call | None:
-        return None if self._before is None else self._before()
 
     @property
     def saved(self) -> list[_Saved]:
@@ -89,15 +89,18 @@ class _Buffers:
         self._last_use: dict[int, int] = {}  # by bytes, as a number of the call
         self._num_calls = 0
 
-    def acquire(self, nbytes: int) -> tuple[Tensor, torch.Event | None]:
-        """Borrow a buffer of ``nbytes`` or a few more, and the copy that its writer waits for."""
-        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    def acquire(self, nbytes: int, most: int) -> tuple[Tensor, torch.Event | None]:
+        """Borrow a buffer of ``nbytes`` or a few more, and the copy that its writer waits for.
+
+        ``most``: buffers of this size that are page-locked at a time, at most.
+        """
+        size = _aligned(nbytes)
         self._num_calls += 1
         self._last_use[size] = self._num_calls
         free = self._free.setdefault(size, [])
         if not free:
             self._drop_idle()
-            count = max(range(1, _MAX_IN_PIECE + 1), key=lambda n: _filled(n * size))
+            count = _num_in_piece(size, most)
             with torch.inference_mode(False):  # it serves training too
                 piece = torch.empty(count * size, dtype=torch.uint8, pin_memory=True)
             free += [(piece[n * size : (n + 1) * size], None) for n in range(count)]
@@ -121,9 +124,30 @@ class _Buffers:
                 self._free.pop(size, None)
 
 
-def _filled(nbytes: int) -> float:
-    """Return which part of the next power of two ``nbytes`` are."""
-    return nbytes / (1 << (nbytes - 1).bit_length())
+def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int:
+    """Return the bytes that torch page-locks for ``number`` buffers of ``nbytes``.
+
+    ``most``: those that are page-locked at a time, at most.
+    """
+    if not nbytes:
+        return 0
+    size = _aligned(nbytes)
+    count = _num_in_piece(size, most)
+    return -(-number // count) * _power_of_two(count * size)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _num_in_piece(size: int, most: int) -> int:
+    """Return how many buffers of ``size`` fill a power of two best."""
+    return max(range(1, most + 1), key=lambda n: n * size / _power_of_two(n * size))
+
+
+def _power_of_two(nbytes: int) -> int:
+    """Return the next power of two."""
+    return 1 << (nbytes - 1).bit_length()
 
 
 class HostInputs:
@@ -135,12 +159,23 @@ class HostInputs:
         self._buffers = _Buffers()
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
-        self._last: weakref.ref[_Call] | None = None
+        self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+        self._num_calls = 0
+        # Of the vertical schedule: micro-batches, and the number of the first call.
+        self._num_together, self._first = 1, 0
+
+    def begin_turns(self, num_micro_batches: int) -> None:
+        """Expect calls of each block for so many micro-batches, block by block."""
+        self._num_together, self._first = num_micro_batches, self._num_calls
+
+    def end_turns(self) -> None:
+        """Expect backward in the opposite order of forward from now on."""
+        self._num_together = 1
 
     def context(self) -> AbstractContextManager[Any]:
         """Return the context of one call of a block."""
-        call = _Call(self._last)
-        self._last = weakref.ref(call)
+        call = self._calls[self._num_calls] = _Call(self._num_calls)
+        self._num_calls += 1
 
         def pack(tensor: Tensor) -> object:
             return self._pack(call, tensor)
@@ -148,12 +183,28 @@ class HostInputs:
         unpack: Callable[[Any], Tensor] = self._unpack
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def _pack(self, call: _Call, tensor: Tensor) -> object:
+    def store(self, tensor: Tensor, most: int) -> object:
+        """Move one tensor to the host, for `load`. One on another device stays there.
+
+        ``most``: buffers of its size that are page-locked at a time, at most.
+        """
+        return self._pack(_Call(None), tensor, most)
+
+    def prefetch(self, stored: object) -> None:
+        """Begin to copy what `store` returned to the device, without waiting for it."""
+        if isinstance(stored, _Saved) and not stored.is_fetched:
+            self._fetch(stored)
+
+    def load(self, stored: object) -> Tensor:
+        """Return the tensor of which `store` returned ``stored``, on the device. Once."""
+        return self._unpack(stored)
+
+    def _pack(self, call: _Call, tensor: Tensor, most: int = MAX_IN_PIECE) -> object:
         is_moved = tensor.device == self._device and tensor.layout is torch.strided
         if not is_moved or not tensor.numel():
             return tensor
         given = tensor.detach()
-        buffer, last_copy = self._buffers.acquire(given.nbytes)
+        buffer, last_copy = self._buffers.acquire(given.nbytes, min(most, MAX_IN_PIECE))
         values = buffer[: given.nbytes].view(given.dtype).view(given.shape)
         if last_copy is not None:
             self._down.wait_event(last_copy)
@@ -174,11 +225,20 @@ class HostInputs:
         torch.accelerator.current_stream(self._device).wait_event(packed.last_copy)
         found, packed.fetched = packed.fetched, None
         assert found is not None
-        for call in (packed.call, packed.call.before):
+        for call in (packed.call, self._following(packed.call)):
             for saved in () if call is None else call.saved:
                 if not saved.is_fetched:
                     self._fetch(saved)
         return found
+
+    def _following(self, call: _Call) -> _Call | None:
+        """Return the call whose inputs backward needs next, if anything of it is still held."""
+        if call.number is None:
+            return None
+        block, turn = divmod(call.number - self._first, self._num_together)
+        if turn + 1 < self._num_together:
+            return self._calls.get(call.number + 1)
+        return self._calls.get(self._first + (block - 1) * self._num_together)
 
     def _fetch(self, saved: _Saved) -> None:
         fetched = torch.empty_like(saved.values, device=self._device)

@@ -26,15 +26,21 @@ from zero_core.sharded.unit import Unit
 class Recompute(ObjectMethods):
     """Wraps the forwards of blocks until `remove`."""
 
-    def __init__(self, blocks: Sequence[nn.Module], runtime: Runtime, *, is_on_cpu: bool) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        runtime: Runtime,
+        host_inputs: HostInputs | None,
+        *,
+        is_on_cpu: bool,
+    ) -> None:
         """Wrap ``blocks``, the modules of the runtime's blocks, in their order.
 
-        ``is_on_cpu``: a block's inputs wait in host memory.
+        ``is_on_cpu``: a block's inputs wait in host memory, where ``host_inputs`` move those on an
+        accelerator.
         """
         self._is_on_cpu = is_on_cpu
-        device = next(flat.device for unit in runtime.units for flat in unit.params)
-        has_device = is_on_cpu and device.type != "cpu"
-        self._host_inputs = HostInputs(device) if has_device else None
+        self._host_inputs = host_inputs
         self._runtime = runtime
         pairs = zip(runtime.blocks, blocks, strict=True)
         super().__init__(

@@ -16,7 +16,8 @@ the next one, so that each unit is gathered twice per step:
 
 Every micro-batch's gradient of a unit is reduced by itself, in the order of micro-batches, so sums
 have the bits of the horizontal schedule. A tied weight of the root gets a part of its gradient from
-the head, which waits for the embedding's part: one such gradient per micro-batch is kept.
+the head, which waits for the embedding's part: one such gradient per micro-batch is kept, in host
+memory if blocks' inputs wait there, too.
 
 Blocks must be called in the order of the module tree, each once. Anything else is refused with an
 `AccumulationScheduleError`. So are tensors that a forward leaves in attributes of modules, which
@@ -35,11 +36,13 @@ from zero_core._libc import share_arenas
 from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
+from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.unit import Unit
 from zero_core.vertical.attributes import TensorAttributes
+from zero_core.vertical.partial_grads import PartialGrads
 from zero_core.vertical.random_numbers import RandomStates
 from zero_core.vertical.segments import SegmentCrossing, Segments
 from zero_core.vertical.turns import Turns
@@ -63,10 +66,17 @@ class _MicroBatch(Turns):
         results: loss and scaled loss, once its forward is done.
     """
 
-    def __init__(self, number: int, batch: Any, loss_of: ScaledLoss, device: torch.device) -> None:
+    def __init__(
+        self,
+        number: int,
+        batch: Any,
+        loss_of: ScaledLoss,
+        device: torch.device,
+        partial: PartialGrads,
+    ) -> None:
         super().__init__(f"zero_core micro-batch {number}", device)
         self.number = number
-        self.segments = Segments()
+        self.segments = Segments(partial)
         self.next_block = 0
         self.states: tuple[Tensor, ...] | None = None
         self.results: tuple[Tensor, Tensor] | None = None
@@ -99,8 +109,11 @@ class VerticalSchedule:
         runtime: Runtime,
         train: TrainState,
         state: ShardedState,
+        host_inputs: HostInputs | None,
     ) -> None:
         """Hook ``modules``, those of the runtime's blocks. ``state``: the model's.
+
+        ``host_inputs`` move the blocks' inputs to the host, if any does.
 
         Raises:
             AccumulationScheduleError: the model has no blocks.
@@ -132,6 +145,7 @@ class VerticalSchedule:
         }
         if state.device.type == "cpu":
             share_arenas()  # micro-batches take turns on threads of their own
+        self._host_inputs = host_inputs
         self._random = RandomStates(state.device)
         self._attributes: TensorAttributes | None = TensorAttributes(state.module)
         self._running: _MicroBatch | None = None  # the forward that has its turn
@@ -170,10 +184,18 @@ class VerticalSchedule:
             AccumulationScheduleError: blocks are not called one after another.
         """
         micro_batches = [
-            _MicroBatch(number, batch, loss_of, self._device)
+            _MicroBatch(
+                number,
+                batch,
+                loss_of,
+                self._device,
+                PartialGrads(self._host_inputs, len(batches)),
+            )
             for number, batch in enumerate(batches)
         ]
         self._runtime.begin_turns(self._model, self)
+        if self._host_inputs is not None:
+            self._host_inputs.begin_turns(len(batches))
         try:
             if self._attributes is not None:
                 self._attributes.note()
@@ -192,6 +214,9 @@ class VerticalSchedule:
             self._train.accumulation.enter_micro_step(0)
             self._runtime.abandon_turns()
             raise
+        finally:
+            if self._host_inputs is not None:
+                self._host_inputs.end_turns()
         return [one.results[0] for one in micro_batches if one.results is not None]
 
     def _advance(self, one: _MicroBatch, seed: int) -> None:
@@ -242,7 +267,9 @@ class VerticalSchedule:
             self._runtime.enter_turn(self._blocks[number], is_used=is_used)
             for one in micro_batches:
                 self._go_backward(one, number + 1, self._blocks[number])
-        for one in micro_batches:
+        for one, following in zip(micro_batches, [*micro_batches[1:], None], strict=True):
+            if following is not None:
+                following.segments.partial.prefetch()
             self._go_backward(one, 0, self._root)
 
     def _go_backward(
@@ -253,11 +280,11 @@ class VerticalSchedule:
         self._turn = one, unit
         if unit is not None:
             self._runtime.begin_turn(unit)
-        one.segments.backward(segment, loss)
-        if unit is self._root:
-            for param, grad in one.segments.partial.items():
-                self._runtime.add_in_turn(*self._owners[param], grad)
-            one.segments.partial.clear()
+        with one.segments.partial.turn():
+            one.segments.backward(segment, loss)
+            if unit is self._root:
+                for param, grad in one.segments.partial.take_all():
+                    self._runtime.add_in_turn(*self._owners[param], grad)
         self._turn = None
         if unit is not None:
             self._runtime.reduce_turn(unit)
@@ -268,10 +295,10 @@ class VerticalSchedule:
         one, own = self._turn
         param = id(grads.params[position])
         if unit is own:
-            one.segments.partial.pop(param, None)
+            one.segments.partial.discard(param)
             self._runtime.add_in_turn(unit, grads, position, grad)
         else:  # of the root: `_check_params`
-            one.segments.partial[param] = grad
+            one.segments.partial.put(param, grad)
 
     # ----------------------------------------------------------------- checks
 

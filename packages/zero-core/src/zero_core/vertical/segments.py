@@ -39,6 +39,7 @@ from zero_core._torch import (
     pytree,
     sequence_number,
 )
+from zero_core.vertical.partial_grads import PartialGrads
 
 
 class SegmentCrossing(Exception):
@@ -137,11 +138,11 @@ class Segments:
     All methods but `backward` and `params` are called on the thread that computes the forward.
 
     Attributes:
-        partial: gradients of parameters of which more is to come, by id.
+        partial: gradients of parameters of which more is to come.
     """
 
-    def __init__(self) -> None:
-        self.partial: dict[int, Tensor] = {}
+    def __init__(self, partial: PartialGrads) -> None:
+        self.partial = partial
         self._segments = [_Segment(0)]
         # Borders of blocks' inputs, and what they stand for, by node and number of the output. What
         # nobody can pass to a block again is not kept.
@@ -288,9 +289,9 @@ class Segments:
                 roots.append(GradientEdge(node, 0))
                 grads.append(gradient.grad)
         for key, param in segment.params.items():
-            if key in self.partial:
+            if (grad := self.partial.get(key)) is not None:
                 roots.append(get_gradient_edge(param))
-                grads.append(self.partial[key])
+                grads.append(grad)
         torch.autograd.backward(roots, grads)
 
 
