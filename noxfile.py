@@ -86,7 +86,7 @@ IN_PARALLEL = (
     # Gloo may close a connection while ranks meet, before any test has begun (decision 229).
     *("--reruns=1", "--only-rerun=Gloo connectFullMesh failed", "-rR"),
 )
-# In place of the packages' own choice: decision 228, and `kernels`.
+# Decision 228. It replaces cpu-adam's own `-m "not program"`, so it says both.
 GATE = ("-m", "not slow and not program")
 ONE_PROCESS = "--numprocesses=0"  # for few tests: each process imports torch, for seconds
 # Files that take longest are begun first. Begun last, one would run while the other processes have
@@ -174,7 +174,8 @@ def train(session: nox.Session) -> None:
 def tests(session: nox.Session, part: str) -> None:
     """Lint, test one package alone, or check the types of all packages and test them together.
 
-    The part "slow" is tests of programs around the packages, which ``.ci/run`` leaves out.
+    The part "slow" is what ``.ci/run`` leaves out: tests of programs around the packages, and long
+    tests.
     """
     if session.posargs and part not in session.posargs:
         unknown = set(session.posargs) - {*PARTS}

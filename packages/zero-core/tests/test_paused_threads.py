@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from threading import Event, Thread
@@ -50,16 +51,23 @@ for one in turns:
 
 def _resident_mib(kind: str) -> float:
     command = [sys.executable, "-c", _PROGRAM, kind]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    return float(done.stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="buffers of MKL")
+# Torch's own builds for x86-64 have it linked in: so has the one that CI tests with.
+needs_mkl = pytest.mark.skipif(
+    platform.machine() != "x86_64" or sys.platform != "linux", reason="torch's MKL on Linux"
+)
+
+
+@needs_mkl
 def test_a_paused_forward_keeps_no_buffers_of_mkl() -> None:
     assert _resident_mib("threads") > 2
     assert _resident_mib("turns") < 1
 
 
+@needs_mkl
 def test_products_are_right_while_another_thread_frees_buffers() -> None:
     x, weight = torch.randn(128, 512), torch.randn(512, 512)
     expected, is_done = x @ weight, Event()

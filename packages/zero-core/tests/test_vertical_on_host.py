@@ -46,10 +46,10 @@ class _SharedByBlocks(_Net):
         return self.head(x[:50]).square().mean()
 
 
-def _config(stage: int = 3, **further: Any) -> dict[str, Any]:
+def _config(stage: int = 3, steps: int = STEPS, **further: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": STEPS,
+        "gradient_accumulation_steps": steps,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage},
         "activation_checkpointing": {"cpu_checkpointing": True},
@@ -57,9 +57,9 @@ def _config(stage: int = 3, **further: Any) -> dict[str, Any]:
     }
 
 
-def _batches(step: int, ranks: Any) -> list[Tensor]:
+def _batches(step: int, ranks: Any, steps: int = STEPS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(10 * step + ranks.rank)
-    ids = [torch.randint(0, VOCAB, (ROWS,), generator=generator) for _ in range(STEPS)]
+    ids = [torch.randint(0, VOCAB, (ROWS,), generator=generator) for _ in range(steps)]
     return [one.to(ranks.device) for one in ids]
 
 
@@ -118,6 +118,85 @@ def test_host_memory_is_what_was_planned():
     run_alone(_run_late, _take_what_was_planned)
 
 
+def _num_gradients_at_a_time(ranks: SimulatedRanks, steps: int) -> int:
+    """Return the most blocks of the embedding's size that a step has at a time."""
+    late_device.set_delays(seed=1, copy_s=1e-2)  # copies take longer than everything else
+    config = _config(steps=steps, accumulation_schedule="vertical")
+    engine = zero_core.build(_Net(), config, process_group=ranks)
+    engine.train_batch(_batches(0, ranks, steps))
+    late_device.start_trace()
+    engine.train_batch(_batches(1, ranks, steps))
+    alive: set[tuple[int, int]] = set()
+    recorded: set[tuple[int, int]] = set()  # they may not be free when the host frees them
+    most = 0
+    for record in late_device.stop_trace():
+        for block in (*record.reads, *record.writes):
+            if not GRADIENT_BYTES <= block[1] - block[0] < 1.1 * GRADIENT_BYTES:
+                continue
+            if record.kind == "alloc":
+                alive.add(block)
+            elif record.kind == "record_stream":
+                recorded.add(block)
+            elif record.kind == "free" and block not in recorded:
+                alive.discard(block)
+        most = max(most, len(alive))
+    engine.close()
+    return most
+
+
+def _keep_few_on_the_device() -> None:
+    late_device.load()
+    for steps in (4, 8):  # two of them, and two that autograd makes and adds up
+        assert simulate(_num_gradients_at_a_time, 1, steps, device="late") == [4]
+
+
+def test_device_has_two_gradients_however_many_micro_batches():
+    run_alone(_keep_few_on_the_device)
+
+
+class _Failure(RuntimeError):
+    pass
+
+
+def _fail_and_go_on(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """Train a step, fail in the loss of the next one's third micro-batch, evaluate, and train."""
+    engine = zero_core.build(_Net(), config, process_group=ranks)
+    losses = [engine.train_batch(_batches(0, ranks))]
+    num_called = 0
+
+    def fails(ids: Tensor) -> Tensor:
+        nonlocal num_called
+        num_called += 1
+        number = num_called
+        loss = engine(ids)  # it pauses, and others begin
+        if number == 3:
+            raise _Failure
+        return loss
+
+    with pytest.raises(_Failure):
+        engine.train_batch(_batches(1, ranks), fails)
+    with torch.no_grad():
+        losses.append(engine(_batches(1, ranks)[0]))
+    losses += [engine.train_batch(_batches(step, ranks)) for step in (1, 2)]
+    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
+    engine.close()
+    return values, [loss.item() for loss in losses]
+
+
+def _recover() -> None:
+    late_device.load()
+    expected = simulate(_fail_and_go_on, 1, _config(accumulation_schedule="vertical"))
+    late_device.set_delays(seed=7, kernel_s=5e-5, copy_s=2e-3)
+    config = _config(accumulation_schedule="vertical")
+    found = simulate(_fail_and_go_on, 1, config, device="late")
+    assert found[0][1] == expected[0][1]
+    torch.testing.assert_close(found[0][0], expected[0][0], rtol=0.0, atol=0.0)
+
+
+def test_training_goes_on_after_a_loss_that_failed():
+    run_alone(_recover)
+
+
 def _fetch_one_turn_ahead(ranks: SimulatedRanks) -> None:
     host = HostInputs(ranks.device)
     host.begin_turns(STEPS)
@@ -159,7 +238,7 @@ def _plan(schedule: str, *, is_on_host: bool, device_type: Any = "accelerator") 
     return zero_core.plan(model, config, 1, device_type=device_type, example_inputs=inputs)
 
 
-def test_device_has_two_blocks_inputs_and_two_tied_gradients_at_a_time():
+def test_plan_counts_two_calls_inputs_and_two_gradients_on_the_device():
     here, away = (_plan("vertical", is_on_host=on).memory.device for on in (False, True))
     moved = STEPS * DEPTH * INPUT_BYTES
     assert here["activations"] - away["activations"] == moved - 2 * INPUT_BYTES
@@ -167,6 +246,51 @@ def test_device_has_two_blocks_inputs_and_two_tied_gradients_at_a_time():
     assert away["gradients of tied weights"] == 2 * GRADIENT_BYTES
     here, away = (_plan("horizontal", is_on_host=on).memory.device for on in (False, True))
     assert here["activations"] - away["activations"] == (DEPTH - 2) * INPUT_BYTES
+
+
+class _Narrowing(nn.Module):
+    """Blocks whose inputs are of different sizes: 64, 32 and 16 numbers of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64 >> n, 32 >> n) for n in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class _Kept(_Narrowing):
+    """What the code between blocks saves stays on the device: the second block's input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        y = x.square()
+        return self.blocks[2](self.blocks[1](x)).sum() + y.sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "freed", "fetched"),
+    [
+        (_Narrowing, "horizontal", 64 + 32 + 16, 64 + 32),
+        (_Narrowing, "vertical", STEPS * (64 + 32 + 16), 2 * 64),
+        (_Kept, "horizontal", 64 + 16, 64 + 32),
+        (_Kept, "vertical", STEPS * (64 + 16), 2 * 64),
+    ],
+)
+def test_plan_counts_inputs_of_different_sizes(
+    kind: type[nn.Module], schedule: str, freed: int, fetched: int
+):
+    found = []
+    for is_on_host in (False, True):
+        block = {"cpu_checkpointing": is_on_host}
+        config = _config(accumulation_schedule=schedule, activation_checkpointing=block)
+        with torch.device("meta"):
+            model, inputs = kind(), [torch.zeros(ROWS, 64, requires_grad=True)]
+        plan = zero_core.plan(model, config, 1, example_inputs=inputs)
+        found.append(plan.memory.device["activations"])
+    assert found[0] - found[1] == (freed - fetched) * ROWS * 4
 
 
 def test_host_that_is_the_device_has_nothing_besides():
@@ -200,6 +324,7 @@ def test_time_counts_the_copies_of_inputs_which_run_beside_computation(schedule:
         return plan.configured.step_time
 
     moved = STEPS * DEPTH * INPUT_BYTES
+    moved += STEPS * GRADIENT_BYTES if schedule == "vertical" else 0
     quick, slow = step_time(1e10), step_time(1e6)
     assert quick.lanes["copies"] == pytest.approx(2 * moved / 1e10)
     assert slow.lanes["copies"] == pytest.approx(2 * moved / 1e6)

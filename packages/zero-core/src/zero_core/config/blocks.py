@@ -547,7 +547,7 @@ class Config(_Block):
 
     @property
     def has_inputs_on_host(self) -> bool:
-        """Whether blocks' inputs wait for that in the host's memory, where it is not the device's.
+        """Whether blocks' inputs wait for recomputation in host memory. No effect on a CPU.
 
         With the vertical schedule gradients of tied weights wait there, too.
         """

@@ -73,8 +73,7 @@ class Trace:
         border_bytes: the largest input of a block.
         epilogue_bytes: of what is saved, that behind the blocks.
         moved: bytes of each of a block's inputs that may wait in host memory, by unit.
-        freed_bytes: those that leave the device when they do.
-        fetched_bytes: those of two calls of blocks, of which the device has the inputs at a time.
+        freed_bytes: bytes that leave the device when inputs wait in host memory.
     """
 
     saved_bytes: int
@@ -86,7 +85,6 @@ class Trace:
     epilogue_bytes: int = 0
     moved: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     freed_bytes: int = 0
-    fetched_bytes: int = 0
 
     def nbytes(self, config: Config, *, is_accelerated: bool) -> int:
         """Return the bytes that a configuration saves on the device.
@@ -99,11 +97,18 @@ class Trace:
         whole = self.recomputed_bytes if is_again else self.saved_bytes
         each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
         if config.has_inputs_on_host and is_accelerated:
-            whole += self.fetched_bytes - self.freed_bytes
+            whole += self._fetched_bytes(config) - self.freed_bytes
             each -= self.freed_bytes
         if not config.is_vertical:
             return whole
         return whole - each + config.gradient_accumulation_steps * (each + self.border_bytes)
+
+    def _fetched_bytes(self, config: Config) -> int:
+        """Return the bytes of the inputs of two successive calls, which are fetched at a time."""
+        sizes = [sum(of_unit) for of_unit in self.moved.values()]
+        pairs = [a + b for a, b in pairwise([0, *sizes])]
+        same = [2 * nbytes for nbytes in sizes] if config.is_vertical else []
+        return max([*pairs, *same], default=0)
 
     def host_bytes(self, config: Config, *, is_accelerated: bool) -> int:
         """Return the bytes of inputs of blocks that wait in host memory, which is page-locked."""
@@ -198,7 +203,6 @@ def trace_step(
         place.epilogue_bytes,
         {unit: tuple(sizes) for unit, sizes in place.moved.items()},
         place.freed_bytes,
-        max((sum(a) + sum(b) for a, b in pairwise([[], *place.moved.values()])), default=0),
     )
 
 
@@ -234,8 +238,9 @@ class _Place:
         self._known = known
         self._blocks = {i: m for i, m in enumerate(modules) if m is not modules[0]}
         self._last = max(len(modules) - 1, 0)
-        self._positional: set[int] = set()  # storages of blocks' inputs
-        self._others: set[int] = set()
+        self._is_inside = False  # a block
+        self._moved: set[int] = set()  # storages of blocks' inputs that may wait on the host
+        self._stay: set[int] = set()  # storages that something else keeps on the device
         # Alive, so that no address is used again.
         self._inputs: dict[int, torch.UntypedStorage] = {}
         self._saved: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the first one's unit
@@ -251,6 +256,8 @@ class _Place:
             if number not in self._saved and self._is_behind:
                 self._epilogue.add(number)
             self._saved.setdefault(number, (self.unit, tensor.untyped_storage()))
+            if not self._is_inside:
+                self._stay.add(number)
         return tensor
 
     @property
@@ -281,9 +288,7 @@ class _Place:
     @property
     def freed_bytes(self) -> int:
         """Bytes of inputs of blocks that nothing else keeps than the blocks."""
-        in_front = {number for number, (unit, _) in self._saved.items() if unit == 0}
-        freed = self._positional - self._others - in_front
-        return sum(self._inputs[number].nbytes() for number in freed)
+        return sum(self._inputs[number].nbytes() for number in self._moved - self._stay)
 
     @property
     def border_bytes(self) -> int:
@@ -302,14 +307,17 @@ class _Place:
             for tensor in given:
                 if storage_of(tensor) not in self._known:
                     self._inputs[storage_of(tensor)] = tensor.untyped_storage()
-            self.unit = index_of[module]
+            self.unit, self._is_inside = index_of[module], True
             positional = [t for t in args if isinstance(t, Tensor) and t.numel()]
             self.moved.setdefault(self.unit, []).extend(t.nbytes for t in positional)
-            self._positional |= {storage_of(t) for t in positional} & self._inputs.keys()
-            some = {id(t) for t in positional}
-            self._others |= {storage_of(t) for t in given if id(t) not in some}
+            self._moved |= {storage_of(t) for t in positional} & self._inputs.keys()
+            others = ([a for a in args if not isinstance(a, Tensor)], kwargs)
+            self._stay |= {
+                storage_of(t) for t in pytree.tree_leaves(others) if isinstance(t, Tensor)
+            }
 
         def leave(module: nn.Module, *_: Any) -> None:
+            self._is_inside = False
             self._is_behind = index_of[module] == max(self._blocks)
             self.unit = self._last if self._is_behind else index_of[module]
 

@@ -68,6 +68,21 @@ class MemoryUse:
         return sum(self.host.values())
 
 
+@dataclass(frozen=True)
+class _TiedGradients:
+    """Bytes of tied weights' gradients, whose last part ends a vertical backward.
+
+    Attributes:
+        device_bytes: of all micro-batches, or of two where they wait in host memory.
+        host_bytes: of all micro-batches, as they are page-locked.
+        moved_bytes: of one micro-batch that are copied down and up.
+    """
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    moved_bytes: int = 0
+
+
 class Forecast:
     """One configuration's bytes per rank, for any ratio of its optimizer state on the host.
 
@@ -147,12 +162,13 @@ class Forecast:
             and (self.tier is not None or not self._is_offloaded)
             and resting_bytes is not None
         )
+        self._tied_gradients = self._find_tied_gradients()
         self._fixed = {
             **memory.expected_report(),
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": self._further_shard_bytes(),
             "parameter gradient": self._largest_gradient_bytes(),
-            "gradients of tied weights": self._tied_gradient_bytes()[0],
+            "gradients of tied weights": self._tied_gradients.device_bytes,
             # Buffers grow to the longest message there has been.
             **collectives_memory(
                 footprints.collectives(config, world_size, ranks_per_node, is_worst_case=True),
@@ -290,7 +306,7 @@ class Forecast:
         elif not self._is_offloaded:
             kept |= self._own_tier_bytes(0, self._numel)
         copies = {"copies in memory": self._copies_bytes, "weight patches": self._patch_bytes}
-        tied = {"gradients of tied weights": self._tied_gradient_bytes()[1]}
+        tied = {"gradients of tied weights": self._tied_gradients.host_bytes}
         by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes, **copies, **tied}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
@@ -432,24 +448,23 @@ class Forecast:
         params = (p for p in self._layout.params if p.is_trainable)
         return max((p.numel * p.dtype.itemsize for p in params), default=0)
 
-    def _tied_gradient_bytes(self) -> tuple[int, int]:
-        """Return the bytes of tied weights' gradients, whose last part ends backward.
+    @property
+    def moved_gradient_bytes(self) -> int:
+        """Bytes of a micro-batch's gradients of tied weights that wait in host memory."""
+        return self._tied_gradients.moved_bytes
 
-        On the device, which has two at a time where they wait in host memory, and there.
-        """
+    def _find_tied_gradients(self) -> _TiedGradients:
         if not self._config.is_vertical:
-            return 0, 0
+            return _TiedGradients()
         steps = self._config.gradient_accumulation_steps
         root = {slot.param for s in self._layout.units[0].segments for slot in s.slots}
         params = ((n, p) for n, p in enumerate(self._layout.params) if p.is_trainable and p.aliases)
         sizes = [p.numel * p.dtype.itemsize for n, p in params if n in root]
         if not (self._config.has_inputs_on_host and self._is_accelerated):
-            return steps * sum(sizes), 0
+            return _TiedGradients(steps * sum(sizes))
         most = min(steps, MAX_IN_PIECE)
-        on_host = (
-            page_locked_bytes(nbytes, n * steps, most) for nbytes, n in Counter(sizes).items()
-        )
-        return min(steps, 2) * sum(sizes), sum(on_host)
+        on_host = sum(page_locked_bytes(b, n * steps, most) for b, n in Counter(sizes).items())
+        return _TiedGradients(2 * sum(sizes), on_host, sum(sizes))
 
 
 def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:

@@ -4,10 +4,10 @@
 The program of `zero_core.runtime.runtime`, for a rank like all others: units are gathered one ahead
 of their use, forward and backward; a unit's reduction starts when its gradients are there and is
 waited for a unit later. Inputs of blocks that wait on the host are copied down in forward, and up
-one block ahead in backward. Then ranks agree, and the device and the host update their parts. The
-host updates in backward where nothing can cancel the step (`zero_core.step.gradient`). A unit's
-next forward waits for its update. Three steps are simulated (`zero_core.plan.schedule`), and the
-last one is taken.
+one turn ahead in backward, as are gradients of tied weights before the root's backward. Then ranks
+agree, and the device and the host update their parts. The host updates in backward where nothing
+can cancel the step (`zero_core.step.gradient`). A unit's next forward waits for its update. Three
+steps are simulated (`zero_core.plan.schedule`), and the last one is taken.
 
 With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,
 and each reduces its gradient of a unit by itself.
@@ -110,6 +110,7 @@ class StepShape:
         device_update_s: the update on the compute device.
         per_step_s: the engine's own work in a step.
         num_together: micro-batches that go through a unit before the next one.
+        tied_down_s, tied_up_s: copies of one micro-batch's gradients of tied weights.
         waiting: units that wait for the decision although an undo log has room for them.
     """
 
@@ -127,6 +128,8 @@ class StepShape:
     device_update_s: float
     per_step_s: float
     num_together: int = 1
+    tied_down_s: float = 0.0
+    tied_up_s: float = 0.0
     waiting: frozenset[int] = frozenset()
 
 
@@ -301,6 +304,8 @@ class Prediction:
             device_update_s=self._update_s("device", own),
             per_step_s=self._rates.seconds(["step"], 1),
             num_together=steps if self._config.is_vertical else 1,
+            tied_down_s=self._copy_s("to_host", self._forecast.moved_gradient_bytes),
+            tied_up_s=self._copy_s("to_device", self._forecast.moved_gradient_bytes),
         )
 
     def _undo_share(self, ratio: float) -> float:
@@ -389,6 +394,7 @@ class StepProgram:
         self._begun: dict[int, Work] = {}  # updates of units before the decision
         self._published: dict[int, Work] = {}  # the new values of units, where a host makes them
         self._stored: dict[int, Work] = {}  # copies of units' inputs to the host
+        self._tied: Work | None = None  # copies of tied weights' gradients to the host
         self._gathers: dict[int, Work | None] = {}  # launched and not waited for
         # Unit whose reduction is under way, and whether it is the last micro-batch's.
         self._in_flight: tuple[int, bool] | None = None
@@ -484,6 +490,8 @@ class StepProgram:
     def _backward(self, *, is_last: bool) -> None:
         shape = self._shape
         is_sharded = shape.is_gathered and shape.has_sharded_params
+        if tied_s := shape.num_together * shape.tied_down_s:
+            self._tied = self.schedule.add("down", "copies", "tied gradients", tied_s, [self._now])
         arrived = self._fetch_inputs(len(self._units) - 1)
         for unit in reversed(range(len(self._units))):
             if is_sharded and 0 < unit < shape.last_block:
@@ -502,10 +510,12 @@ class StepProgram:
         self._finish_reduction()
 
     def _fetch_inputs(self, unit: int) -> Work | None:
-        """Launch the copy of a micro-batch's inputs of ``unit`` to the device."""
-        if unit < 0 or not (seconds := self._units[unit].inputs_up_s):
+        """Launch the copy of what a micro-batch's backward of ``unit`` needs of the host."""
+        seconds = 0.0 if unit < 0 else self._units[unit].inputs_up_s
+        seconds += 0.0 if unit else self._shape.tied_up_s
+        if not seconds:
             return None
-        ready = [self._now, self._stored.get(unit)]
+        ready = [self._now, self._stored.get(unit) if unit else self._tied]
         return self.schedule.add("up", "copies", f"inputs of unit {unit}", seconds, ready)
 
     def _reduce(self, unit: int, *, is_last: bool) -> None:

@@ -1,4 +1,6 @@
-"""Inputs of blocks that wait in host memory from forward to backward.
+"""Tensors of an accelerator that wait in host memory: inputs of blocks from forward to backward.
+
+The vertical schedule has gradients of tied weights wait there as well.
 
 [Note: two streams and one call ahead]
 An input is copied down beside the block that computes with it, and up beside the block before which
@@ -6,23 +8,20 @@ it is needed: each direction has a stream of its own, and the host waits for nei
 asks for the inputs of a call, those of the call that it needs next are fetched, too. That is the
 call before it. With the vertical schedule (`zero_core.vertical.schedule`) it is the same block's
 call for the next micro-batch, and after the last one the block before for the first.
-Device memory that a stream still reads or writes is noted with ``record_stream``. A host buffer is
-lent again when nothing holds what was packed any more; the copy down into it waits for the last
-copy up.
+Device memory of an input that a stream still reads is noted with ``record_stream``, as is that of
+one that was fetched in vain. A host buffer is lent again when nothing holds what was packed any
+more. The copy down into it waits for the last copy up.
 
 [Note: page-locked memory]
 Torch page-locks powers of two of bytes. Buffers are cut out of larger pieces, of as many buffers as
 fill a power of two best: three of 84 MB in 256 MiB.
-
-The vertical schedule keeps gradients of tied weights here as well (`HostInputs.store`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,50 +34,28 @@ _ALIGNMENT = 256
 """Bytes to which buffers are aligned."""
 
 
-class _Call:
-    """A block's call, whose inputs are fetched together.
+class HostCopy:
+    """A tensor's values on the host. It returns its buffer when it is dropped.
 
     Attributes:
-        number: among all calls, from 0 on; None for a tensor that is stored by itself.
-        saved: its inputs, in the order in which they were packed.
-    """
-
-    def __init__(self, number: int | None) -> None:
-        self.number = number
-        self._saved: list[weakref.ref[_Saved]] = []
-
-    def add(self, saved: _Saved) -> None:
-        self._saved.append(weakref.ref(saved))
-
-    @property
-    def saved(self) -> list[_Saved]:
-        return [saved for ref in self._saved if (saved := ref()) is not None]
-
-
-class _Saved:
-    """An input on the host. It returns its buffer when autograd drops it.
-
-    Attributes:
-        call: the call that it belongs to.
-        values: in the buffer, in the input's shape and dtype.
+        values: in the buffer, in the tensor's shape and dtype.
         last_copy: the copy down, or the last copy up.
-        fetched: the input on the device, until it is used.
-        is_fetched: whether it was fetched at all.
+        fetched: the values on the device, until they are used.
+        is_fetched: whether they were fetched at all.
     """
 
     def __init__(
-        self, buffers: _Buffers, buffer: Tensor, values: Tensor, call: _Call, copied: torch.Event
+        self, copies: HostCopies, buffer: Tensor, values: Tensor, copied: torch.Event
     ) -> None:
-        self._buffers = buffers
+        self._copies = copies
         self._buffer = buffer
-        self.call = call
         self.values = values
         self.last_copy = copied
         self.fetched: Tensor | None = None
         self.is_fetched = False
 
     def __del__(self) -> None:
-        self._buffers.release(self._buffer, self.last_copy)
+        self._copies.release(self._buffer, self.last_copy, self.fetched)
 
 
 class _Buffers:
@@ -150,18 +127,113 @@ def _power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-class HostInputs:
-    """Moves what is saved within `context` to the host, and back. [Note: two streams ...]."""
+class HostCopies:
+    """Copies tensors of an accelerator to page-locked host memory and back, on two streams."""
 
     def __init__(self, device: torch.device) -> None:
-        """For inputs on ``device``, an accelerator. Others stay where they are."""
+        """For tensors on ``device``, an accelerator."""
         self._device = device
         self._buffers = _Buffers()
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
+
+    def store(self, tensor: Tensor, most: int = MAX_IN_PIECE) -> HostCopy | None:
+        """Begin to copy ``tensor`` down. None for one that is elsewhere, sparse or empty.
+
+        The caller keeps its memory until `wait`, or until `record` takes care of that. ``most``:
+        buffers of this size that are page-locked at a time, at most.
+        """
+        is_moved = tensor.device == self._device and tensor.layout is torch.strided
+        if not is_moved or not tensor.numel():
+            return None
+        given = tensor.detach()
+        buffer, last_copy = self._buffers.acquire(given.nbytes, min(most, MAX_IN_PIECE))
+        values = buffer[: given.nbytes].view(given.dtype).view(given.shape)
+        if last_copy is not None:
+            self._down.wait_event(last_copy)
+        self._down.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._down:
+            values.copy_(given, non_blocking=True)
+        return HostCopy(self, buffer, values, self._down.record_event())
+
+    def record(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that is stored until its copy has ended."""
+        tensor.record_stream(self._down)
+
+    def wait(self, stored: HostCopy) -> None:
+        """Have the current stream wait for the last copy."""
+        torch.accelerator.current_stream(self._device).wait_event(stored.last_copy)
+
+    def fetch(self, stored: HostCopy) -> None:
+        """Begin to copy the values up, unless that was begun before."""
+        if not stored.is_fetched:
+            stored.fetched, stored.is_fetched = self._copy_up(stored), True
+
+    def take(self, stored: HostCopy) -> Tensor:
+        """Return the values on the device. The current stream may read them."""
+        found, stored.fetched = stored.fetched, None
+        if found is None:
+            found, stored.is_fetched = self._copy_up(stored), True
+        self.wait(stored)
+        return found
+
+    def release(self, buffer: Tensor, last_copy: torch.Event, unused: Tensor | None) -> None:
+        """Take a buffer back after its ``last_copy``. ``unused``: what was fetched in vain."""
+        if unused is not None:
+            unused.record_stream(self._up)
+        self._buffers.release(buffer, last_copy)
+
+    def _copy_up(self, stored: HostCopy) -> Tensor:
+        fetched = torch.empty_like(stored.values, device=self._device)
+        self._up.wait_event(stored.last_copy)
+        # Its memory may have had other users.
+        self._up.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._up:
+            fetched.copy_(stored.values, non_blocking=True)
+        stored.last_copy = self._up.record_event()
+        return fetched
+
+
+class _Call:
+    """A block's call, whose inputs are fetched together.
+
+    Attributes:
+        number: among all calls, from 0 on.
+        stored: its inputs, in the order in which they were packed.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._stored: list[weakref.ref[HostCopy]] = []
+
+    def add(self, stored: HostCopy) -> None:
+        self._stored.append(weakref.ref(stored))
+
+    @property
+    def stored(self) -> list[HostCopy]:
+        return [stored for ref in self._stored if (stored := ref()) is not None]
+
+
+class _Packed(NamedTuple):
+    """An input on the host, and the call that it belongs to."""
+
+    stored: HostCopy
+    call: _Call
+
+
+class HostInputs:
+    """Moves what is saved within `context` to the host, and back. [Note: two streams ...].
+
+    Attributes:
+        copies: what copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """For inputs on ``device``, an accelerator. Others stay where they are."""
+        self.copies = HostCopies(device)
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
         self._num_calls = 0
-        # Of the vertical schedule: micro-batches, and the number of the first call.
+        # The micro-batches of a vertical step, and the number of its first call.
         self._num_together, self._first = 1, 0
 
     def begin_turns(self, num_micro_batches: int) -> None:
@@ -177,76 +249,30 @@ class HostInputs:
         call = self._calls[self._num_calls] = _Call(self._num_calls)
         self._num_calls += 1
 
-        def pack(tensor: Tensor) -> object:
-            return self._pack(call, tensor)
+        def pack(tensor: Tensor) -> _Packed | Tensor:
+            stored = self.copies.store(tensor)
+            if stored is None:
+                return tensor
+            self.copies.record(tensor)
+            call.add(stored)
+            return _Packed(stored, call)
 
-        unpack: Callable[[Any], Tensor] = self._unpack
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
-    def store(self, tensor: Tensor, most: int) -> object:
-        """Move one tensor to the host, for `load`. One on another device stays there.
-
-        ``most``: buffers of its size that are page-locked at a time, at most.
-        """
-        return self._pack(_Call(None), tensor, most)
-
-    def prefetch(self, stored: object) -> None:
-        """Begin to copy what `store` returned to the device, without waiting for it."""
-        if isinstance(stored, _Saved) and not stored.is_fetched:
-            self._fetch(stored)
-
-    def load(self, stored: object) -> Tensor:
-        """Return the tensor of which `store` returned ``stored``, on the device. Once."""
-        return self._unpack(stored)
-
-    def _pack(self, call: _Call, tensor: Tensor, most: int = MAX_IN_PIECE) -> object:
-        is_moved = tensor.device == self._device and tensor.layout is torch.strided
-        if not is_moved or not tensor.numel():
-            return tensor
-        given = tensor.detach()
-        buffer, last_copy = self._buffers.acquire(given.nbytes, min(most, MAX_IN_PIECE))
-        values = buffer[: given.nbytes].view(given.dtype).view(given.shape)
-        if last_copy is not None:
-            self._down.wait_event(last_copy)
-        self._down.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._down:
-            values.copy_(given, non_blocking=True)
-        given.record_stream(self._down)
-        saved = _Saved(self._buffers, buffer, values, call, self._down.record_event())
-        call.add(saved)
-        return saved
-
-    def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Saved):
-            assert isinstance(packed, Tensor)
+    def _unpack(self, packed: _Packed | Tensor) -> Tensor:
+        if isinstance(packed, Tensor):
             return packed
-        if packed.fetched is None:
-            self._fetch(packed)
-        torch.accelerator.current_stream(self._device).wait_event(packed.last_copy)
-        found, packed.fetched = packed.fetched, None
-        assert found is not None
+        found = self.copies.take(packed.stored)
         for call in (packed.call, self._following(packed.call)):
-            for saved in () if call is None else call.saved:
-                if not saved.is_fetched:
-                    self._fetch(saved)
+            for stored in () if call is None else call.stored:
+                self.copies.fetch(stored)
         return found
 
     def _following(self, call: _Call) -> _Call | None:
         """Return the call whose inputs backward needs next, if anything of it is still held."""
-        if call.number is None:
-            return None
+        if self._num_together == 1:
+            return self._calls.get(call.number - 1)
         block, turn = divmod(call.number - self._first, self._num_together)
         if turn + 1 < self._num_together:
             return self._calls.get(call.number + 1)
-        return self._calls.get(self._first + (block - 1) * self._num_together)
-
-    def _fetch(self, saved: _Saved) -> None:
-        fetched = torch.empty_like(saved.values, device=self._device)
-        self._up.wait_event(saved.last_copy)
-        # Its memory may have had other users.
-        self._up.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._up:
-            fetched.copy_(saved.values, non_blocking=True)
-        fetched.record_stream(self._up)
-        saved.last_copy = self._up.record_event()
-        saved.fetched, saved.is_fetched = fetched, True
+        return self._calls.get(call.number + 1 - 2 * self._num_together) if block > 0 else None

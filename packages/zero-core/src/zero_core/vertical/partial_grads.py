@@ -1,28 +1,57 @@
-"""Gradients of parameters of which another segment's backward brings the rest."""
+"""Gradients of parameters that several segments use, before the last segment's part has come."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from zero_core.runtime.host_inputs import HostInputs
+from zero_core.runtime.host_inputs import HostCopies, HostCopy
+
+
+class HostGradients:
+    """Host memory for the partial gradients of a step's micro-batches.
+
+    The device has those of two turns at a time: the stream that computes waits until those of the
+    turn before are on the host, and their memory is free then.
+    """
+
+    def __init__(self, copies: HostCopies, num_micro_batches: int) -> None:
+        """``copies`` copies them. Their sizes are asked for ``num_micro_batches`` times."""
+        self.copies = copies
+        self._num_micro_batches = num_micro_batches
+        self._leaving: list[tuple[Tensor, HostCopy]] = []
+
+    def store(self, grads: Iterable[Tensor]) -> list[HostCopy | Tensor]:
+        """Begin to copy a turn's gradients down. Those that cannot be moved are returned."""
+        self.settle()
+        found: list[HostCopy | Tensor] = []
+        for grad in grads:
+            stored = self.copies.store(grad, self._num_micro_batches)
+            if stored is not None:
+                self._leaving.append((grad, stored))
+            found.append(grad if stored is None else stored)
+        return found
+
+    def settle(self) -> None:
+        """Drop what is being copied down, once the current stream has waited for that."""
+        for _, stored in self._leaving:
+            self.copies.wait(stored)
+        self._leaving.clear()
 
 
 class PartialGrads:
-    """Sums so far of one micro-batch, by id of the parameter: a tied weight's has two parts.
+    """Partial gradients of one micro-batch, by id of the parameter.
 
-    They may wait in host memory between two turns of the micro-batch, where there are as many for
-    each of the others.
+    With host memory they wait there between two turns of the micro-batch.
     """
 
-    def __init__(self, host: HostInputs | None, num_micro_batches: int) -> None:
-        """``host`` moves them to the host and back; None leaves them where they are."""
+    def __init__(self, host: HostGradients | None) -> None:
+        """Without ``host`` they stay where they are."""
         self._host = host
-        self._num_micro_batches = num_micro_batches
         self._grads: dict[int, Tensor] = {}
-        self._stored: dict[int, object] = {}  # those that wait on the host
+        self._stored: dict[int, HostCopy] = {}
 
     def put(self, param: int, grad: Tensor) -> None:
         """Keep the sum so far."""
@@ -33,9 +62,9 @@ class PartialGrads:
         self._grads.pop(param, None)
 
     def get(self, param: int) -> Tensor | None:
-        """Return the sum so far, None without one. It stays here, on its own device."""
+        """Return the sum so far, None without one. It stays on its own device to the turn's end."""
         if self._host is not None and param in self._stored:
-            self._grads[param] = self._host.load(self._stored.pop(param))
+            self._grads[param] = self._host.copies.take(self._stored.pop(param))
         return self._grads.get(param)
 
     def take_all(self) -> Iterator[tuple[int, Tensor]]:
@@ -46,17 +75,22 @@ class PartialGrads:
             self.discard(param)
             yield param, grad
 
-    def prefetch(self) -> None:
-        """Begin to copy back what waits on the host."""
+    def prefetch(self, params: Iterable[int]) -> None:
+        """Begin to copy back what waits on the host of the gradients of ``params``."""
         if self._host is not None:
-            for stored in self._stored.values():
-                self._host.prefetch(stored)
+            for param in params:
+                if param in self._stored:
+                    self._host.copies.fetch(self._stored[param])
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Move what is left at the end of a turn to the host."""
         yield
         if self._host is not None:
-            for param, grad in self._grads.items():
-                self._stored[param] = self._host.store(grad, self._num_micro_batches)
+            params, grads = list(self._grads), list(self._grads.values())
             self._grads.clear()
+            for param, stored in zip(params, self._host.store(grads), strict=True):
+                if isinstance(stored, HostCopy):
+                    self._stored[param] = stored
+                else:
+                    self._grads[param] = stored

@@ -42,7 +42,7 @@ from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.unit import Unit
 from zero_core.vertical.attributes import TensorAttributes
-from zero_core.vertical.partial_grads import PartialGrads
+from zero_core.vertical.partial_grads import HostGradients, PartialGrads
 from zero_core.vertical.random_numbers import RandomStates
 from zero_core.vertical.segments import SegmentCrossing, Segments
 from zero_core.vertical.turns import Turns
@@ -183,14 +183,11 @@ class VerticalSchedule:
         Raises:
             AccumulationScheduleError: blocks are not called one after another.
         """
+        host = None
+        if self._host_inputs is not None:
+            host = HostGradients(self._host_inputs.copies, len(batches))
         micro_batches = [
-            _MicroBatch(
-                number,
-                batch,
-                loss_of,
-                self._device,
-                PartialGrads(self._host_inputs, len(batches)),
-            )
+            _MicroBatch(number, batch, loss_of, self._device, PartialGrads(host))
             for number, batch in enumerate(batches)
         ]
         self._runtime.begin_turns(self._model, self)
@@ -217,6 +214,8 @@ class VerticalSchedule:
         finally:
             if self._host_inputs is not None:
                 self._host_inputs.end_turns()
+            if host is not None:
+                host.settle()
         return [one.results[0] for one in micro_batches if one.results is not None]
 
     def _advance(self, one: _MicroBatch, seed: int) -> None:
@@ -262,15 +261,16 @@ class VerticalSchedule:
 
     def _run_backward(self, micro_batches: Sequence[_MicroBatch]) -> None:
         """Go backward through the blocks, and then through what precedes them."""
-        for number in range(len(self._blocks) - 1, -1, -1):
-            is_used = any(one.segments.needs_backward(number + 1) for one in micro_batches)
-            self._runtime.enter_turn(self._blocks[number], is_used=is_used)
-            for one in micro_batches:
-                self._go_backward(one, number + 1, self._blocks[number])
-        for one, following in zip(micro_batches, [*micro_batches[1:], None], strict=True):
-            if following is not None:
-                following.segments.partial.prefetch()
-            self._go_backward(one, 0, self._root)
+        last = len(self._blocks) - 1
+        turns = [(number + 1, one) for number in range(last, -2, -1) for one in micro_batches]
+        for place, (segment, one) in enumerate(turns):
+            unit = self._blocks[segment - 1] if segment else self._root
+            if segment and one is micro_batches[0]:
+                is_used = any(other.segments.needs_backward(segment) for other in micro_batches)
+                self._runtime.enter_turn(unit, is_used=is_used)
+            for following, other in turns[place + 1 : place + 2]:
+                other.segments.prefetch(following)
+            self._go_backward(one, segment, unit)
 
     def _go_backward(
         self, one: _MicroBatch, segment: int, unit: Unit | None, loss: Tensor | None = None

@@ -268,6 +268,10 @@ class Segments:
         """Whether a tensor that segment ``number`` made has a gradient so far."""
         return any(gradient.grad is not None for _, gradient in self._segments[number].sources)
 
+    def prefetch(self, number: int) -> None:
+        """Begin to fetch the partial gradients that the backward of segment ``number`` needs."""
+        self.partial.prefetch(self._segments[number].params)
+
     def backward(self, number: int, loss: Tensor | None = None) -> None:
         """Go backward through one segment, later ones first. Its graph is freed.
 
