@@ -27,6 +27,7 @@ from zero_core.optim.device_tier import DeviceTier
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import SimulatedRanks, late_device, run_alone, seeded, simulate
 from zero_core.testing.happens_before import find_races, wait_of
+from zero_core.vertical.partial_grads import HostGradients, PartialGrads
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat import geometry
 from zero_offload.flat.grads import GradLedger
@@ -419,6 +420,22 @@ def _inputs_on_the_host() -> None:
         outs.clear()
 
 
+def _gradients_on_the_host() -> None:
+    """Partial gradients of three micro-batches wait on the host; each is added to in its turn."""
+    host = HostGradients(HostInputs(torch.device("late:0")).copies, 3)
+    partials = [PartialGrads(host) for _ in range(3)]
+    for _ in range(2):
+        for number, partial_grads in enumerate(partials):
+            with partial_grads.turn():
+                partial_grads.put(0, torch.full((1024,), float(number), device="late:0").square())
+        for partial_grads, following in zip(partials, [*partials[1:], partials[0]], strict=True):
+            following.prefetch([0])
+            with partial_grads.turn():
+                for _, grad in partial_grads.take_all():
+                    grad.add_(1.0)
+    host.settle()
+
+
 def _saved_beside_training() -> None:
     """Threads copy states while steps change them, and after the gradients that made them."""
     engine = zero_core.build(Net().to("late:0"), ON_RANKS["stage 3"])
@@ -441,6 +458,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "twin tier": partial(_tier, 0.5),
     "device tier": _device_tier,
     "inputs on the host": _inputs_on_the_host,
+    "gradients on the host": _gradients_on_the_host,
     "reused memory": _reused_memory,
     "offloaded states": _offloaded_states,
     "saved beside training": _saved_beside_training,
