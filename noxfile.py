@@ -86,8 +86,8 @@ IN_PARALLEL = (
     # Gloo may close a connection while ranks meet, before any test has begun (decision 229).
     *("--reruns=1", "--only-rerun=Gloo connectFullMesh failed", "-rR"),
 )
-# Decision 228. It replaces cpu-adam's own `-m "not program"`, so it says both.
-GATE = ("-m", "not slow and not program")
+HAVE_SLOW_TESTS = ("zero-core", "zero-comm", "integration")
+WITHOUT_SLOW = ("-m", "not slow")  # the gate: decision 228
 ONE_PROCESS = "--numprocesses=0"  # for few tests: each process imports torch, for seconds
 # Files that take longest are begun first. Begun last, one would run while the other processes have
 # nothing left to do.
@@ -473,12 +473,15 @@ def test_together(session: nox.Session) -> None:
 
 def test_slow(session: nox.Session) -> None:
     """Programs around the packages, and what tests leave out of the gate: decision 228."""
-    install_everything(session, "packages/zero-core[test]", *TEST_TOOLS, extras="[ray,test]")
+    marked = [package for package in PACKAGES if package in HAVE_SLOW_TESTS]
+    extras = (f"packages/{package}[test]" for package in marked)
+    install_everything(session, *extras, *TEST_TOOLS, extras="[ray,test]")
     with session.chdir("integration"):
         run_tests(session, *longest_first("slow", "tests/slow"))
         run_tests(session, "-m", "slow", "tests", "conformance")
-    with session.chdir("packages/zero-core"):
-        run_tests(session, "-m", "slow", "tests")
+    for package in marked:
+        with session.chdir(f"packages/{package}"):
+            run_tests(session, "-m", "slow", "tests")
 
 
 def install_everything(session: nox.Session, *further: str, extras: str = "") -> None:
@@ -597,14 +600,17 @@ def is_source(path: Path) -> bool:
 def run_package_tests(session: nox.Session, package: str, *options: str) -> None:
     """Run a package's own tests from within its folder, where its settings are."""
     with session.chdir(f"packages/{package}"):
-        run_tests(session, *GATE, *options, *longest_first(package, "tests"))
+        chosen = WITHOUT_SLOW if package in HAVE_SLOW_TESTS else ()
+        run_tests(session, *chosen, *options, *longest_first(package, "tests"))
 
 
 def run_integration_tests(session: nox.Session) -> None:
     """Run conformance and the end-to-end tests."""
     with session.chdir("integration"):
         files = longest_first("integration", "tests", "conformance")
-        run_tests(session, *GATE, *(file for file in files if "slow" not in Path(file).parts))
+        run_tests(
+            session, *WITHOUT_SLOW, *(file for file in files if "slow" not in Path(file).parts)
+        )
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:

@@ -51,7 +51,7 @@ def _train_plain(model: nn.Module, ranks: int, epochs: int, record: dict[str, li
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [pytest.param(1, 2, marks=pytest.mark.slow), (3, 2)])
 def test_loop_trains_saves_and_goes_on_as_in_plain_torch(
     stage: int, ranks: int, tmp_path: Path
 ) -> None:

@@ -123,7 +123,14 @@ def train_simulated(ranks: SimulatedRanks) -> list[dict[str, Any]]:
     return [train(config, ranks) for config in served_by(ranks.size)]
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_node"),
+    [
+        (4, 2),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_an_engine_sends_and_keeps_what_was_planned(
     world_size: int, ranks_per_node: int, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ def _load(rank: int, world_size: int, folder: str) -> None:
         _compare(ordinary, engine, rank)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_loaded_model_is_that_of_from_pretrained(tmp_path: Path, world_size: int) -> None:
     for kind in ("gpt2", "llama"):
         _make(kind).save_pretrained(tmp_path / kind, max_shard_size="30KB")

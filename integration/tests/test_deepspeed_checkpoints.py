@@ -447,6 +447,7 @@ def test_fp32_state_dict_of_a_checkpoint_is_read_without_ranks(tmp_path: Path) -
     assert set(expected) - set(small) == {"frozen.weight", "frozen.bias"}
 
 
+@pytest.mark.slow
 def test_fp32_program_writes_files_of_the_size_asked_for(tmp_path: Path) -> None:
     expected = _saved(tmp_path / "saved")
     folders = [str(tmp_path / "saved"), str(tmp_path / "out")]

@@ -61,6 +61,7 @@ def _on_processes(rank: int, world_size: int, folder: str) -> None:
         changes_no_bit(None, "trains", "bf16", stage, Path(folder), LOSSLESS)
 
 
+@pytest.mark.slow
 def test_lossless_weights_change_no_bit_on_processes(tmp_path: Path) -> None:
     spawn(_on_processes, 4, str(tmp_path), ranks_per_node=2)
 
@@ -84,7 +85,7 @@ def test_lossless_weights_send_less_between_nodes(stage: int) -> None:
     simulate(_sends_less, 4, stage, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_lossless_weights_change_no_bit_on_a_late_device(per_node: int) -> None:
     cases = [(stage, "bf16", 0.0) for stage in STAGES]
     top = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}

@@ -173,7 +173,10 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])
-@pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16")])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [(1, "fp32"), pytest.param(2, "fp32", marks=pytest.mark.slow), (2, "bf16")],
+)
 @pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 def test_a_step_moves_the_bytes_of_the_closed_form(
     world_size: int, dtype: str, micro_batches: int, tmp_path: Path

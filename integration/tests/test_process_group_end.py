@@ -84,6 +84,7 @@ def test_ranks_that_leave_without_a_word_end_with_code_zero(tmp_path: Path) -> N
     _run_ranks(_script(tmp_path, LEAVES_WITHOUT_A_WORD))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_thread_of_the_group_is_left_when_the_process_ends(tmp_path: Path) -> None:
     output = _run_ranks(_script(tmp_path, LEAVES_A_CYCLE))

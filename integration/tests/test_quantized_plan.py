@@ -98,6 +98,7 @@ def topologies() -> st.SearchStrategy[tuple[int, int, int]]:
 ONE_BLOCK = wide_blocks(1, 64)
 
 
+@pytest.mark.slow
 @given(topologies(), st.sampled_from(["cpu", "accelerator"]))
 @settings(max_examples=40, deadline=None)
 def test_two_phases_bring_every_shard_to_every_rank_once(

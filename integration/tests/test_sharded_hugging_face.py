@@ -253,6 +253,7 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
     del keep
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and sets glibc's allocator")
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     spawn(_measure, 3, str(tmp_path))

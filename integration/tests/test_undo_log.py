@@ -45,7 +45,16 @@ def _clip(ranks: SimulatedRanks, stage: int, steps: int) -> None:
         assert (found.num_kept == 0) == (low == 1.0)
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 3), (2, 2), (3, 1), (3, 3), (0, 2)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [
+        pytest.param(1, 3, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        (3, 1),
+        (3, 3),
+        pytest.param(0, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_clipping_in_no_step_in_some_and_in_all_changes_no_bit(stage: int, world_size: int) -> None:
     simulate(_clip, world_size, stage, 60)
 
@@ -76,6 +85,7 @@ def _compact(ranks: SimulatedRanks) -> None:
         assert found.num_undone, run
 
 
+@pytest.mark.slow
 def test_states_of_few_bits_and_split_master_weights_are_undone() -> None:
     simulate(_compact, 2)
 

@@ -150,7 +150,7 @@ def _same_bits(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_those_of_the_horizontal_schedule(world_size, name):
     configs = [_config(2), _config(3), _config(3, bf16={"enabled": True})]
     run_on_processes(_same_bits, world_size, name, configs)
@@ -203,7 +203,7 @@ def _offloads(ranks: SimulatedRanks, offload: dict[str, Any], folder: str) -> No
 
 
 @pytest.mark.parametrize("offload", OFFLOADS, ids=lambda o: "-".join(map(str, _flat(o))) or "none")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_the_same_with_offloaded_parameters_and_states(world_size, offload, tmp_path):
     run_on_processes(_offloads, world_size, offload, str(tmp_path))
 

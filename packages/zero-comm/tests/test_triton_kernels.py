@@ -66,22 +66,26 @@ def test_block_that_no_program_can_hold_is_refused_with_what_to_do(interpreted: 
     assert "ZERO_COMM_BACKEND=torch" in interpreted["refusal"]
 
 
+@pytest.mark.slow
 def test_compiled_kernels_round_every_operation_by_itself(compiled: Any) -> None:
     for name, text in compiled["cuda"].items():
         assert re.findall(r"\bfma\.|\.approx|\.ftz", text) == [], name
         assert "div.rn.f32" in text, name
 
 
+@pytest.mark.slow
 def test_compiled_kernels_move_whole_tiles_sixteen_bytes_at_a_time(compiled: Any) -> None:
     for name, text in compiled["cuda"].items():
         assert ".v4.b32" in text, name
 
 
+@pytest.mark.slow
 def test_decoded_values_stay_in_the_thread_that_stores_them(compiled: Any) -> None:
     for name in ("decode int4", "decode_sum e4m3"):
         assert "ld.shared" not in compiled["cuda"][name], name
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_amd_with_ieee_division(compiled: Any) -> None:
     assert "v_div_fixup_f32" in compiled["hip"]["encode rotated"]
 
@@ -109,6 +113,7 @@ def test_interpreted_differences_refuse_damaged_bytes_as_plain_torch_does(
     assert damaged / 4 < refused < damaged  # a flipped code is often a good one
 
 
+@pytest.mark.slow
 def test_lossless_kernels_compile_for_each_gpu_and_load_elements_widely(compiled: Any) -> None:
     texts = compiled["differences"]
     assert len(texts) == 36
@@ -117,6 +122,7 @@ def test_lossless_kernels_compile_for_each_gpu_and_load_elements_widely(compiled
             assert re.search(r"ld\.global\.v4\.b32|load_dwordx4", text), name
 
 
+@pytest.mark.slow
 def test_lossless_kernels_have_no_atomics(compiled: Any) -> None:
     """Bytes that several codes share are put together in registers (decision 243)."""
     for name, text in compiled["differences"].items():

@@ -82,6 +82,7 @@ def test_rounds_on_the_cpu_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None
         seconds = next(found)
         rank = {"times_s": [seconds, 9.0], "added_bytes": int(seconds) * 2**20}
         rank |= {"losses": [9.0, seconds], "counted": {"io_s": seconds}}
+        rank |= {"shard_bytes": {"file": 8 * int(seconds)}}
         return {"ranks": [rank, {**rank, "times_s": []}]}
 
     monkeypatch.setattr(rounds, "start_on_cpu", start)
@@ -89,6 +90,7 @@ def test_rounds_on_the_cpu_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert row["times_s"] == [2.0, 9.0, 4.0, 9.0]
     assert (row["median_s"], row["min_s"], row["added_mib_per_rank"]) == (6.5, 2.0, 3.0)
     assert (row["last_loss"], row["counted"]) == (4.0, {"io_s": 12.0})
+    assert row["shard_bytes"] == {"file": 16}  # of rank 0 in the first round
 
 
 def test_contender_without_figures_is_not_run_again() -> None:
