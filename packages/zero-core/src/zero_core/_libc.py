@@ -1,13 +1,10 @@
-"""Functions of the C library, of OpenMP, and of MKL."""
+"""Functions of the C library, and of OpenMP's."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -55,24 +52,3 @@ def use_one_core() -> None:
         if limit is not None:
             torch.get_num_threads()  # a thread's first call of torch sets its own limit
             limit(1)
-
-
-def free_matrix_buffers() -> None:
-    """Free the buffers that MKL keeps for the next multiplication of matrices.
-
-    Each thread that multiplied has some of its own, 3 to 9 MiB, until it ends. Those in use stay.
-    MKL's function for the calling thread alone leaves half of them.
-    """
-    free = _mkl_function("mkl_serv_free_buffers")
-    if free is not None:
-        free()
-
-
-@cache
-def _mkl_function(name: str) -> Any:
-    """Return a function of the MKL that is linked into torch, None where there is none."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    if not library.exists():
-        return None
-    # foreign: builds of torch with another MKL need not have it; its buffers stay then.
-    return getattr(ctypes.CDLL(str(library)), name, None)

@@ -13,7 +13,6 @@ from contextvars import copy_context
 
 import torch
 
-from zero_core._libc import free_matrix_buffers
 from zero_core.runtime.runtime import ForwardAbandoned
 
 
@@ -58,8 +57,6 @@ class Turns(ABC):
         Raises:
             ForwardAbandoned: there is none.
         """
-        if self._device.type == "cpu":
-            free_matrix_buffers()
         self._paused.release()
         self._go.acquire()
         if self._is_abandoned:
