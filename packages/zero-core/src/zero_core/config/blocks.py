@@ -552,7 +552,7 @@ class Config(_Block):
         With the vertical schedule gradients of tied weights wait there, too.
         """
         block = self.activation_checkpointing
-        return block is not None and block.enabled and block.cpu_checkpointing
+        return self.is_recomputed and block is not None and block.cpu_checkpointing
 
     @property
     def has_bf16_masters(self) -> bool:

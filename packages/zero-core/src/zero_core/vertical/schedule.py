@@ -27,6 +27,7 @@ the first step looks for: micro-batches would find each other's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -263,13 +264,12 @@ class VerticalSchedule:
         """Go backward through the blocks, and then through what precedes them."""
         last = len(self._blocks) - 1
         turns = [(number + 1, one) for number in range(last, -2, -1) for one in micro_batches]
-        for place, (segment, one) in enumerate(turns):
+        for (segment, one), (following, other) in pairwise([*turns, turns[-1]]):
             unit = self._blocks[segment - 1] if segment else self._root
             if segment and one is micro_batches[0]:
-                is_used = any(other.segments.needs_backward(segment) for other in micro_batches)
+                is_used = any(each.segments.needs_backward(segment) for each in micro_batches)
                 self._runtime.enter_turn(unit, is_used=is_used)
-            for following, other in turns[place + 1 : place + 2]:
-                other.segments.prefetch(following)
+            other.segments.prefetch(following)
             self._go_backward(one, segment, unit)
 
     def _go_backward(

@@ -135,7 +135,8 @@ class _Segment:
 class Segments:
     """The segments of one micro-batch. The prologue is number 0, block n of 0, 1, ... is n + 1.
 
-    All methods but `backward` and `params` are called on the thread that computes the forward.
+    All methods but `backward`, `prefetch` and `params` are called on the thread that computes the
+    forward.
 
     Attributes:
         partial: gradients of parameters of which more is to come.
