@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from benchmarks.harness.forked_python import forked_python
 from zero_core.testing import preload, run_alone
+from zero_core.testing.sampled_rows import mark_rows_slow
 from zero_engine.calibration import kept
 from zero_engine.cli import app
 from zero_engine.launch.torchrun import local_address_only
@@ -62,6 +63,12 @@ Program = Callable[..., "subprocess.CompletedProcess[str]"]
 def pytest_collection() -> None:
     """Leave garbage alone while test files import libraries: little of what they make is."""
     gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the rows of long grids that the gate leaves out, before it is told which are slow."""
+    mark_rows_slow(items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -123,6 +123,7 @@ def train_simulated(ranks: SimulatedRanks) -> list[dict[str, Any]]:
     return [train(config, ranks) for config in served_by(ranks.size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "ranks_per_node"),
     [

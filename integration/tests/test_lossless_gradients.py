@@ -37,6 +37,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "dtype", "stage", "zero"), CASES)
 def test_lossless_gradients_change_no_bit_when_a_run(
     name: str, dtype: str, stage: int, zero: dict[str, Any], tmp_path: Path
@@ -90,6 +91,7 @@ def test_lossless_gradients_send_less_between_nodes(stage: int, dtype: str, shar
     simulate(_sends_less, 4, stage, dtype, share, ranks_per_node=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_node", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_lossless_gradients_change_no_bit_on_a_late_device(per_node: int) -> None:
     run_alone(on_late_device, per_node, [(1, "fp32", 0.5), (3, "bf16", 0.5)], BOTH, {})

@@ -33,6 +33,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "dtype", "stage"), CASES)
 def test_lossless_weights_change_no_bit_when_a_run(
     name: str, dtype: str, stage: int, tmp_path: Path
@@ -42,6 +43,7 @@ def test_lossless_weights_change_no_bit_when_a_run(
     simulate(changes_no_bit, 4, name, dtype, stage, tmp_path, LOSSLESS, ranks_per_node=2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 1)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_lossless_weights_change_no_bit_on_nodes(
@@ -85,6 +87,7 @@ def test_lossless_weights_send_less_between_nodes(stage: int) -> None:
     simulate(_sends_less, 4, stage, ranks_per_node=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_node", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_lossless_weights_change_no_bit_on_a_late_device(per_node: int) -> None:
     cases = [(stage, "bf16", 0.0) for stage in STAGES]

@@ -115,6 +115,7 @@ def _on_processes(rank: int, world_size: int) -> None:
     _follow_stage_2(rank)
 
 
+@pytest.mark.slow
 def test_mixtures_of_transformers_follow_ddp_on_two_ranks():
     spawn(_on_processes, 2)
 

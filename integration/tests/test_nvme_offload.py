@@ -71,6 +71,7 @@ def grid(
     return [(case, found[index]) for index, case in enumerate(cases)]
 
 
+@pytest.mark.sampled(3)
 def test_state_on_nvme_gives_the_bits_of_host_memory_at_every_stage(
     grid: list[tuple[Case, Gap]],
 ) -> None:
@@ -135,6 +136,7 @@ def _load(rank: int, world_size: int, folder: str, stage: int, device: str) -> N
         assert continued == pytest.approx(losses, abs=LOSS["bf16"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

@@ -172,6 +172,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", BLOCK_NUMEL)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])
 @pytest.mark.parametrize(
     ("world_size", "dtype"),

@@ -88,6 +88,7 @@ def _check_against_oracle(case: Case, trace: Trace, rank: int) -> None:
     assert max(gaps) <= LOSS[case.dtype], (case, max(gaps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS if IS_FULL else ["AdamW"])
 @pytest.mark.parametrize("world_size", [1, 2, 3] if IS_FULL else [2])
 def test_no_ratio_and_no_stage_changes_a_bit(world_size: int, optimizer: str) -> None:

@@ -127,6 +127,7 @@ def timed(config: dict[str, Any], cores: int | None, **how: Any) -> zero_core.Pl
     return zero_core.plan(model, config, 2, example_inputs=[x], device_type=kind, **how)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cores", [None, 2])
 def test_a_placement_is_predicted_as_its_configuration(cores: int | None) -> None:
     """One simulation for all: written as a configuration, each choice takes what it says."""

@@ -80,6 +80,7 @@ def _run_ranks(script: str) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_ranks_that_leave_without_a_word_end_with_code_zero(tmp_path: Path) -> None:
     _run_ranks(_script(tmp_path, LEAVES_WITHOUT_A_WORD))
 

@@ -135,6 +135,7 @@ def test_a_version_crosses_the_groups_once(partition: int) -> None:
     assert kept == (held if partition in (2, 4) else 0)  # all ranks hold what they gather anyway
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("partition", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "block_nbytes", "block_size"),
@@ -171,6 +172,7 @@ def test_messages_of_weights_travel_in_the_first_phase(
     assert device["message buffers"] > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("ranks", "per_node"), [(6, 2), (6, 6), (3, 1), (1, 1)])
 def test_gradients_take_two_hops_at_every_stage(stage: int, ranks: int, per_node: int) -> None:

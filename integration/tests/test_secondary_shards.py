@@ -57,11 +57,13 @@ def _changes_no_bit_on_processes(rank: int, world_size: int, folder: str) -> Non
         _changes_no_bit(None, "trains", dtype, Path(folder))
 
 
+@pytest.mark.slow
 def test_secondary_shards_in_shared_memory_change_no_bit(tmp_path: Path) -> None:
     spawn(_changes_no_bit_on_processes, RANKS, str(tmp_path), ranks_per_node=PER_NODE)
 
 
 # Every second one in bf16.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "dtype"), [*zip(SCENARIOS, itertools.cycle(DTYPES))][1:])
 def test_secondary_shards_change_no_bit_when_a_run(name: str, dtype: str, tmp_path: Path) -> None:
     weights = {n: 0.5 * p.detach() for n, p in make_model(WIDTH).named_parameters()}
@@ -96,6 +98,7 @@ def _goes_on(ranks: SimulatedRanks, zero: Mapping[str, Any], folder: Path) -> No
     torch.testing.assert_close(values, wanted, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_run_that_saved_and_goes_on_equals_the_one_that_resumes(name: str, tmp_path: Path) -> None:
     simulate(_goes_on, RANKS, KEPT[name], tmp_path, ranks_per_node=PER_NODE)

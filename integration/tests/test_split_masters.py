@@ -53,6 +53,7 @@ def _weights(engine: Any) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
     ("stage", "states", "params"),

@@ -51,7 +51,7 @@ def _clip(ranks: SimulatedRanks, stage: int, steps: int) -> None:
         pytest.param(1, 3, marks=pytest.mark.slow),
         pytest.param(2, 2, marks=pytest.mark.slow),
         (3, 1),
-        (3, 3),
+        pytest.param(3, 3, marks=pytest.mark.slow),
         pytest.param(0, 2, marks=pytest.mark.slow),
     ],
 )
@@ -67,6 +67,7 @@ def _optimizers(ranks: SimulatedRanks) -> None:
         assert found.num_undone, name
 
 
+@pytest.mark.slow
 def test_five_optimizers_are_undone_and_redone() -> None:
     simulate(_optimizers, 2)
 

@@ -149,6 +149,7 @@ def _same_bits(
         torch.testing.assert_close(found[1], expected[1], rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_those_of_the_horizontal_schedule(world_size, name):
@@ -202,6 +203,7 @@ def _offloads(ranks: SimulatedRanks, offload: dict[str, Any], folder: str) -> No
     _same_bits(ranks, "llama", configs, param_tier=create_param_tier)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("offload", OFFLOADS, ids=lambda o: "-".join(map(str, _flat(o))) or "none")
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_the_same_with_offloaded_parameters_and_states(world_size, offload, tmp_path):
@@ -250,6 +252,7 @@ def _fetches(ranks: SimulatedRanks, micro_steps: int, folder: str) -> None:
         engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_steps", [2, 5])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_shards_are_fetched_in_two_passes_per_step(world_size, micro_steps, tmp_path):

@@ -50,6 +50,7 @@ def _without(ranks: SimulatedRanks, stage: int, zero: dict[str, object]) -> list
     return list(engine.full_state_dict().values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", OFFLOADED)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_receiver_follows_an_offloaded_training_that_stays_the_same(stage, kind):

@@ -90,6 +90,7 @@ def test_kernels_compile_for_amd_with_ieee_division(compiled: Any) -> None:
     assert "v_div_fixup_f32" in compiled["hip"]["encode rotated"]
 
 
+@pytest.mark.slow
 def test_interpreted_differences_have_the_bytes_and_values_of_plain_torch_in_every_mode(
     interpreted_differences: Any,
 ) -> None:

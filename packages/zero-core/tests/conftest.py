@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from zero_core.testing import preload
+from zero_core.testing.sampled_rows import mark_rows_slow
 
 # A busy machine must not fail a property by being slow.
 settings.register_profile("zero-core", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,6 +20,12 @@ preload("torch._inductor.compile_fx", "torch._dynamo.testing")
 def pytest_collection() -> None:
     """Leave garbage alone while test files import libraries: little of what they make is."""
     gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the rows of long grids that the gate leaves out, before it is told which are slow."""
+    mark_rows_slow(items)
 
 
 @pytest.hookimpl(tryfirst=True)

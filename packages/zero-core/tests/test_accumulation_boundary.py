@@ -74,6 +74,7 @@ def _follows_ddp(ranks: SimulatedRanks, stage: int, configured: int) -> None:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("configured", [1, 3])  # fewer micro-steps than are run, and more
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -47,6 +47,7 @@ def _follows_ddp(ranks: SimulatedRanks, stage: int, block: dict[str, Any]) -> No
     torch.testing.assert_close(values, trace.values, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block", BLOCKS, ids=["on the device", "on the host"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])

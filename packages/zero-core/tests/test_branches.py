@@ -119,6 +119,7 @@ def _follow(ranks: SimulatedRanks, stage: int, way: Way) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -128,12 +129,14 @@ def test_ranks_that_leave_out_parts_of_blocks_follow_ddp(
     simulate(_follow, world_size, stage, Way(is_recomputed))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_skip_blocks_follow_ddp(world_size: int, stage: int) -> None:
     simulate(_follow, world_size, stage, Way(has_skipped=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("stage", range(4))
 def test_ranks_follow_ddp_when_gradients_are_zeroed_between_forward_and_backward(
@@ -160,6 +163,7 @@ def _follow_in_processes(rank: int, world_size: int) -> None:
             torch.testing.assert_close(found[name], param.detach(), rtol=0.0, atol=atol)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_processes_that_leave_out_or_skip_blocks_do_not_wait_for_ever(world_size: int) -> None:
     spawn(_follow_in_processes, world_size)

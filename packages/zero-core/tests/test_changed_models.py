@@ -167,6 +167,7 @@ def _is_refused(
         engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize(("world_size", "stage"), [*((2, stage) for stage in STAGES), (3, 3)])
 def test_a_parameter_that_changes_after_build_is_refused_by_name(

@@ -67,6 +67,7 @@ def _follows_torch(ranks: SimulatedRanks, norm_type: float) -> None:
         torch.testing.assert_close(one[1], other[1], rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_each_norm_clips_as_torch_does_on_ddp(world_size, norm_type):

@@ -211,6 +211,7 @@ def _counts(ranks: SimulatedRanks, name: str, stage: int) -> None:
     run(_Run(stage, ranks, accumulation))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _RUNS)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])

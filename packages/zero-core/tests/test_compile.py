@@ -121,6 +121,7 @@ def _follows_ddp(rank: int, world_size: int, again: dict[str, Any] | None) -> No
 RECOMPUTED = {"saved": None, "recomputed": {}, "recomputed from the host": ON_HOST}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("world_size", "again"),
     # One rank gathers nothing; a third is another sum, not another graph.
@@ -166,6 +167,7 @@ def _part(rank: int, world_size: int) -> None:
             assert counters["stats"]["unique_graphs"] >= 1
 
 
+@pytest.mark.slow
 def test_a_compiled_part_of_a_block_is_recomputed_with_its_weights():
     spawn(_part, 2)
 

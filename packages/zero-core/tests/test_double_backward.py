@@ -88,6 +88,7 @@ def _follows(rank: int, world_size: int, which: str) -> None:
         torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=atol)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("which", LOSSES)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_gradient_penalty_follows_torch_at_every_stage(world_size, which):

@@ -197,6 +197,7 @@ def _apart(ranks: SimulatedRanks, stage: int) -> None:
     assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(world_size, stage):
@@ -268,6 +269,7 @@ def _cast(ranks: SimulatedRanks, stage: int) -> None:
     assert not torch.equal(found["blocks.0.weight"], found["blocks.0.weight"].bfloat16())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_model_cast_before_build_keeps_its_dtype(world_size, stage):

@@ -130,6 +130,7 @@ def _train(ranks: SimulatedRanks, case: Case) -> tuple[Trace, list[Trace]]:
     return run_ddp(case, ranks.rank, steps, ranks), stages
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world_size", "case"),
     [

@@ -111,6 +111,7 @@ def _follows_ddp(ranks: SimulatedRanks, stage: int, accumulation: int, again: An
     torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=atol)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("accumulation", "again"), [(1, None), (1, {}), (2, None)], ids=["1", "1-recomputed", "2"]
 )

@@ -91,6 +91,7 @@ def _follows_ddp(ranks: SimulatedRanks, dtype: torch.dtype, stage: int) -> None:
         torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -119,6 +119,7 @@ def _config(stage: int, accumulation: int, is_recomputed: bool) -> dict[str, Any
     return {**config, "activation_checkpointing": {}} if is_recomputed else config
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", range(4))

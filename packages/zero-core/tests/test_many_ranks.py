@@ -60,6 +60,7 @@ def make_config(stage: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_among_1024_ranks_holds_what_was_planned(rank: int, stage: int) -> None:
     config = make_config(stage)

@@ -86,6 +86,7 @@ def _check(dtype: str, rows: int) -> None:
     assert found["late"] - found["early"] < 0.01 * planned
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [2, 256])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_peak_is_what_was_planned_and_does_not_grow(dtype: str, rows: int) -> None:

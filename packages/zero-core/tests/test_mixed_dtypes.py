@@ -125,12 +125,14 @@ def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float
             torch.testing.assert_close(found, value, rtol=0.0, atol=atol)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_each_dtype_follows_torch_on_one_rank(mix, name, tmp_path: Path):
     simulate(_follows, 1, mix, name, str(tmp_path))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("mix", ["fp32 first", "fp64 and bf16", "fp16, fp64 and fp32"])
 def test_each_dtype_follows_torch_at_every_stage(mix, world_size, tmp_path: Path):

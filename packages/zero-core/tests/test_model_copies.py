@@ -117,6 +117,7 @@ def _copies(ranks: SimulatedRanks, stage: int) -> None:
         assert all(torch.equal(found[k], expected[k]) for k in expected), stage
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(world_size, stage):

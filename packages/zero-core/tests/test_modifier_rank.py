@@ -47,6 +47,7 @@ def _reaches_all(ranks: SimulatedRanks, modifier: int, stage: int) -> None:
     torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
 def test_a_change_before_the_first_step_is_as_if_built_with_it(world_size, modifier, stage):

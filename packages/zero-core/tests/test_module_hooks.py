@@ -188,6 +188,7 @@ def _follows(ranks: SimulatedRanks, which: str, is_before: bool, stage: int) -> 
     torch.testing.assert_close({k: full[k] for k in values}, values, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("which", CHANGES)
 def test_hooks_registered_before_build_find_current_parameters(which, stage):

@@ -95,6 +95,7 @@ def test_alone_it_is_torchs_muon_bit_by_bit(shape, adjust_lr_fn):
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(world_size, stage):

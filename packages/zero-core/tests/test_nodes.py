@@ -30,6 +30,7 @@ def _assert_equal(found: Trace, expected: Trace) -> None:
     assert all(torch.equal(value, expected.values[n]) for n, value in found.values.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=["fp32", "bf16"])
 def test_stages_on_two_nodes_follow_ddp_and_give_the_bits_of_one_node(case: Case) -> None:
     on_one = simulate(_train, 4, case)
@@ -54,5 +55,6 @@ def _on_processes(rank: int, world_size: int) -> None:
         _assert_equal(on_nodes, on_one)
 
 
+@pytest.mark.slow
 def test_processes_that_a_launcher_puts_on_two_nodes_give_the_bits_of_one_node() -> None:
     spawn(_on_processes, 4, ranks_per_node=2)

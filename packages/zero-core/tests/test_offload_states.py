@@ -75,6 +75,7 @@ def test_training_goes_on_with_the_same_bits() -> None:
     _compare("cpu", 3)
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_the_same_bits_on_a_device() -> None:
     run_alone(_compare, "late", 2)
 

@@ -122,6 +122,7 @@ def _follows_ddp(ranks: SimulatedRanks, edit: Edit) -> None:
     torch.testing.assert_close([*found, values], wanted, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_grad_reads_and_counts_as_with_ddp(world_size, edit):
@@ -248,6 +249,7 @@ def _on_late_processes(ranks: Ranks) -> None:
     _step_with_late_ranks(ranks, 4, Case(dtype="bf16"), edits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_changes_do_not_reach_peers_that_read_later(world_size):
     run_on_processes(_on_late_processes, world_size)

@@ -116,6 +116,7 @@ def _same(ranks: SimulatedRanks, dtype: str) -> None:
             assert {s for _, s in shelf.log} == set(shelf.shards)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_losses_and_weights_are_those_without_offload(world_size: int, dtype: str) -> None:
@@ -568,6 +569,7 @@ def _planned(ranks: SimulatedRanks) -> None:
             assert down == sum(shelf.shards[s].nbytes for s in written)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_plan_counts_what_rests_and_what_travels(world_size: int) -> None:
     simulate(_planned, world_size)

@@ -206,5 +206,6 @@ def _colocate_all() -> None:
     simulate(_colocate, 2, Barrier(2), device="late")
 
 
+@pytest.mark.slow
 def test_another_program_has_the_device_while_training_sleeps() -> None:
     run_alone(_colocate_all)

@@ -126,6 +126,7 @@ def _sets(ranks: SimulatedRanks, is_local: bool) -> None:
         assert engine(**batch(5, 0, ranks.rank))["loss"].item() == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_local", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_is_set_is_what_the_step_uses(world_size, is_local):
@@ -175,5 +176,6 @@ def test_what_is_not_there_is_refused_by_name():
         states.get_full("gain", "grad")
 
 
+@pytest.mark.slow
 def test_states_are_set_where_ranks_share_memory() -> None:
     run_on_processes(_sets, 3, True)

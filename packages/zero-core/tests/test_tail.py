@@ -364,6 +364,7 @@ def _follow(ranks: SimulatedRanks, way: str, stage: int) -> None:
     assert list(map(type, model.parameters())) == classes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_tail_that_is_used_at_any_time_follows_ddp(way, stage) -> None:
@@ -507,6 +508,7 @@ def _follow_compiled(rank: int, world_size: int, way: str) -> None:
     engine.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "way", ["plain", "read last", pytest.param("read from a list", marks=pytest.mark.slow)]
 )

@@ -109,6 +109,7 @@ def _equals_whole(ranks: SimulatedRanks, stage: int, further: dict[str, Any]) ->
     torch.testing.assert_close(tiled_values, values_of_stage_0, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("further", [{}, {"activation_checkpointing": {}}], ids=["", "recomputed"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 3])

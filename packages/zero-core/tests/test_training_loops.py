@@ -139,6 +139,7 @@ def _follows_ddp(rank: int, world_size: int, name: str) -> None:
         torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=atol)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_numbers_are_those_of_ddp(world_size, name):

@@ -250,6 +250,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -268,12 +269,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bits_are_the_same_with(world_size, name):
     simulate(_same_bits, world_size, _Plain, _config(3) | SETTINGS[name])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -298,6 +301,7 @@ def _draws_the_same_alone() -> None:
     _draws_the_same(None, {})
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_numbers():
     run_alone(_draws_the_same_alone)
     run_on_processes(_draws_the_same, 2, {})

@@ -97,6 +97,7 @@ def _same_bits(
     torch.testing.assert_close(vertical[1], horizontal[1], rtol=0.0, atol=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
@@ -104,6 +105,7 @@ def test_bits_are_those_of_the_horizontal_schedule(world_size, stage, is_tied):
     simulate(_same_bits, world_size, _config(stage), 4, {"is_tied": is_tied})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
@@ -146,6 +148,7 @@ def _gathers_twice(ranks: SimulatedRanks, micro_steps: int) -> None:
     assert found["horizontal"].sent_bytes == micro_steps * found["vertical"].sent_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_steps", [2, 5])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_parameters_are_gathered_in_two_passes_per_step_however_many_micro_batches(

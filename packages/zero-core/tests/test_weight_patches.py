@@ -87,6 +87,7 @@ def test_a_receiver_is_bit_equal_after_two_hundred_versions(tmp_path):
     simulate(_many_versions, 2, 3, "bf16", str(tmp_path), 201)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow), "fp32"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 3])
