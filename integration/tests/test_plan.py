@@ -96,8 +96,7 @@ def measure_offload(rank: int, world_size: int, folder: str) -> None:
     (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_offload_takes_what_was_planned(world_size: int, tmp_path: Path) -> None:
     spawn(measure_offload, world_size, str(tmp_path))
     for rank in range(world_size):

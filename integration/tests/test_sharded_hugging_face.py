@@ -172,8 +172,7 @@ def _compare(rank: int, world_size: int, folder: str) -> None:
     del keep
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_values_are_those_of_the_same_flow_without(tmp_path: Path, world_size: int) -> None:
     spawn(_compare, world_size, str(tmp_path))
 

@@ -99,6 +99,7 @@ def test_interpreted_differences_have_the_bytes_and_values_of_plain_torch_in_eve
         assert set(interpreted_differences["modes"][str(itemsize)]) == modes
 
 
+@pytest.mark.slow
 def test_interpreted_values_have_the_bytes_values_and_verdicts_of_plain_torch(
     interpreted_differences: Any,
 ) -> None:
@@ -106,6 +107,7 @@ def test_interpreted_values_have_the_bytes_values_and_verdicts_of_plain_torch(
     assert interpreted_differences["wrong_of_damaged_values"] == []
 
 
+@pytest.mark.slow
 def test_interpreted_differences_refuse_damaged_bytes_as_plain_torch_does(
     interpreted_differences: Any,
 ) -> None:
