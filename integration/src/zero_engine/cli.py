@@ -374,7 +374,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove older checkpoints that are called by a prefix and their step; others always stay."""
+    """Remove older checkpoints whose tags are a prefix and a step number. Others always stay."""
     from zero_engine.checkpoints import prune as run_prune
 
     sys.exit(run_prune(directory, keep_last, keep_every, prefix, is_trial=dry_run, as_json=as_json))
@@ -461,7 +461,7 @@ def config(
         bool, typer.Option("--schema", help="Print the JSON Schema of configurations.")
     ] = False,
 ) -> None:
-    """Print the default configuration, to save and change; or an example, or the schema."""
+    """Print the default configuration, an example, or the JSON Schema."""
     if example is not None and schema:
         raise typer.BadParameter("--example and --schema exclude each other")
     if example is not None:

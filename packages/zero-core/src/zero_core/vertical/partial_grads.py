@@ -1,4 +1,4 @@
-"""Gradients of parameters that several segments use, before the last segment's part has come."""
+"""Gradients of parameters that several segments use, until the last segment has added its part."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PartialGrads:
     """
 
     def __init__(self, host: HostGradients | None) -> None:
-        """Without ``host`` they stay where they are."""
+        """Keep partial gradients in ``host``, or on their device if it is None."""
         self._host = host
         self._grads: dict[int, Tensor] = {}
         self._stored: dict[int, HostCopy] = {}

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: folders of this machine, and whatever fsspec reaches.
+"""Storage of checkpoints: folders of this machine, and any file system that fsspec serves.
 
 A checkpoint is committed by one write: the rename of its folder, or of the object `MANIFEST` where
 there are no renames. Nothing that was written before counts.
