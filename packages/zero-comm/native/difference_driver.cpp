@@ -19,13 +19,18 @@ std::int64_t count_blocks(std::int64_t numel) {
   return (numel + kDifferenceBlock - 1) / kDifferenceBlock;
 }
 
-// Calls encode(first, numel, descriptors, codes) for every grain of elements, each into the room of
-// its raw elements, and closes the gaps. Returns the number of bytes.
+// Calls encode(first, numel, descriptors, codes) for all elements, or on several threads for every
+// grain of them, each into the room of its raw elements, and closes the gaps. Returns the number of
+// bytes.
 template <class Encode>
 std::int64_t encode_grains(std::int64_t itemsize, std::int64_t numel, std::uint8_t* out,
                            int num_threads, const Encode& encode) {
   auto* const descriptors = reinterpret_cast<std::uint16_t*>(out);
   std::uint8_t* const codes = out + count_blocks(numel) * 2;
+  const std::int64_t most_threads = std::min<std::int64_t>(num_threads, numel / kThreadNumel);
+  if (most_threads <= 1) {  // there are no gaps
+    return count_blocks(numel) * 2 + encode(0, numel, descriptors, codes);
+  }
   const std::int64_t num_grains = (numel + kGrainNumel - 1) / kGrainNumel;
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(num_grains));
   const auto run = [&](std::int64_t grain) {
@@ -34,8 +39,7 @@ std::int64_t encode_grains(std::int64_t itemsize, std::int64_t numel, std::uint8
         encode(first, std::min(kGrainNumel, numel - first), descriptors + grain * kGrainBlocks,
                codes + first * itemsize);
   };
-  share_grains(num_grains, std::min<std::int64_t>(num_threads, numel / kThreadNumel),
-               [&] { return run; });
+  share_grains(num_grains, most_threads, [&] { return run; });
   std::int64_t end = 0;
   for (std::int64_t grain = 0; grain < num_grains; ++grain) {
     const auto length = lengths[static_cast<std::size_t>(grain)];
