@@ -67,7 +67,7 @@ def pytest_collection() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the rows of long grids that the gate leaves out, before it is told which are slow."""
+    """Mark the rows of long grids that the gate leaves out, before ``-m`` deselects any."""
     mark_rows_slow(items)
 
 

@@ -49,7 +49,6 @@ def grid(
     return read_gaps(folder, world_size)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[_name(c) for c in CASES])
 def test_offloaded_steps_follow_ddp(grid: dict[int, Gap], index: int) -> None:
     case, gap = CASES[index], grid[index]

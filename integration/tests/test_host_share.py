@@ -128,7 +128,6 @@ def _compare_shares(ranks: SimulatedRanks, dtype: str) -> None:
             engine.close()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("_scripted")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_no_share_changes_a_bit_under_a_schedule(dtype: str) -> None:

@@ -71,7 +71,7 @@ def grid(
     return [(case, found[index]) for index, case in enumerate(cases)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("3ranks")
 def test_state_on_nvme_gives_the_bits_of_host_memory_at_every_stage(
     grid: list[tuple[Case, Gap]],
 ) -> None:

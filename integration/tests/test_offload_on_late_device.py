@@ -111,7 +111,6 @@ def _run(world_size: int) -> None:
             assert len(shares) == (1 + len(MOVED) if case is AUTO else 1), shares
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_offload_has_the_bits_of_the_cpu(world_size: int) -> None:
     run_alone(_run, world_size)

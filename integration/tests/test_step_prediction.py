@@ -59,7 +59,6 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
     return program.ends[-1].stop - program.ends[-2].stop
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
     drawn = [Times(), replace(Times(), log_s=3.0), *random_times(3)]

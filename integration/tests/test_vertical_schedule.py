@@ -149,7 +149,7 @@ def _same_bits(
         torch.testing.assert_close(found[1], expected[1], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("2-gpt2")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_those_of_the_horizontal_schedule(world_size, name):
@@ -203,7 +203,7 @@ def _offloads(ranks: SimulatedRanks, offload: dict[str, Any], folder: str) -> No
     _same_bits(ranks, "llama", configs, param_tier=create_param_tier)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("2-cpu-1.0-True")
 @pytest.mark.parametrize("offload", OFFLOADS, ids=lambda o: "-".join(map(str, _flat(o))) or "none")
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_the_same_with_offloaded_parameters_and_states(world_size, offload, tmp_path):

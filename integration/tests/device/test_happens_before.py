@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -529,6 +528,5 @@ def _waits_in_source() -> set[str]:
     return {place for place in found if "/testing/" not in place}
 
 
-@pytest.mark.slow
 def test_nothing_is_unordered_and_every_wait_is_needed() -> None:
     run_alone(_check, list(PROGRAMS))

@@ -19,9 +19,9 @@ std::int64_t count_blocks(std::int64_t numel) {
   return (numel + kDifferenceBlock - 1) / kDifferenceBlock;
 }
 
-// Calls encode(first, numel, descriptors, codes) for all elements, or on several threads for every
-// grain of them, each into the room of its raw elements, and closes the gaps. Returns the number of
-// bytes.
+// Encodes by encode(first, numel, descriptors, codes), and returns the number of bytes. One thread
+// makes one call. Several make one for every grain, into the room of its raw elements, and then the
+// gaps are closed.
 template <class Encode>
 std::int64_t encode_grains(std::int64_t itemsize, std::int64_t numel, std::uint8_t* out,
                            int num_threads, const Encode& encode) {

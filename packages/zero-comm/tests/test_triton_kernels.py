@@ -90,7 +90,6 @@ def test_kernels_compile_for_amd_with_ieee_division(compiled: Any) -> None:
     assert "v_div_fixup_f32" in compiled["hip"]["encode rotated"]
 
 
-@pytest.mark.slow
 def test_interpreted_differences_have_the_bytes_and_values_of_plain_torch_in_every_mode(
     interpreted_differences: Any,
 ) -> None:
@@ -99,7 +98,6 @@ def test_interpreted_differences_have_the_bytes_and_values_of_plain_torch_in_eve
         assert set(interpreted_differences["modes"][str(itemsize)]) == modes
 
 
-@pytest.mark.slow
 def test_interpreted_values_have_the_bytes_values_and_verdicts_of_plain_torch(
     interpreted_differences: Any,
 ) -> None:
@@ -107,7 +105,6 @@ def test_interpreted_values_have_the_bytes_values_and_verdicts_of_plain_torch(
     assert interpreted_differences["wrong_of_damaged_values"] == []
 
 
-@pytest.mark.slow
 def test_interpreted_differences_refuse_damaged_bytes_as_plain_torch_does(
     interpreted_differences: Any,
 ) -> None:

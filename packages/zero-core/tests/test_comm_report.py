@@ -127,7 +127,7 @@ def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
         engine.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("2-2")
 @pytest.mark.parametrize(
     ("world_size", "per_node"), [(1, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]
 )

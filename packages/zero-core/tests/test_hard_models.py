@@ -112,7 +112,6 @@ def _outside(engine: zero_core.Engine, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["reentrant", "plain", "shared", "parts", "pairs", "outside"])
 def test_blocks_used_in_unusual_ways_give_the_same_numbers_at_every_stage(how):
     simulate(_same_at_all_stages, 2, how)
@@ -250,7 +249,6 @@ def test_ranks_may_each_drop_one_block_in_between():
     simulate(_drops_one, 2)
 
 
-@pytest.mark.slow
 def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights(tmp_path):
     spawn(_skips_a_block, 2, str(tmp_path / "store"))
 

@@ -73,7 +73,6 @@ def _follow(ranks: SimulatedRanks, case: Case) -> None:
     torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("world_size", "stage", "is_recomputed"),
     [*((3, stage, False) for stage in range(4)), (2, 3, False), (2, 3, True)],

@@ -103,7 +103,7 @@ def _load_everywhere(rank: int, world_size: int, folder: str, dtype: str) -> Non
                 engine.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("3-fp32")
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
     [(1, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.slow), (3, "fp32")],

@@ -69,7 +69,6 @@ def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert [k for k in found if not torch.equal(found[k], expected[k])] == []
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stage", "dtype", "world_size"),
     [(0, "fp32", 2), (1, "bf16", 3), (2, "fp16", 2), (3, "bf16", 2), (3, "fp32", 1)],

@@ -205,7 +205,7 @@ def _end() -> None:
         dist.barrier()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("2-2", "3-1", "4-2")
 @pytest.mark.parametrize(
     ("world_size", "per_node"), [(1, 1), (2, 2), (3, 1), (3, 3), (4, 2), (6, 3)]
 )
@@ -298,6 +298,5 @@ def _fail() -> None:
     raise RuntimeError("of this rank's own making")
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_reported_to_whoever_waits_for_the_lane() -> None:
     spawn(_one_does_not_come, 4)

@@ -224,7 +224,6 @@ def _dtypes(ranks: SimulatedRanks, stage: int) -> None:
         torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 def test_communication_and_accumulation_dtypes_are_honoured(stage):
     simulate(_dtypes, 3, stage)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from zero_core.testing.sampled_rows import mark_rows_slow
@@ -19,6 +17,14 @@ def test_grid(stage, size): ...
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_small(stage): ...
+
+@pytest.mark.sampled("1", "3-late")
+@pytest.mark.parametrize("where", ["1", "2", "3-late"])
+def test_named(where): ...
+
+@pytest.mark.sampled("of another test")
+@pytest.mark.parametrize("stage", range(3))
+def test_misnamed(stage): ...
 
 @pytest.mark.parametrize("stage", range(4))
 def test_whole(stage): ...
@@ -36,16 +42,32 @@ class _Gate:
         self.rows += [item.name for item in items if item.get_closest_marker("slow") is None]
 
 
-def test_one_row_in_three_stays_of_a_sampled_grid_and_all_of_any_other(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    tmp_path = tmp_path_factory.mktemp("session")
     (tmp_path / "test_them.py").write_text(TESTS, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  sampled\n", "utf-8")
     gate = _Gate()
     options = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--collect-only")
     assert pytest.main([*options, str(tmp_path)], plugins=[gate]) == pytest.ExitCode.OK
-    grid = [name for name in gate.rows if name.startswith("test_grid")]
+    return gate.rows
+
+
+def test_one_row_in_three_stays_of_a_grid_and_has_each_value_of_its_parameters(
+    rows: list[str],
+) -> None:
+    grid = [name for name in rows if name.startswith("test_grid")]
     assert len(grid) == 7  # of 20, rounded up
     sizes, stages = zip(*(name[len("test_grid[") : -1].split("-") for name in grid), strict=True)
-    assert len(set(sizes)) > 2
-    assert len(set(stages)) > 2
-    others = [name for name in gate.rows if name not in grid]
-    assert others == ["test_small[0]", *(f"test_whole[{stage}]" for stage in range(4))]
+    assert set(sizes) == set("01234")
+    assert set(stages) == set("0123")
+
+
+def test_rows_that_are_named_stay_and_all_of_a_test_that_is_not_sampled(rows: list[str]) -> None:
+    assert [name for name in rows if not name.startswith("test_grid")] == [
+        "test_small[0]",
+        "test_named[1]",
+        "test_named[3-late]",
+        *(f"test_misnamed[{stage}]" for stage in range(3)),
+        *(f"test_whole[{stage}]" for stage in range(4)),
+    ]

@@ -29,7 +29,6 @@ def _train_in_process(rank: int, world_size: int, folder: str) -> None:
     torch.save([trace.losses, trace.values], f"{folder}/{rank}.pt")
 
 
-@pytest.mark.slow
 def test_simulated_ranks_compute_the_bits_of_processes(tmp_path) -> None:  # type: ignore[no-untyped-def]
     spawn(_train_in_process, 3, str(tmp_path))
     for rank, trace in enumerate(simulate(_train, 3, CASE)):

@@ -508,7 +508,7 @@ def _follow_compiled(rank: int, world_size: int, way: str) -> None:
     engine.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("read last")
 @pytest.mark.parametrize(
     "way", ["plain", "read last", pytest.param("read from a list", marks=pytest.mark.slow)]
 )

@@ -276,7 +276,6 @@ def test_bits_are_the_same_with(world_size, name):
     simulate(_same_bits, world_size, _Plain, _config(3) | SETTINGS[name])
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -93,7 +93,7 @@ def _wrapped(rank: int, world_size: int, how: str, folder: str) -> None:
             assert torch.equal(engine.states.get_full(name), state[own])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("both")
 @pytest.mark.parametrize(
     "how",
     [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,17 +12,43 @@ if TYPE_CHECKING:
 
 
 def mark_rows_slow(items: Iterable[pytest.Item]) -> None:
-    """Keep one row in ``n`` of each test marked ``sampled(n)``, and mark the others ``slow``.
+    """Mark rows of tests that are marked ``sampled`` as ``slow``. Those left are in the gate.
 
-    Which ones are kept depends on a digest of their names alone: every process and every run
-    keeps the same, and they are spread over all parameters of the grid. At least one is kept.
+    ``sampled(n)`` leaves one row in ``n``, and further ones until each value of a parameter that
+    several rows share is in one of them. Which rows they are depends on a digest of their names:
+    every process leaves the same ones. ``sampled("2", "3-bf16")`` leaves the rows of these ids. If
+    no such row was collected, all rows are left.
     """
-    rows_of = defaultdict(list)
+    rows_of: dict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("sampled")
         if marker is not None and item.get_closest_marker("slow") is None:
-            rows_of[item.nodeid.partition("[")[0], *marker.args].append(item)
-    for (_, n), rows in rows_of.items():
-        rows.sort(key=lambda row: hashlib.sha256(row.name.encode()).digest())
-        for row in rows[-(-len(rows) // n) :]:
-            row.add_marker("slow")
+            rows_of[item.nodeid.partition("[")[0], *marker.args].append(item)  # type: ignore[arg-type]
+    for (_, *args), rows in rows_of.items():
+        match args:
+            case [int(n)]:
+                kept = _choose(rows, -(-len(rows) // n))
+            case ids:
+                kept = [row for row in rows if row.callspec.id in ids] or rows
+        for row in rows:
+            if row not in kept:
+                row.add_marker("slow")
+
+
+def _choose(rows: Sequence[pytest.Function], least: int) -> list[pytest.Function]:
+    """Return ``least`` rows or more, which have each value that several rows share."""
+    left = sorted(rows, key=lambda row: hashlib.sha256(row.name.encode()).digest())
+    counts = Counter(value for row in rows for value in _values(row))
+    missing = {value for value, count in counts.items() if count > 1}
+    kept: list[pytest.Function] = []
+    while missing or len(kept) < least:
+        best = max(left, key=lambda row: len(_values(row) & missing))  # the first of equals
+        left.remove(best)
+        kept.append(best)
+        missing -= _values(best)
+    return kept
+
+
+def _values(row: pytest.Function) -> set[tuple[str, str]]:
+    """Return the row's value of each parameter."""
+    return {(name, repr(value)) for name, value in row.callspec.params.items()}
