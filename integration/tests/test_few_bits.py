@@ -67,8 +67,9 @@ def _compare_stages(ranks: SimulatedRanks) -> None:
             _assert_equal(found, expected, (stage, dtype, more))
 
 
-@pytest.mark.sampled("4-2")
-@pytest.mark.parametrize(("world_size", "per_node"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "per_node"), [pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]
+)
 def test_quantized_gradients_give_the_same_bits_at_every_stage(
     world_size: int, per_node: int
 ) -> None:
@@ -121,7 +122,13 @@ def _run_odd(ranks: SimulatedRanks) -> None:
             assert _relative_gap(found, expected) < 0.06, (mode, dtype)
 
 
-@pytest.mark.sampled("3-1")
-@pytest.mark.parametrize(("world_size", "per_node"), [(1, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "per_node"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (3, 1),
+        pytest.param(3, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_one_rank_one_node_and_odd_numbers_of_nodes_work(world_size: int, per_node: int) -> None:
     simulate(_run_odd, world_size, ranks_per_node=per_node)

@@ -156,8 +156,10 @@ def _on_other_things(rank: int, world_size: int) -> None:
         zero.Init(param_swapper=object())
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_parameters_are_whole_within_and_changes_stay(world_size: int) -> None:
     spawn(_use, world_size)
 

@@ -76,8 +76,7 @@ def compare_ratios(ranks: SimulatedRanks) -> list[object]:
     return wrong
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_neither_ratio_nor_stage_changes_a_bit_under_any_rule(world_size: int) -> None:
     assert simulate(compare_ratios, world_size) == [[]] * world_size
 
@@ -214,8 +213,7 @@ def resume(ranks: SimulatedRanks, folder: str) -> list[object]:
     return wrong
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_resumed_run_with_compact_states_is_bit_identical(world_size: int, tmp_path: Path) -> None:
     """And its checkpoint loads into fp32 states at another stage and ratio."""
     assert simulate(resume, world_size, str(tmp_path)) == [[]] * world_size

@@ -92,7 +92,7 @@ def test_lossless_gradients_send_less_between_nodes(stage: int, dtype: str, shar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_node", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("per_node", [1, 2])
 def test_lossless_gradients_change_no_bit_on_a_late_device(per_node: int) -> None:
     run_alone(on_late_device, per_node, [(1, "fp32", 0.5), (3, "bf16", 0.5)], BOTH, {})
 

@@ -88,7 +88,7 @@ def test_lossless_weights_send_less_between_nodes(stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_node", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("per_node", [1, 2])
 def test_lossless_weights_change_no_bit_on_a_late_device(per_node: int) -> None:
     cases = [(stage, "bf16", 0.0) for stage in STAGES]
     top = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}

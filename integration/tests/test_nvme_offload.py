@@ -58,7 +58,9 @@ def _compare(rank: int, world_size: int, cases: list[Case], folder: str) -> None
     compare_with_ddp(rank, world_size, cases, folder, STEPS)
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"{n}ranks")
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 3], ids=lambda n: f"{n}ranks"
+)
 def grid(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[Case, Gap]]:
@@ -71,7 +73,6 @@ def grid(
     return [(case, found[index]) for index, case in enumerate(cases)]
 
 
-@pytest.mark.sampled("3ranks")
 def test_state_on_nvme_gives_the_bits_of_host_memory_at_every_stage(
     grid: list[tuple[Case, Gap]],
 ) -> None:

@@ -100,8 +100,7 @@ def _as_named(ranks: SimulatedRanks) -> None:
                 each.close()
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_object_has_the_bits_of_the_same_optimizer_by_name(world_size):
     simulate(_as_named, world_size)
 
@@ -140,8 +139,7 @@ def _adds_up(rank: int, world_size: int) -> None:
             assert engine.memory_report() == before  # no buffer is lost
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_declared_micro_steps_add_up_where_none_are_configured(world_size):
     spawn(_adds_up, world_size)
 

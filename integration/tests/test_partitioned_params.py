@@ -431,8 +431,10 @@ def _load_quantized(rank: int, world_size: int) -> None:
     engine.close()
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_parameters_sharded_from_the_start(world_size: int) -> None:
     spawn(_all_of_it, world_size)
 

@@ -149,8 +149,10 @@ def _same_bits(
         torch.testing.assert_close(found[1], expected[1], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.sampled("2-gpt2")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "gpt2")],
+)
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_those_of_the_horizontal_schedule(world_size, name):
     configs = [_config(2), _config(3), _config(3, bf16={"enabled": True})]
@@ -174,11 +176,11 @@ def test_bits_are_the_same_with_the_models_own_checkpointing():
     run_on_processes(_with_own_checkpointing, 2)
 
 
+EARLY = {"offload_optimizer": {"device": "cpu", "ratio": 1.0, "update_in_backward": True}}
 OFFLOADS: list[dict[str, Any]] = [
     {},
     {"offload_optimizer": {"device": "cpu", "ratio": 1.0}},
     {"offload_optimizer": {"device": "cpu", "ratio": 0.4}},
-    {"offload_optimizer": {"device": "cpu", "ratio": 1.0, "update_in_backward": True}},
     {"offload_optimizer": {"device": "nvme", "ratio": 1.0}},
 ]
 
@@ -203,8 +205,11 @@ def _offloads(ranks: SimulatedRanks, offload: dict[str, Any], folder: str) -> No
     _same_bits(ranks, "llama", configs, param_tier=create_param_tier)
 
 
-@pytest.mark.sampled("2-cpu-1.0-True")
-@pytest.mark.parametrize("offload", OFFLOADS, ids=lambda o: "-".join(map(str, _flat(o))) or "none")
+@pytest.mark.parametrize(
+    "offload",
+    [EARLY, *(pytest.param(o, marks=pytest.mark.slow) for o in OFFLOADS)],
+    ids=lambda o: "-".join(map(str, _flat(o))) or "none",
+)
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_the_same_with_offloaded_parameters_and_states(world_size, offload, tmp_path):
     run_on_processes(_offloads, world_size, offload, str(tmp_path))

@@ -163,8 +163,7 @@ def _follow_in_processes(rank: int, world_size: int) -> None:
             torch.testing.assert_close(found[name], param.detach(), rtol=0.0, atol=atol)
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_processes_that_leave_out_or_skip_blocks_do_not_wait_for_ever(world_size: int) -> None:
     spawn(_follow_in_processes, world_size)
 

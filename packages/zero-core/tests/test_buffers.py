@@ -101,8 +101,10 @@ def _follows_ddp(rank: int, world_size: int) -> None:
             torch.testing.assert_close(found[1], buffers, rtol=0.0, atol=atol)
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_batch_norm_follows_ddp_in_training_evaluation_and_no_sync(world_size):
     spawn(_follows_ddp, world_size)
 

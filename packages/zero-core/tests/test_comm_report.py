@@ -127,9 +127,14 @@ def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
         engine.close()
 
 
-@pytest.mark.sampled("2-2")
 @pytest.mark.parametrize(
-    ("world_size", "per_node"), [(1, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]
+    ("world_size", "per_node"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (2, 2),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_sends_what_was_planned(world_size: int, per_node: int) -> None:
     spawn(_check, world_size, per_node, ranks_per_node=per_node)

@@ -170,8 +170,10 @@ def _build_both(rank: int, world_size: int) -> None:
                     assert torch.equal(a, b)
 
 
-@pytest.mark.sampled("3")
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
+)
 def test_shards_masters_and_buffers_are_those_of_an_ordinary_model(world_size: int) -> None:
     spawn(_build_both, world_size)
 

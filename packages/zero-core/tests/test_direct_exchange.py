@@ -204,7 +204,7 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
-@pytest.mark.parametrize("how", [pytest.param("programs", marks=pytest.mark.slow), "forked"])
+@pytest.mark.parametrize("how", ["programs", "forked"])
 def test_program_that_ends_with_a_gather_ends_well_on_all_ranks(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDS_AS_A_PROGRAM, how, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

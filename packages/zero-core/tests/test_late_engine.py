@@ -71,8 +71,10 @@ def test_whole_parameters_are_updated_with_the_bits_of_the_cpu() -> None:
     run_alone(_run_grid, 3, cases)
 
 
-@pytest.mark.sampled("3")
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
+)
 def test_every_stage_has_the_bits_of_the_cpu(world_size: int) -> None:
     run_alone(_run_grid, world_size, GRID)
 

@@ -103,10 +103,13 @@ def _load_everywhere(rank: int, world_size: int, folder: str, dtype: str) -> Non
                 engine.close()
 
 
-@pytest.mark.sampled("3-fp32")
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
-    [(1, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.slow), (3, "fp32")],
+    [
+        pytest.param(1, "fp32", marks=pytest.mark.slow),
+        pytest.param(2, "bf16", marks=pytest.mark.slow),
+        (3, "fp32"),
+    ],
 )
 def test_the_values_of_the_files_are_in_masters_parameters_and_buffers(
     tmp_path: Path, world_size: int, dtype: str

@@ -205,9 +205,16 @@ def _end() -> None:
         dist.barrier()
 
 
-@pytest.mark.sampled("2-2", "3-1", "4-2")
 @pytest.mark.parametrize(
-    ("world_size", "per_node"), [(1, 1), (2, 2), (3, 1), (3, 3), (4, 2), (6, 3)]
+    ("world_size", "per_node"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (2, 2),
+        (3, 1),
+        pytest.param(3, 3, marks=pytest.mark.slow),
+        (4, 2),
+        pytest.param(6, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_hosts_exchange_what_torch_distributed_would(world_size: int, per_node: int) -> None:
     spawn(_exchange, world_size, per_node)

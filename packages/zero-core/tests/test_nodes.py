@@ -30,8 +30,9 @@ def _assert_equal(found: Trace, expected: Trace) -> None:
     assert all(torch.equal(value, expected.values[n]) for n, value in found.values.items())
 
 
-@pytest.mark.sampled("bf16")
-@pytest.mark.parametrize("case", CASES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(CASES[0], marks=pytest.mark.slow), CASES[1]], ids=["fp32", "bf16"]
+)
 def test_stages_on_two_nodes_follow_ddp_and_give_the_bits_of_one_node(case: Case) -> None:
     on_one = simulate(_train, 4, case)
     for stage in range(4):

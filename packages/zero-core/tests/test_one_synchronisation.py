@@ -163,8 +163,10 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", CASES_OF)
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size: int) -> None:
     run_alone(_train_on_both, world_size)
 

@@ -250,7 +250,7 @@ def _on_late_processes(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_changes_do_not_reach_peers_that_read_later(world_size):
     run_on_processes(_on_late_processes, world_size)
 

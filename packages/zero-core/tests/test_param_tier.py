@@ -569,8 +569,7 @@ def _planned(ranks: SimulatedRanks) -> None:
             assert down == sum(shelf.shards[s].nbytes for s in written)
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_plan_counts_what_rests_and_what_travels(world_size: int) -> None:
     simulate(_planned, world_size)
 

@@ -78,8 +78,10 @@ def _measure_all(world_size: int, folder: str) -> None:
     Path(folder, "rows").write_text(json.dumps(rows))
 
 
-@pytest.mark.sampled("2")
-@pytest.mark.parametrize("world_size", JOBS_OF)
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
 def test_peak_is_what_was_planned(world_size: int, tmp_path: Path) -> None:
     run_alone(_measure_all, world_size, str(tmp_path))
     rows = json.loads((tmp_path / "rows").read_text())

@@ -18,14 +18,6 @@ def test_grid(stage, size): ...
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_small(stage): ...
 
-@pytest.mark.sampled("1", "3-late")
-@pytest.mark.parametrize("where", ["1", "2", "3-late"])
-def test_named(where): ...
-
-@pytest.mark.sampled("of another test")
-@pytest.mark.parametrize("stage", range(3))
-def test_misnamed(stage): ...
-
 @pytest.mark.parametrize("stage", range(4))
 def test_whole(stage): ...
 """
@@ -63,11 +55,10 @@ def test_one_row_in_three_stays_of_a_grid_and_has_each_value_of_its_parameters(
     assert set(stages) == set("0123")
 
 
-def test_rows_that_are_named_stay_and_all_of_a_test_that_is_not_sampled(rows: list[str]) -> None:
+def test_slow_rows_do_not_count_and_all_rows_stay_of_a_test_that_is_not_sampled(
+    rows: list[str],
+) -> None:
     assert [name for name in rows if not name.startswith("test_grid")] == [
         "test_small[0]",
-        "test_named[1]",
-        "test_named[3-late]",
-        *(f"test_misnamed[{stage}]" for stage in range(3)),
         *(f"test_whole[{stage}]" for stage in range(4)),
     ]

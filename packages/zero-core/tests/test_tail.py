@@ -508,9 +508,13 @@ def _follow_compiled(rank: int, world_size: int, way: str) -> None:
     engine.close()
 
 
-@pytest.mark.sampled("read last")
 @pytest.mark.parametrize(
-    "way", ["plain", "read last", pytest.param("read from a list", marks=pytest.mark.slow)]
+    "way",
+    [
+        pytest.param("plain", marks=pytest.mark.slow),
+        "read last",
+        pytest.param("read from a list", marks=pytest.mark.slow),
+    ],
 )
 def test_a_tail_of_a_model_that_is_compiled_as_a_whole_follows_ddp(way) -> None:
     spawn(_follow_compiled, 2, way)  # processes: torch compiles in one thread at a time

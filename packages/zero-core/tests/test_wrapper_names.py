@@ -93,14 +93,13 @@ def _wrapped(rank: int, world_size: int, how: str, folder: str) -> None:
             assert torch.equal(engine.states.get_full(name), state[own])
 
 
-@pytest.mark.sampled("both")
 @pytest.mark.parametrize(
     "how",
     [
         pytest.param("checkpoint", marks=pytest.mark.slow),
         pytest.param("compile", marks=pytest.mark.slow),
         "both",
-        "parts",
+        pytest.param("parts", marks=pytest.mark.slow),
     ],
 )
 def test_wrapped_models_have_the_names_of_the_model(how, tmp_path: Path):

@@ -12,24 +12,19 @@ if TYPE_CHECKING:
 
 
 def mark_rows_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark rows of tests that are marked ``sampled`` as ``slow``. Those left are in the gate.
+    """Keep one row in ``n`` of each test marked ``sampled(n)``, and mark the others ``slow``.
 
-    ``sampled(n)`` leaves one row in ``n``, and further ones until each value of a parameter that
-    several rows share is in one of them. Which rows they are depends on a digest of their names:
-    every process leaves the same ones. ``sampled("2", "3-bf16")`` leaves the rows of these ids. If
-    no such row was collected, all rows are left.
+    Further rows are kept until each value of a parameter that several rows share is in one of them.
+    Which rows they are depends on a digest of their names: every process keeps the same ones.
     """
-    rows_of: dict[tuple[object, ...], list[pytest.Function]] = defaultdict(list)
+    rows_of: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("sampled")
         if marker is not None and item.get_closest_marker("slow") is None:
-            rows_of[item.nodeid.partition("[")[0], *marker.args].append(item)  # type: ignore[arg-type]
-    for (_, *args), rows in rows_of.items():
-        match args:
-            case [int(n)]:
-                kept = _choose(rows, -(-len(rows) // n))
-            case ids:
-                kept = [row for row in rows if row.callspec.id in ids] or rows
+            (n,) = marker.args
+            rows_of[item.nodeid.partition("[")[0], n].append(item)  # type: ignore[arg-type]
+    for (_, n), rows in rows_of.items():
+        kept = _choose(rows, -(-len(rows) // n))
         for row in rows:
             if row not in kept:
                 row.add_marker("slow")
