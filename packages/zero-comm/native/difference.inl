@@ -120,15 +120,7 @@ struct Lanes<std::uint16_t> {
   static __m512i masked(Mask mask, __m512i x) { return _mm512_maskz_mov_epi16(mask, x); }
   static __m512i at_most(__m512i x, __m512i most) { return _mm512_min_epu16(x, most); }
   static __m512i larger(__m512i a, __m512i b) { return _mm512_max_epu16(a, b); }
-  // As the functions of these names do, in every lane.
-  static __m512i ordered(__m512i bits) {
-    const __m512i flip = _mm512_or_si512(_mm512_srai_epi16(bits, 15), all(0x8000));
-    return _mm512_xor_si512(bits, flip);
-  }
-  static __m512i difference(__m512i old, __m512i now) {
-    const __m512i d = subtract(ordered(now), ordered(old));
-    return _mm512_xor_si512(_mm512_slli_epi16(d, 1), _mm512_srai_epi16(d, 15));
-  }
+  static __m512i signs(__m512i x) { return _mm512_srai_epi16(x, 15); }
   static __m512i shift_left(__m512i x, unsigned by) { return _mm512_slli_epi16(x, by); }
   static __m512i shift_right(__m512i x, unsigned by) { return _mm512_srli_epi16(x, by); }
   // Codes of at most 8 bits.
@@ -153,14 +145,7 @@ struct Lanes<std::uint32_t> {
   static __m512i masked(Mask mask, __m512i x) { return _mm512_maskz_mov_epi32(mask, x); }
   static __m512i at_most(__m512i x, __m512i most) { return _mm512_min_epu32(x, most); }
   static __m512i larger(__m512i a, __m512i b) { return _mm512_max_epu32(a, b); }
-  static __m512i ordered(__m512i bits) {
-    const __m512i flip = _mm512_or_si512(_mm512_srai_epi32(bits, 31), all(0x80000000u));
-    return _mm512_xor_si512(bits, flip);
-  }
-  static __m512i difference(__m512i old, __m512i now) {
-    const __m512i d = subtract(ordered(now), ordered(old));
-    return _mm512_xor_si512(_mm512_slli_epi32(d, 1), _mm512_srai_epi32(d, 31));
-  }
+  static __m512i signs(__m512i x) { return _mm512_srai_epi32(x, 31); }
   static __m512i shift_left(__m512i x, unsigned by) { return _mm512_slli_epi32(x, by); }
   static __m512i shift_right(__m512i x, unsigned by) { return _mm512_srli_epi32(x, by); }
   // Codes of at most 16 bits.
@@ -176,6 +161,21 @@ struct Lanes<std::uint32_t> {
                      : _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, in));
   }
 };
+
+// As `ordered` and `difference` of numbers, in every lane.
+template <class T>
+ZERO_COMM_INLINE __m512i ordered_lanes(__m512i bits) {
+  using L = Lanes<T>;
+  const __m512i top = L::all(static_cast<T>(T{1} << (Word<T>::kBits - 1)));
+  return _mm512_xor_si512(bits, _mm512_or_si512(L::signs(bits), top));
+}
+
+template <class T>
+ZERO_COMM_INLINE __m512i difference_lanes(__m512i old, __m512i now) {
+  using L = Lanes<T>;
+  const __m512i d = L::subtract(ordered_lanes<T>(now), ordered_lanes<T>(old));
+  return _mm512_xor_si512(L::shift_left(d, 1), L::signs(d));
+}
 
 // Counts the n values that are at least bounds[k] - offset. What follows them is zero. Few blocks
 // have a value of 255 - offset or more. Only these compare the bounds from 255 on.
@@ -258,8 +258,8 @@ ZERO_COMM_INLINE int collect(const T* old, const T* now, std::uint8_t* bitmap, T
   std::memcpy(bitmap, masks, sizeof masks);
   int found = 0;
   for (int k = 0; k < kNumVectors; ++k) {
-    const __m512i x = L::difference(_mm512_loadu_si512(old + k * L::kCount),
-                                    _mm512_loadu_si512(now + k * L::kCount));
+    const __m512i x = difference_lanes<T>(_mm512_loadu_si512(old + k * L::kCount),
+                                          _mm512_loadu_si512(now + k * L::kCount));
     if (changed > kMostListed) _mm512_storeu_si512(z + k * L::kCount, x);
     _mm512_storeu_si512(values + found, L::keep(masks[k], L::subtract(x, L::all(1))));
     found += count_bits(masks[k]);
