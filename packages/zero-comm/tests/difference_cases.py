@@ -90,7 +90,7 @@ def decoded(
     values = torch.full((GAP + numel + GAP,), 77, dtype=integers.dtype, device=old.device)
     values[GAP : GAP + numel] = integers
     own = values[GAP : GAP + numel]
-    is_good = codec.decode(buffer[GAP : GAP + nbytes], own.view(old.dtype))
+    is_good = bool(codec.decode(buffer[GAP : GAP + nbytes], own.view(old.dtype)))
     assert (values[:GAP] == 77).all()
     assert (values[GAP + numel :] == 77).all()
     return is_good, own

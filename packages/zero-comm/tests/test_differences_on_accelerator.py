@@ -16,6 +16,7 @@ from difference_cases import (
 from zero_comm.differences.codec import DifferenceCodec, find_codec
 from zero_comm.differences.difference_format import max_difference_nbytes
 from zero_comm.differences.message import max_message_nbytes, pack_difference, unpack_difference
+from zero_comm.differences.upload import UploadCodec
 
 if not torch.accelerator.is_available():
     pytest.skip("torch finds no accelerator", allow_module_level=True)
@@ -79,3 +80,24 @@ def test_encoding_waits_for_nothing_on_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert int(first) == int(again) < nbytes
+
+
+def test_uploads_arrive_on_the_device_without_waiting_for_it() -> None:
+    """CUDA alone can say that it was waited for."""
+    if find_codec(DEVICE).name != "triton" or DEVICE.type != "cuda":
+        pytest.skip("only Triton's codec on CUDA's devices doesn't wait, and is asked")
+    codec = UploadCodec()
+    old, new = pair(1 << 16, torch.bfloat16, 0.3, 5, 0)
+    room = torch.empty(codec.max_nbytes(old.numel(), 2), dtype=torch.uint8)
+    difference = room[: codec.encode(old, new, room, num_threads=1)].to(DEVICE)
+    ours, tried = old.to(DEVICE), old.to(DEVICE)
+    codec.decode(difference, tried)  # compiles
+    first = codec.checksum(ours)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        before = codec.checksum(ours)
+        codec.decode(difference, ours)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert int(first) == int(before) == int(codec.checksum(old))
+    assert torch.equal(integers_of(ours.cpu()), integers_of(new))

@@ -98,6 +98,10 @@ def test_interpreted_differences_have_the_bytes_and_values_of_plain_torch_in_eve
         assert set(interpreted_differences["modes"][str(itemsize)]) == modes
 
 
+def test_interpreted_checksums_are_those_of_plain_torch(interpreted_differences: Any) -> None:
+    assert interpreted_differences["wrong_checksums"] == []
+
+
 def test_interpreted_values_have_the_bytes_values_and_verdicts_of_plain_torch(
     interpreted_differences: Any,
 ) -> None:
@@ -120,6 +124,13 @@ def test_lossless_kernels_compile_for_each_gpu_and_load_elements_widely(compiled
     for name, text in texts.items():
         if "decode" not in name:
             assert re.search(r"ld\.global\.v4\.b32|load_dwordx4", text), name
+
+
+@pytest.mark.slow
+def test_checksum_kernel_compiles_for_each_gpu_and_loads_words_widely(compiled: Any) -> None:
+    assert len(compiled["checksums"]) == 3
+    for name, text in compiled["checksums"].items():
+        assert re.search(r"ld\.global\.v2\.b64|load_dwordx4", text), name
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from zero_comm import BlockFormat
 from zero_comm.differences import triton_blocks, triton_codec
-from zero_comm.quantizer import triton_backend, triton_tiles
+from zero_comm.quantizer import triton_backend, triton_checksum, triton_tiles
 from zero_comm.values import triton_blocks as value_blocks
 from zero_comm.values import triton_codec as value_codec
 
@@ -124,6 +124,13 @@ def values(name: str, itemsize: int, target: GPUTarget) -> str:
     return assembly(kernel, arguments, value_codec.constants_of(itemsize), target)
 
 
+def checksum(target: GPUTarget) -> str:
+    """The kernel of checksums."""
+    arguments = {"words_ptr": "*i64", "odd_ptr": "*i64", "sums_ptr": "*i64", "num_words": "i64"}
+    constants = {"WORDS": triton_checksum.WORDS, "TURNS": triton_checksum.TURNS, "num_warps": 4}
+    return assembly(triton_checksum.sum_kernel, arguments, constants, target)
+
+
 def main() -> None:
     """Compile, print."""
     cuda = {
@@ -142,7 +149,9 @@ def main() -> None:
         for itemsize in (2, 4)
         for target in (CUDA, HOPPER, HIP)
     }
-    print(json.dumps({"cuda": cuda, "hip": hip, "differences": differences}))
+    checksums = {str(target.arch): checksum(target) for target in (CUDA, HOPPER, HIP)}
+    found = {"cuda": cuda, "hip": hip, "differences": differences, "checksums": checksums}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,12 @@ from difference_cases import (
     wrong_verdicts,
 )
 from difference_strategies import Pair, pairs
+from forced_backend import forced
 from hypothesis import given, settings
 from torch import Tensor
 
 from zero_comm.differences.triton_codec import CODEC
+from zero_comm.quantizer.checksum import checksum_of
 from zero_comm.values.triton_codec import CODEC as VALUE_CODEC
 
 CPU = torch.device("cpu")
@@ -63,6 +65,20 @@ def of_values() -> dict[str, Any]:
     return {"wrong_values": wrong, "wrong_of_damaged_values": verdicts}
 
 
+def wrong_checksums() -> list[int]:
+    """Lengths in bytes whose checksum by the kernel is not that of plain torch."""
+    values = torch.arange(13_000, dtype=torch.int64).mul_(-7046029254386353131).view(torch.int16)
+    found = []
+    for numel in (0, 1, 4, 4095, 4096, 4097, 16_384, 20_003, 52_000):
+        sums = []
+        for name in ("torch", "triton"):
+            with forced(name):
+                sums.append(int(checksum_of(values[:numel])))
+        if sums[0] != sums[1]:
+            found.append(2 * numel)
+    return found
+
+
 def main() -> None:
     """Run all cases."""
     torch.set_num_threads(1)
@@ -84,6 +100,7 @@ def main() -> None:
     hold_against_torch()
     found = {"modes": modes, "wrong": wrong, "wrong_of_damaged": wrong_of_damaged}
     found |= {"damaged": num_damaged, "refused": num_refused}
+    found["wrong_checksums"] = wrong_checksums()
     print(json.dumps({**found, **of_values()}))
 
 

@@ -99,7 +99,7 @@ def decoded_values(
     integers = integers_of(like)
     values = torch.full((GAP + numel + GAP,), 77, dtype=integers.dtype, device=like.device)
     own = values[GAP : GAP + numel]
-    is_good = codec.decode(placed[GAP : GAP + nbytes], own.view(like.dtype))
+    is_good = bool(codec.decode(placed[GAP : GAP + nbytes], own.view(like.dtype)))
     assert (values[:GAP] == 77).all()
     assert (values[GAP + numel :] == 77).all()
     return is_good, own

@@ -29,7 +29,7 @@ from zero_comm.differences.message import (
     pack_difference,
     unpack_difference,
 )
-from zero_comm.quantizer.checksum import checksums
+from zero_comm.quantizer.checksum import checksum_of, checksums
 
 _NONE: Final = -1
 """Sent for a version where nothing is kept."""
@@ -138,13 +138,4 @@ class PublishedGather(WeightGather):
 
 def _checksum(slices: list[Tensor]) -> Tensor:
     """Return one checksum of values: int64, without dimensions, on their device."""
-    return checksums(torch.stack([_of_slice(part) for part in slices]).view(torch.uint8))
-
-
-def _of_slice(values: Tensor) -> Tensor:
-    whole = values.view(torch.uint8)
-    if whole.numel() % 8 or whole.data_ptr() % 8:
-        padded = torch.zeros(-(-whole.numel() // 8) * 8, dtype=torch.uint8, device=values.device)
-        padded[: whole.numel()] = whole
-        whole = padded
-    return checksums(whole)
+    return checksums(torch.stack([checksum_of(part) for part in slices]).view(torch.uint8))

@@ -28,7 +28,9 @@ class DifferenceCodec(Protocol):
     def name(self) -> str:
         """Name in ``ZERO_COMM_BACKEND``."""
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> Tensor:
+    def encode(
+        self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int | None = None
+    ) -> Tensor:
         """Write the differences from ``old`` to ``new``, of one dtype and length.
 
         Args:
@@ -36,21 +38,22 @@ class DifferenceCodec(Protocol):
             new: read.
             out: uint8, `max_difference_nbytes` long, at an even address; its bytes past the result
                 are undefined.
+            num_threads: of a compiled kernel on the host; None for as many as torch has.
 
         Returns:
             How many bytes were written: int64, without dimensions, on the tensors' device.
         """
 
-    def decode(self, buffer: Tensor, values: Tensor) -> bool:
-        """Change ``values`` from the old to the new ones.
+    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
+        """Change ``values`` from the old to the new ones. Triton's does not wait for the device.
 
         Args:
             buffer: uint8, exactly the bytes of the differences, at an even address.
             values: the old values; overwritten.
 
         Returns:
-            Whether the bytes are ones that an encoder may have written. Where they aren't, some of
-            the values have changed.
+            Whether the bytes are ones that an encoder may have written: bool, without dimensions,
+            on the tensors' device. Where they aren't, some of the values have changed.
         """
 
 

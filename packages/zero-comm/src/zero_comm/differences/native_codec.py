@@ -20,7 +20,9 @@ class NativeCodec:
 
     name = "native"
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> Tensor:
+    def encode(
+        self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int | None = None
+    ) -> Tensor:
         length = _kernels.encode_difference(
             active_isa(),
             old.element_size(),
@@ -28,12 +30,12 @@ class NativeCodec:
             on_host(new).data_ptr(),
             old.numel(),
             on_host(out).data_ptr(),
-            torch.get_num_threads(),
+            num_threads or torch.get_num_threads(),
         )
         return torch.tensor(length)
 
-    def decode(self, buffer: Tensor, values: Tensor) -> bool:
-        return _kernels.decode_difference(
+    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
+        is_good = _kernels.decode_difference(
             active_isa(),
             values.element_size(),
             on_host(buffer).data_ptr(),
@@ -42,6 +44,7 @@ class NativeCodec:
             values.numel(),
             torch.get_num_threads(),
         )
+        return torch.tensor(is_good)
 
 
 CODEC: Final = NativeCodec()

@@ -35,7 +35,9 @@ class TorchCodec:
 
     name = "torch"
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> Tensor:
+    def encode(
+        self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int | None = None
+    ) -> Tensor:
         numel, end = old.numel(), descriptors_nbytes(old.numel())
         descriptors = out[:end].view(torch.int16)
         for first in range(0, num_blocks(numel), _CHUNK_BLOCKS):
@@ -46,7 +48,10 @@ class TorchCodec:
             end += codes.numel()
         return torch.tensor(end, device=out.device)
 
-    def decode(self, buffer: Tensor, values: Tensor) -> bool:
+    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
+        return torch.tensor(self._decode(buffer, values), device=values.device)
+
+    def _decode(self, buffer: Tensor, values: Tensor) -> bool:
         numel, start = values.numel(), descriptors_nbytes(values.numel())
         if buffer.numel() < start:
             return False

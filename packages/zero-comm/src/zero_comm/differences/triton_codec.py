@@ -1,8 +1,7 @@
 """Codec of Triton kernels for CUDA, ROCm and XPU, or Triton's interpreter on a CPU.
 
 It gives the bytes and values of `zero_comm.differences.torch_codec`; `triton_blocks` has the
-kernels. Encoding never waits for the device. Decoding waits once, to return whether the bytes are
-good.
+kernels. Neither encoding nor decoding waits for the device.
 """
 
 from __future__ import annotations
@@ -32,11 +31,13 @@ class TritonCodec:
 
     name = "triton"
 
-    def encode(self, old: Tensor, new: Tensor, out: Tensor) -> Tensor:
+    def encode(
+        self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int | None = None
+    ) -> Tensor:
         kernels = choose_kernel, encode_kernel
         return encode_tiles(kernels, (old, new), out, constants_of(old.element_size()))
 
-    def decode(self, buffer: Tensor, values: Tensor) -> bool:
+    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         return decode_tiles(decode_kernel, buffer, values, constants_of(values.element_size()))
 
 
@@ -73,17 +74,17 @@ def encode_tiles(
     return ends[-1] + start
 
 
-def decode_tiles(kernel: Any, buffer: Tensor, values: Tensor, constants: dict[str, Any]) -> bool:
+def decode_tiles(kernel: Any, buffer: Tensor, values: Tensor, constants: dict[str, Any]) -> Tensor:
     """Change ``values`` by the blocks of ``buffer``. Returns whether all are good."""
     numel, start = values.numel(), descriptors_nbytes(values.numel())
     if buffer.numel() < start or not numel:
-        return buffer.numel() == start
+        return torch.tensor(buffer.numel() == start, device=values.device)
     descriptors, codes = buffer[:start].view(torch.int16), buffer[start:]
     is_bad = torch.zeros((), dtype=torch.int32, device=values.device)
     places = descriptors, _block_ends(descriptors), codes
     arguments = *places, _integers_of(values), is_bad, numel, codes.numel()
     _launch_tiles(kernel, values, arguments, constants)
-    return not int(is_bad)
+    return is_bad == 0
 
 
 def _launch_tiles(

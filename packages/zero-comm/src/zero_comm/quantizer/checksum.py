@@ -31,8 +31,9 @@ def checksums(rows: Tensor) -> Tensor:
         int64, [...], on the device of ``rows``.
     """
     words = rows.view(torch.int64)
-    if find_backend_name(rows.device) == "native":
-        return _native_sums(words)
+    name = find_backend_name(rows.device)
+    if name != "torch":
+        return _sums_by_row(words, name)
     total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
     odd = _odd_numbers(words.device)
     size = _WORDS_PER_TURN * _TURNS_AT_ONCE
@@ -43,12 +44,35 @@ def checksums(rows: Tensor) -> Tensor:
     return total
 
 
-def _native_sums(words: Tensor) -> Tensor:
+def checksum_of(values: Tensor) -> Tensor:
+    """Return the checksum of the bytes of any values, as of zeros after them to a multiple of 8.
+
+    Args:
+        values: 1-D, contiguous, at any address.
+
+    Returns:
+        int64, without dimensions, on the device of ``values``.
+    """
+    whole = values.view(torch.uint8)
+    # torch views words only at an offset of whole words, even where there are none.
+    if whole.numel() % 8 or whole.data_ptr() % 8 or whole.storage_offset() % 8:
+        padded = torch.zeros(-(-whole.numel() // 8) * 8, dtype=torch.uint8, device=values.device)
+        padded[: whole.numel()] = whole
+        whole = padded
+    return checksums(whole)
+
+
+def _sums_by_row(words: Tensor, backend: str) -> Tensor:
+    """Return what `checksums` does, by a kernel of the backend."""
     if words.dim() > 1:
-        sums = [_native_sums(row) for row in words]
+        sums = [_sums_by_row(row, backend) for row in words]
         return torch.stack(sums) if sums else words.new_zeros(words.shape[:-1])
-    native = import_module("zero_comm.quantizer.native_backend")
-    return torch.tensor(native.sum_words(words, _odd_numbers(words.device)))
+    odd = _odd_numbers(words.device)
+    if backend == "native":
+        native = import_module("zero_comm.quantizer.native_backend")
+        return torch.tensor(native.sum_words(words, odd))
+    found: Tensor = import_module("zero_comm.quantizer.triton_checksum").sum_words(words, odd)
+    return found
 
 
 @cache

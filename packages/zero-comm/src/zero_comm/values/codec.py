@@ -41,7 +41,7 @@ class ValueCodec(Protocol):
             How many bytes were written: int64, without dimensions, on the tensors' device.
         """
 
-    def decode(self, buffer: Tensor, values: Tensor) -> bool:
+    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         """Fill ``values``.
 
         Args:
@@ -49,8 +49,8 @@ class ValueCodec(Protocol):
             values: overwritten.
 
         Returns:
-            Whether the bytes are ones that an encoder may have written. Where they aren't, the
-            values are undefined.
+            Whether the bytes are ones that an encoder may have written: bool, without dimensions,
+            on the tensors' device. Where they aren't, the values are undefined.
         """
 
 

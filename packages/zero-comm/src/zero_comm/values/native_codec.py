@@ -30,8 +30,8 @@ class NativeCodec:
         )
         return torch.tensor(length)
 
-    def decode(self, buffer: Tensor, values: Tensor) -> bool:
-        return _kernels.decode_values(
+    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
+        is_good = _kernels.decode_values(
             active_isa(),
             values.element_size(),
             on_host(buffer).data_ptr(),
@@ -40,6 +40,7 @@ class NativeCodec:
             values.numel(),
             torch.get_num_threads(),
         )
+        return torch.tensor(is_good)
 
 
 CODEC: Final = NativeCodec()

@@ -46,7 +46,10 @@ class TorchCodec:
             end += codes.numel()
         return torch.tensor(end, device=out.device)
 
-    def decode(self, buffer: Tensor, values: Tensor) -> bool:
+    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
+        return torch.tensor(self._decode(buffer, values), device=values.device)
+
+    def _decode(self, buffer: Tensor, values: Tensor) -> bool:
         start = descriptors_nbytes(values.numel())
         if buffer.numel() < start:
             return False

@@ -1,7 +1,7 @@
 """Codec of Triton kernels for CUDA, ROCm and XPU, or Triton's interpreter on a CPU.
 
 It gives the bytes and values of `zero_comm.values.torch_codec`; `triton_blocks` has the kernels.
-Encoding never waits for the device. Decoding waits once, to return whether the bytes are good.
+Neither encoding nor decoding waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TritonCodec:
         kernels = choose_kernel, encode_kernel
         return encode_tiles(kernels, (values,), out, constants_of(values.element_size()))
 
-    def decode(self, buffer: Tensor, values: Tensor) -> bool:
+    def decode(self, buffer: Tensor, values: Tensor) -> Tensor:
         return decode_tiles(decode_kernel, buffer, values, constants_of(values.element_size()))
 
 

@@ -1,0 +1,52 @@
+"""Lossless differences of parameters on their way from host memory to a device.
+
+Entry point ``lossless`` of the group ``zero_core.upload_codecs``. The host encodes, the device
+decodes, and both compute checksums of the values that a difference starts from. Nothing waits for
+the device. The bytes never leave the process, so they have no header.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zero_comm.differences.codec import find_codec
+from zero_comm.differences.difference_format import ITEMSIZES, max_difference_nbytes
+from zero_comm.quantizer.checksum import checksum_of
+
+
+class UploadCodec:
+    """`zero_offload.protocols.UploadCodec` by the codecs of `zero_comm.differences.codec`.
+
+    Tensors are 1-D and contiguous.
+    """
+
+    def max_nbytes(self, numel: int, itemsize: int) -> int:
+        """Return the most bytes of a difference, or 0 where elements are neither 2 nor 4 bytes."""
+        return max_difference_nbytes(numel, itemsize) if itemsize in ITEMSIZES else 0
+
+    def checksum(self, values: Tensor) -> Tensor:
+        """Return a checksum of the bytes of ``values``: int64, without dimensions, beside them."""
+        return checksum_of(values)
+
+    def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
+        """Write the difference from ``old`` to ``new``, both in host memory.
+
+        Args:
+            old: of the dtype and length of ``new``.
+            new: read.
+            out: uint8, `max_nbytes` long, at an even address; undefined past the result.
+            num_threads: of the kernel.
+
+        Returns:
+            How many bytes were written.
+        """
+        return int(find_codec(old.device).encode(old, new, out, num_threads=num_threads))
+
+    def decode(self, difference: Tensor, values: Tensor) -> None:
+        """Change ``values`` from the old to the new ones, on their device's current stream.
+
+        Args:
+            difference: uint8, exactly the bytes that `encode` wrote, at an even address.
+            values: overwritten.
+        """
+        find_codec(values.device).decode(difference, values)
