@@ -14,7 +14,8 @@ from typing import Any
 import cpu_adam
 from zero_comm import create_collectives
 from zero_comm.collectives import ExactGradients, QuantizedCollectives
-from zero_comm.footprint import CommFootprint, comm_footprint
+from zero_comm.differences.upload import UploadCodec as LosslessUploadCodec
+from zero_comm.footprint import CommFootprint, comm_footprint, upload_nbytes
 from zero_comm.transport.protocol import CodingCollectives
 from zero_comm.transport.protocol import TransportCollectives as CommTransport
 from zero_comm.values.message import GradientMessages
@@ -28,6 +29,7 @@ from zero_core.plan.footprints import (
     ParamFootprintFactory,
     TierFootprint,
     TierFootprintFactory,
+    UploadFootprint,
 )
 from zero_core.protocols import (
     AccumulatingTier,
@@ -51,6 +53,7 @@ from zero_core.protocols import (
     StateTierFactory,
     TimedTier,
     TransportCollectives,
+    UploadCodec,
     WholeStateTier,
     Work,
 )
@@ -75,6 +78,7 @@ from zero_offload.protocols import DeviceTierFactory as OffloadDeviceTierFactory
 from zero_offload.protocols import ParamStore as OffloadParamStore
 from zero_offload.protocols import SnapshotTier as OffloadSnapshotTier
 from zero_offload.protocols import StateTier as OffloadStateTier
+from zero_offload.protocols import UploadCodec as OffloadUploadCodec
 from zero_offload.protocols import Work as OffloadWork
 from zero_offload.tiers.auto_tier import AutoTier
 from zero_offload.tiers.twin import TwinTier
@@ -127,6 +131,7 @@ def prove_what_is_handed_over(
     work: OffloadWork,
     memory: DeviceMemory,
     watched: SnapshotTier,
+    codec: UploadCodec,
 ) -> None:
     """For mypy: what the engine hands to a part fits the part's own idea of it."""
     comm: CommTransport = transport
@@ -138,10 +143,12 @@ def prove_what_is_handed_over(
     fetched: Work = work
     offload_memory: OffloadDeviceMemory = memory
     offload_watched: OffloadSnapshotTier = watched
+    offload_codec: OffloadUploadCodec = codec
     del comm, offload, offload_kernel, offload_factory, offload_store, fetched, offload_memory
-    del offload_watched, coding
+    del offload_watched, coding, offload_codec
 
 
+upload_codec: UploadCodec = LosslessUploadCodec()
 adam_kernel: AdamKernel = cpu_adam
 adagrad_kernel: AdagradKernel = cpu_adam
 sgd_kernel: SgdKernel = cpu_adam
@@ -154,6 +161,7 @@ device_tier_factory: DeviceTierFactory = DeviceTier
 param_tier_factory: ParamTierFactory = create_param_tier
 collectives_footprint_factory: CollectivesFootprintFactory = comm_footprint
 tier_footprint_factory: TierFootprintFactory = tier_footprint
+upload_footprint: UploadFootprint = upload_nbytes
 param_footprint_factory: ParamFootprintFactory = param_footprint
 
 FACTORIES: dict[str, tuple[Callable[..., Any], type]] = {
@@ -161,6 +169,7 @@ FACTORIES: dict[str, tuple[Callable[..., Any], type]] = {
     "zero_offload.create_tier": (create_tier, StateTierFactory),
     "zero_offload.create_param_tier": (create_param_tier, ParamTierFactory),
     "zero_comm.footprint.comm_footprint": (comm_footprint, CollectivesFootprintFactory),
+    "zero_comm.footprint.upload_nbytes": (upload_nbytes, UploadFootprint),
     "zero_offload.footprint.tier_footprint": (tier_footprint, TierFootprintFactory),
     "zero_offload.footprint.param_footprint": (param_footprint, ParamFootprintFactory),
     "zero_core.optim.device_tier.DeviceTier": (DeviceTier, DeviceTierFactory),
@@ -172,6 +181,11 @@ TYPES: dict[str, tuple[type, type]] = {
     "zero_core.comm.device.DeviceCollectives": (DeviceCollectives, TransportCollectives),
     "zero_comm.collectives.QuantizedCollectives": (QuantizedCollectives, StatefulCollectives),
     "zero_comm.values.message.GradientMessages": (GradientMessages, SliceCodec),
+    "zero_comm.differences.upload.UploadCodec": (LosslessUploadCodec, UploadCodec),
+    "zero_comm.differences.upload.UploadCodec, for a tier": (
+        LosslessUploadCodec,
+        OffloadUploadCodec,
+    ),
     "zero_comm.collectives.ExactGradients": (ExactGradients, AddingCollectives),
     "zero_comm.collectives.QuantizedCollectives, memory": (QuantizedCollectives, DeviceMemory),
     "zero_core.optim.device_tier.DeviceTier": (DeviceTier, AheadTier),

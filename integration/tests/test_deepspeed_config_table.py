@@ -115,6 +115,7 @@ EXAMPLES: dict[str, Any] = {
     "zero_optimization.offload_optimizer.pin_memory_bytes": 1000,
     "zero_optimization.offload_optimizer.update_in_backward": False,
     "zero_optimization.offload_optimizer.undo_buffer_size": 1000,
+    "zero_optimization.offload_optimizer.lossless_upload": True,
     "zero_optimization.offload_optimizer.state_dtype": "int8",
     "zero_optimization.offload_optimizer.numa": True,
     "zero_optimization.offload_param.device": "cpu",

@@ -112,12 +112,15 @@ def test_offload_takes_what_was_planned(world_size: int, tmp_path: Path) -> None
             assert planned == held["device"], (stage, dtype, ratio, state_dtype)
 
 
-def test_parameters_on_their_way_back_take_what_was_planned() -> None:
+@pytest.mark.parametrize("is_lossless", [False, True])
+def test_parameters_on_their_way_back_take_what_was_planned(*, is_lossless: bool) -> None:
+    from zero_comm.differences.upload import UploadCodec
     from zero_offload.flat.geometry import Geometry
     from zero_offload.memory.host_memory import HostMemory
-    from zero_offload.tiers.transfer import HostMover
+    from zero_offload.transfers.mover import HostMover
 
-    config = make_config(3, "bf16", offload_optimizer={"device": "cpu", "pin_memory": False})
+    offload = {"device": "cpu", "pin_memory": False, "lossless_upload": is_lossless}
+    config = make_config(3, "bf16", offload_optimizer=offload)
     planned = zero_core.plan(GPT2, config, 2).memory
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2)
@@ -127,11 +130,16 @@ def test_parameters_on_their_way_back_take_what_was_planned() -> None:
     params = [(a, torch.zeros(n, dtype=torch.bfloat16)) for a, n in zip(starts, sizes, strict=True)]
     memory = HostMemory(should_pin=False)
     geometry = Geometry(sum(sizes), [], params, 0)
-    mover = HostMover(geometry, torch.device("cpu"), memory, is_staged=True)
+    codec = UploadCodec() if is_lossless else None
+    mover = HostMover(geometry, torch.device("cpu"), memory, is_staged=True, codec=codec)
+    buffers_nbytes = memory.pageable_bytes
     for _ in range(2):
         for start, shard in params:
             mover.open_spans([(start, start + shard.numel())])
-    assert planned.host["parameter copies"] == memory.pageable_bytes
+    assert planned.host["parameter copies"] == memory.pageable_bytes - buffers_nbytes
+    assert planned.host.get("published weights", 0) == mover.published_bytes
+    if is_lossless:
+        assert abs(buffers_nbytes / planned.host["differences"] - 1) < 0.02
 
 
 def test_a_hugging_face_configuration_is_planned_as_its_model() -> None:

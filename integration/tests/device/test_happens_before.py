@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 import cpu_adam
 import zero_core
 import zero_offload
+from zero_comm.differences.upload import UploadCodec
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import SimulatedRanks, late_device, run_alone, seeded, simulate
@@ -37,6 +38,7 @@ from zero_offload.tier import create_tier, make_device_tier
 from zero_offload.tiers import accumulation
 from zero_offload.tiers.progress import Progress, Published
 from zero_offload.tiers.worker import Worker
+from zero_offload.transfers import differences
 
 WIDTH = 48
 _ROOTS = tuple(package.__path__[0] for package in (zero_core, zero_offload))
@@ -121,6 +123,7 @@ class _HostKernels:
         originals = {
             "update": MemoryStepper.update,
             "square_sum": MemoryStepper.square_sum,
+            "encode": UploadCodec.encode,
             "add_up": accumulation.add_up,
             "submit": ThreadPoolExecutor.submit,
             "result": Future.result,
@@ -140,6 +143,13 @@ class _HostKernels:
         def add_up(terms: list[Tensor], out: Tensor) -> None:
             late_device.note_host_access("fold", reads=terms, writes=[out])
             originals["add_up"](terms, out)
+
+        def encode(
+            codec: UploadCodec, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int
+        ) -> int:
+            late_device.note_host_access("encode", reads=[new], writes=[out])
+            nbytes: int = originals["encode"](codec, old, new, out, num_threads=num_threads)
+            return nbytes
 
         def submit(executor: ThreadPoolExecutor, job: Callable[..., Any], *args: Any) -> Any:
             start, end = object(), object()
@@ -182,7 +192,7 @@ class _HostKernels:
 
         def wait(progress: Progress, start: int, stop: int) -> Any:
             found = originals["wait"](progress, start, stop)
-            for (owner, low, high), entry in self._entries.items():
+            for (owner, low, high), entry in list(self._entries.items()):
                 if owner == id(progress) and low < stop and start < high:
                     late_device.note_handover("receive", id(entry))
             return found
@@ -198,6 +208,7 @@ class _HostKernels:
             ),
             mock.patch.object(MemoryStepper, "square_sum", square_sum),
             mock.patch.object(accumulation, "add_up", add_up),
+            mock.patch.object(UploadCodec, "encode", encode),
             mock.patch.object(ThreadPoolExecutor, "submit", submit),
             mock.patch.object(Future, "result", result),
             mock.patch.object(Worker, "add", add),
@@ -245,6 +256,11 @@ CASES = {
             "offload_param": {"device": "cpu", "pin_memory": True},
             "stage3_param_persistence_threshold": 0,
         },
+    ),
+    "differences up": _config(
+        "bf16",
+        {"stage": 2, "offload_optimizer": {**OFFLOAD, "lossless_upload": True}},
+        optimizer={"type": "AdamW", "params": {"lr": 1e-5}},
     ),
     "parameters alone": _config(
         "bf16",
@@ -303,13 +319,39 @@ def _offloaded_optimizer(ratio: float) -> None:
         part.drain()
 
 
-def _tier(ratio: float) -> None:
-    """Gradients are offered on another stream, parameters read before and dropped after a step."""
+class _SmallSteps:
+    """A codec of one byte per element, whose decoding never waits for the device."""
+
+    def max_nbytes(self, numel: int, itemsize: int) -> int:
+        return numel * itemsize
+
+    def checksum(self, values: Tensor) -> Tensor:
+        places = torch.arange(values.numel(), device=values.device)
+        return (values.view(torch.int16) * (2 * places + 1)).sum()
+
+    def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
+        steps = new.view(torch.int16) - old.view(torch.int16)
+        late_device.note_host_access("encode", reads=[new], writes=[out])
+        out[: steps.numel()].view(torch.int8).copy_(steps)
+        is_small = bool((steps.abs() < 128).all())
+        return steps.numel() if is_small else 2 * steps.numel()  # that is sent whole
+
+    def decode(self, difference: Tensor, values: Tensor) -> None:
+        values.view(torch.int16).add_(difference.view(torch.int8))
+
+
+def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> None:
+    """Gradients are offered on another stream, parameters read before and dropped after a step.
+
+    With ``codec`` new values go up as differences. A single unit is updated in one run, and nobody
+    waits for the first step's new values.
+    """
     side = torch.Stream("late:0")
-    numel, units = 4096, 4
-    flat = torch.randn(units * numel).to("late:0", torch.bfloat16)
+    numel = 4096 if units > 1 else 900
+    flat = (1.0 + torch.rand(units * numel)).to("late:0", torch.bfloat16)
     shards = [(i * numel, flat[i * numel : (i + 1) * numel].clone()) for i in range(units)]
     group = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
+    block = {"pin_memory": True, "ratio": ratio, "lossless_upload": codec is not None}
     tier = create_tier(
         numel=units * numel,
         pieces=[(start, start + numel, 0) for start, _ in shards],
@@ -317,17 +359,21 @@ def _tier(ratio: float) -> None:
         device=torch.device("late:0"),
         optimizer_class=optim.AdamW,
         groups=[group],
-        config={"offload_optimizer": {"pin_memory": True, "ratio": ratio}},
+        config={"offload_optimizer": block},
         adam_kernel=cpu_adam,
         device_tier=make_device_tier,
+        upload_codec=codec,
     )
+    if codec is not None:
+        tier.write_state("master_weight", 0, flat.float())
     for _ in range(2):
-        tier.wait_params(0, tier.geometry.numel)
+        if units > 1:
+            tier.wait_params(0, tier.geometry.numel)
         side.wait_stream(torch.accelerator.current_stream())
         for start, shard in reversed(shards):
             with side:
                 tier.offer_grad(start, torch.ones_like(shard))
-        for _, shard in shards:
+        for _, shard in shards if units > 1 else ():
             shard.square()
         tier.step([group], range(units), grad_scale=1.0)
     for part in tier.parts:
@@ -456,6 +502,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "plain loop, twin": partial(_offloaded_optimizer, 0.5),
     "tier": partial(_tier, 1.0),
     "twin tier": partial(_tier, 0.5),
+    "tier, differences up": partial(_tier, 1.0, _SmallSteps()),
+    "one run, differences up": partial(_tier, 1.0, _SmallSteps(), 1),
     "device tier": _device_tier,
     "inputs on the host": _inputs_on_the_host,
     "gradients on the host": _gradients_on_the_host,
@@ -474,6 +522,7 @@ done depends on how fast the threads are."""
 def _check(names: list[str]) -> None:
     late_device.load()
     geometry.PUBLISHED_NUMEL = 1024  # several chunks per unit
+    differences.SHORTEST_NBYTES = 256
     is_reported: dict[str, bool] = {}  # by line: whether a race shows where it does not wait
     for name in chain.from_iterable(repeat(names, NUM_TRIES)):
         if name == names[0] and is_reported and all(is_reported.values()):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from zero_offload.protocols import StateTier
+from zero_offload.protocols import StateTier, UploadCodec
 from zero_offload.rules import codes
 from zero_offload.tier import create_tier, make_device_tier
 from zero_offload.tiers.flat_tier import DeviceTier
@@ -316,6 +316,7 @@ def make_tier(
     *,
     ratio: float = 1.0,
     kernel: Any = None,
+    upload_codec: UploadCodec | None = None,
     **block: Any,
 ) -> TwinTier:
     tier = create_tier(
@@ -328,6 +329,7 @@ def make_tier(
         config={"offload_optimizer": {"device": "cpu", "ratio": ratio, **block}},
         adam_kernel=kernel,
         device_tier=make_device_tier,
+        upload_codec=upload_codec,
     )
     tier.write_state("master_weight", 0, space.initial)
     return tier

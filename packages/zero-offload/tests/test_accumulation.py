@@ -28,9 +28,9 @@ from zero_offload.flat.grads import add_up
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.tiers.transfer import HostMover
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.tiers.worker import Job, Worker
+from zero_offload.transfers.mover import HostMover
 
 SEGMENTS = ((256, 360), (0, 256))  # backward ends with the first
 RATIOS = (0.0, 0.3, 1.0)

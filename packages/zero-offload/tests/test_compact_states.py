@@ -31,7 +31,7 @@ from zero_offload.rules.compact import Bf16AdamRule, EightBitAdamRule
 from zero_offload.rules.resolve import resolve_rule
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.tiers.transfer import HostMover
+from zero_offload.transfers.mover import HostMover
 
 COMPACT = ["int8", "bfloat16"]
 GROUPS = [group_of(optim.AdamW, lr=1e-2)]

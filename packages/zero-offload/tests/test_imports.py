@@ -13,6 +13,7 @@ LAYERS = [
     {"numa", "errors", "protocols", "threads"},
     {"settings", "flat", "memory"},
     {"rules"},
+    {"transfers"},
     {"steppers"},
     {"tiers", "local_parts"},
     {"tier", "param_tier", "storage", "testing"},

@@ -25,8 +25,8 @@ from zero_offload.testing.virtual_time import (
     VirtualTime,
 )
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.tiers.transfer import HostMover
 from zero_offload.tiers.worker import UpdateThread
+from zero_offload.transfers.mover import HostMover
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2)]
 NUM_UNITS, UNIT_NUMEL, CHUNK_NUMEL = 20, 120, 40
@@ -229,13 +229,13 @@ def test_waiting_for_a_copy_leaves_the_core_to_others() -> None:
 def test_a_gradient_is_kept_until_it_was_copied_or_released() -> None:
     clock = VirtualTime()
     compute, down = VirtualStream(clock, "compute"), VirtualStream(clock, "down")
-    up = VirtualStream(clock, "up")
+    up, checks = VirtualStream(clock, "up"), VirtualStream(clock, "checks")
 
     class OfTest(AcceleratorStreams):
         def current(self) -> torch.Stream:
             return compute
 
-    streams = OfTest(CPU, down, up)
+    streams = OfTest(CPU, down, up, checks)
     target = torch.zeros(4)
     grads: list[weakref.ref[Tensor]] = []
 

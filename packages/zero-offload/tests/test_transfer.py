@@ -1,87 +1,29 @@
 """Bytes that cross between device and host, their buffers, and their order.
 
-No accelerator is needed: `LateStreams` is a device whose copies run in threads of their own, late,
-as an accelerator's may. Whoever forgets to wait reads or overwrites the wrong numbers here too.
+No accelerator is needed: see `late_streams`.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 import warnings
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from late_streams import LateStreams
 from support import CPU, RATIOS, ReferenceAdam, Space, group_of, make_tier, train
 from torch import Tensor, optim
 
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.memory.streams import HostStreams
 from zero_offload.rules.plain import AdamRule
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.tiers.transfer import HostMover
+from zero_offload.transfers.mover import HostMover
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2)]
-
-
-class Fired(threading.Event):
-    """An event of such a stream."""
-
-    def query(self) -> bool:
-        return self.is_set()
-
-
-class _Queue:
-    """A stream: one thread that does what it is given in order, each item a little late."""
-
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        while (item := self._items.get()) is not None:
-            time.sleep(0.002)
-            item()
-
-    def put(self, item: Callable[[], None]) -> Fired:
-        done = Fired()
-        self._items.put(item)
-        self._items.put(done.set)
-        return done
-
-    def close(self) -> None:
-        self._items.put(None)
-        self._thread.join()
-
-
-class LateStreams(HostStreams):
-    """Copies run late in a down and an up queue; the caller's stream is the caller itself."""
-
-    def __init__(self) -> None:
-        self.down, self.up = _Queue(), _Queue()
-
-    def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
-        return cast(torch.Event, self.down.put(lambda: cast(None, target.copy_(source))))
-
-    def release(self, event: torch.Event) -> None:
-        cast(threading.Event, event).wait()
-
-    def wait(self, event: torch.Event) -> None:
-        cast(threading.Event, event).wait()
-
-    def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
-        return cast(torch.Event, self.up.put(lambda: cast(None, target.copy_(source))))
-
-    def arrive(self, event: torch.Event) -> None:
-        cast(threading.Event, event).wait()
 
 
 def _late_tier(space: Space, streams: LateStreams) -> HostTier:
@@ -119,8 +61,7 @@ def test_late_copies_change_no_number(dtype: torch.dtype) -> None:
     assert torch.equal(space.flat_params(), plain.flat_params())
     tier.write_state("master_weight", 10, torch.ones(300))
     assert torch.equal(space.flat_params()[10:310], torch.ones(300, dtype=dtype))
-    streams.down.close()
-    streams.up.close()
+    streams.close()
 
 
 def test_late_copies_of_discarded_gradients_do_no_harm() -> None:
@@ -133,8 +74,7 @@ def test_late_copies_of_discarded_gradients_do_no_harm() -> None:
     train(tier, space, GROUPS)
     train(make_tier(plain, optim.AdamW, GROUPS, kernel=ReferenceAdam()), plain, GROUPS)
     assert torch.equal(space.flat_params()[:253], plain.flat_params()[:253])
-    streams.down.close()
-    streams.up.close()
+    streams.close()
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -278,8 +218,7 @@ def test_staging_is_two_buffers_of_the_largest_chunk() -> None:
         tier.wait_params(0, space.numel)
     landing, staging = 2 * space.numel, 2 * 2 * 50
     assert memory.pageable_bytes == landing + staging
-    streams.down.close()
-    streams.up.close()
+    streams.close()
 
 
 def _refuse_to_lock(monkeypatch: pytest.MonkeyPatch, *, limit: int = 0) -> list[int]:

@@ -40,7 +40,7 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import Intervals
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.ring import HostRing
-from zero_offload.protocols import Groups, OptimizerClass, ParamStore
+from zero_offload.protocols import Groups, OptimizerClass, ParamStore, UploadCodec
 from zero_offload.rules.plain import AdamRule
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.memory_stepper import MemoryStepper
@@ -59,8 +59,8 @@ from zero_offload.tiers.clock import DeviceClock
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import DeviceTier, HostTier
 from zero_offload.tiers.share import host_share
-from zero_offload.tiers.transfer import DeviceMover, HostMover
 from zero_offload.tiers.twin import TwinTier
+from zero_offload.transfers.mover import DeviceMover, HostMover
 
 Mode = Literal["in backward", "after the decision", "with an undo log", "every step clipped"]
 MODES: tuple[Mode, ...] = (
@@ -391,6 +391,7 @@ class Job:
         device_tier: Any,
         names: Sequence[str] = (),
         param_store: ParamStore | None = None,
+        upload_codec: UploadCodec | None = None,
     ) -> TwinTier:
         settings = OffloadSettings.from_config(config)
         geometry = Geometry(numel, pieces, params, len(groups), published_numel=self._chunk_numel)

@@ -1,8 +1,8 @@
 """Closed forms of what quantized collectives send and keep, for plans that allocate nothing.
 
-Entry point ``collectives`` of the group ``zero_core.footprints``. `zero_comm.create_collectives`
-serves the same configuration for real. ZeRO++ (arXiv 2306.10209), sections 3.1 to 3.3; weight
-differences: SDP4Bit (arXiv 2410.15526).
+Entry points ``collectives`` and ``uploads`` of the group ``zero_core.footprints``.
+`zero_comm.create_collectives` serves the same configuration for real. ZeRO++ (arXiv 2306.10209),
+sections 3.1 to 3.3; weight differences: SDP4Bit (arXiv 2410.15526).
 
 [Note: phases and hops]
 W ranks, R of them per node, N = W / R nodes. Each rank holds a shard of s elements of a segment.
@@ -28,6 +28,7 @@ A shard that no message would shorten travels exactly.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ import torch
 
 from zero_comm.collectives.feedback import STORED
 from zero_comm.collectives.settings import DIFFERENCE, LOSSLESS, CommSettings
-from zero_comm.differences.expectation import expected_message_nbytes
+from zero_comm.differences.expectation import expected_difference_bits, expected_message_nbytes
 from zero_comm.differences.message import is_worthwhile, max_message_nbytes
 from zero_comm.quantizer.message import Packing
 from zero_comm.values.message import GradientMessages
@@ -96,6 +97,19 @@ def comm_footprint(
     return CommFootprint(
         settings, world_size, ranks_per_node, is_gathered=is_gathered, learning_rate=learning_rate
     )
+
+
+def upload_nbytes(*, numel: int, dtype: torch.dtype, learning_rate: float | None = None) -> int:
+    """Return the expected bytes of a lossless difference that goes from the host to a device.
+
+    Args:
+        numel: parameters in it.
+        dtype: of the parameters.
+        learning_rate: of the optimizer; None counts the parameters' own bytes, which are the most.
+    """
+    if learning_rate is None or not is_worthwhile(dtype, numel):
+        return numel * dtype.itemsize
+    return math.ceil(numel * expected_difference_bits(dtype, learning_rate) / 8)
 
 
 class CommFootprint:

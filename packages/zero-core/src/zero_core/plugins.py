@@ -42,6 +42,7 @@ from zero_core.protocols import (
     StateTier,
     StateTierFactory,
     TransportCollectives,
+    UploadCodec,
 )
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
@@ -52,6 +53,7 @@ COLLECTIVES = "zero_core.collectives"
 TIERS = "zero_core.state_tiers"
 PARAM_TIERS = "zero_core.param_tiers"
 KERNELS = "zero_core.adam_kernels"
+UPLOAD_CODECS = "zero_core.upload_codecs"
 FOOTPRINTS = "zero_core.footprints"
 REPORTS = "zero_core.reports"
 
@@ -95,6 +97,8 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
             _check_folder(f"{where}.nvme_path", offload.nvme_path)
         if group is TIERS and has_kernel_rule(config, None):
             _check_installed(KERNELS, "cpu", asked, "cpu-adam")
+        if group is TIERS and zero.offload_optimizer.lossless_upload:
+            _check_installed(UPLOAD_CODECS, "lossless", f"{where}.lossless_upload", "zero-comm")
     return config
 
 
@@ -256,6 +260,8 @@ def make_state_tier(
             "device_tier": DeviceTier,
             "names": [layout.params[p.param].name for p in placed],
         }
+        if zero.offload_optimizer.lossless_upload:
+            own["upload_codec"] = _load_upload_codec(memory.device)
     tier: StateTier = call_factory(make, **own)
     _check_members(tier)
     return tier
@@ -277,6 +283,15 @@ def _check_members(tier: object) -> None:
         + ", ".join(missing)
         + " (`keeps_grads` is `owns_grads` now)" * is_former
     )
+
+
+def _load_upload_codec(device: torch.device) -> UploadCodec:
+    asked = "zero_optimization.offload_optimizer.lossless_upload"
+    if device.type == "cpu":
+        _log.warning("%s has no effect: the model is computed on the CPU, nothing is sent", asked)
+    make = load_part(UPLOAD_CODECS, "lossless", asked_by=asked, distribution="zero-comm")
+    made: UploadCodec = make()
+    return made
 
 
 def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) -> Any:

@@ -653,6 +653,7 @@ class StateTierFactory(Protocol):
         device_tier: DeviceTierFactory,
         names: Sequence[str] = (),
         param_store: ParamStore | None = None,
+        upload_codec: UploadCodec | None = None,
     ) -> StateTier:
         """Make a tier for the local flat space.
 
@@ -674,9 +675,48 @@ class StateTierFactory(Protocol):
             device_tier: makes a tier on the compute device out of torch's own optimizer.
             names: of the parameters, one per piece; the engine always gives them.
             param_store: takes the new values of shards on the meta device; None if there are none.
+            upload_codec: of the differences that ``offload_optimizer.lossless_upload`` sends; the
+                engine passes it where the key is on.
 
         Raises:
             ValueError: a setting or an optimizer that it cannot serve, by name.
+        """
+
+
+class UploadCodec(Protocol):
+    """Lossless differences of parameters on their way from host memory to a device.
+
+    An entry point of ``zero_core.upload_codecs`` returns one. Tensors are 1-D and contiguous.
+    """
+
+    def max_nbytes(self, numel: int, itemsize: int) -> int:
+        """Return the most bytes of a difference, or 0 if such elements have none."""
+
+    def checksum(self, values: Tensor) -> Tensor:
+        """Return a checksum of the bytes of ``values``, without waiting for their device.
+
+        It is int64, without dimensions, on that device, and the same on every device.
+        """
+
+    def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
+        """Write the difference from ``old`` to ``new``, of one dtype, in host memory.
+
+        Args:
+            old: read.
+            new: read.
+            out: uint8, `max_nbytes` long, at an even address; undefined past the result.
+            num_threads: of the kernel.
+
+        Returns:
+            How many bytes were written.
+        """
+
+    def decode(self, difference: Tensor, values: Tensor) -> None:
+        """Change ``values`` from the old to the new ones, on their device's current stream.
+
+        Args:
+            difference: uint8, exactly the bytes that `encode` wrote, at an even address.
+            values: overwritten.
         """
 
 

@@ -14,6 +14,7 @@ split master  a bf16 parameter whose fp32 master weight is kept as the parameter
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -36,6 +37,7 @@ from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
 from zero_offload.steppers.undo import undo_capacity
 from zero_offload.tiers.accumulation import num_layers
 from zero_offload.tiers.share import end_share, is_chosen, state_bytes, within_budget
+from zero_offload.transfers.differences import NUM_BUFFERS, part_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ class TierFootprint:
             **kept,
             "gradient copies": self._grad_bytes(part, stop - start),
             "parameter copies": self._staging_bytes(part),
+            "published weights": sum(span.nbytes for span in self._sent_as_differences(part)),
+            "differences": NUM_BUFFERS * self._pinned(self._difference_room(part)),
             "undo log": self._undo_bytes(ratio),
         }
 
@@ -224,6 +228,8 @@ class TierFootprint:
         if part and self._num_added > 1:
             grad_dtypes = {self._geometry.master_dtype}  # the sum
         found = {"gradient copies": sum((stop - start) * d.itemsize for d in grad_dtypes)}
+        if room := self._difference_room(self._clipped(*self._host_span(ratio))):
+            found["differences"] = room
         if not self._is_accelerated:
             found["master weights"] = self._masters(part, needs_copy=False)
             found["optimizer states"] = self._states(start, stop)
@@ -236,6 +242,14 @@ class TierFootprint:
         down = self._num_added * sum(span.numel * span.grad_dtype.itemsize for span in part)
         down += sum(span.nbytes for span in rest if span.is_offloaded)
         return down, sum(span.nbytes for span in part if not span.is_offloaded)
+
+    def uploaded_numel(self, ratio: float) -> dict[torch.dtype, int]:
+        """Return the parameters that go from the host to the device in a step, by dtype."""
+        found: Counter[torch.dtype] = Counter()
+        for span in self._clipped(*self._host_span(ratio)):
+            if not span.is_offloaded:
+                found[span.dtype] += span.numel
+        return dict(found)
 
     def file_bytes(self, ratio: float) -> int:
         """Return the bytes of master weights and states in files, each read and written a step."""
@@ -313,6 +327,18 @@ class TierFootprint:
         held = [span.nbytes for span in part if span not in whole]
         buffers = packed(held, should_pin=self._settings.pin_memory)
         return staged + sum(self._pinned(sum(buffer)) for buffer in buffers)
+
+    def _sent_as_differences(self, part: Sequence[_Span]) -> list[_Span]:
+        if not self._is_accelerated or not self._settings.lossless_upload:
+            return []
+        return [s for s in part if not s.is_offloaded and s.dtype != torch.float64]
+
+    def _difference_room(self, part: Sequence[_Span]) -> int:
+        """Return the bytes of a buffer of one difference, with what a codec adds to values."""
+        longest = part_numel(self._geometry.published_numel)
+        sent = self._sent_as_differences(part)
+        most = max((min(s.numel, longest) * s.dtype.itemsize for s in sent), default=0)
+        return most + most // 64
 
     def _pinned(self, nbytes: int) -> int:
         """Return the bytes that torch page-locks for ``nbytes``: a power of two."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.local_parts import check_not_replicated, common_device, lay_out
-from zero_offload.protocols import AdamKernel, Groups, OptimizerClass
+from zero_offload.protocols import AdamKernel, Groups, OptimizerClass, UploadCodec
 from zero_offload.rules.resolve import resolve_update
 from zero_offload.rules.rule import MASTER
 from zero_offload.settings import HostShare, OffloadSettings
@@ -37,6 +37,7 @@ from zero_offload.tier import make_device_tier, make_twin
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.share import check_patterns, host_share
 from zero_offload.tiers.twin import TwinTier
+from zero_offload.transfers.differences import resolve_upload_codec
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -72,6 +73,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         state_dtype: of Adam's moments on the host: ``"float32"``, ``"bfloat16"`` or
             ``"int8"``; the last two need an ``adam_kernel`` and, for bf16 parameters, keep the
             master weight as the parameter and an int16 remainder.
+        upload_codec: sends new parameters to an accelerator as lossless differences: a codec, or
+            ``"lossless"`` for zero-comm's. It keeps what was sent last: 2 bytes of host memory per
+            16-bit parameter.
         numa: deprecated and without effect; start with ``torchrun --numa-binding`` instead.
         **optimizer_kwargs: passed on to ``optimizer_class``.
 
@@ -99,6 +103,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         numa: bool = False,
         adam_kernel: AdamKernel | str | None = None,
         state_dtype: str = "float32",
+        upload_codec: UploadCodec | str | None = None,
         **optimizer_kwargs: Any,
     ) -> None:
         self._update = resolve_update(optimizer_class, optimizer_kwargs, adam_kernel)
@@ -132,6 +137,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             groups=groups,
             adam_kernel=self._update.kernel,
             device_tier=make_device_tier,
+            upload_codec=resolve_upload_codec(upload_codec),
         )
         self.tier: TwinTier = make_twin(geometry, host, groups, tiers)
         self._note_versions()

@@ -36,6 +36,43 @@ class ParamStore(Protocol):
         """
 
 
+class UploadCodec(Protocol):
+    """Lossless differences of parameters on their way from host memory to a device.
+
+    Tensors are 1-D and contiguous.
+    """
+
+    def max_nbytes(self, numel: int, itemsize: int) -> int:
+        """Return the most bytes of a difference, or 0 if such elements have none."""
+
+    def checksum(self, values: Tensor) -> Tensor:
+        """Return a checksum of the bytes of ``values``, without waiting for their device.
+
+        It is int64, without dimensions, on that device, and the same on every device.
+        """
+
+    def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
+        """Write the difference from ``old`` to ``new``, of one dtype, in host memory.
+
+        Args:
+            old: read.
+            new: read.
+            out: uint8, `max_nbytes` long, at an even address; undefined past the result.
+            num_threads: of the kernel.
+
+        Returns:
+            How many bytes were written.
+        """
+
+    def decode(self, difference: Tensor, values: Tensor) -> None:
+        """Change ``values`` from the old to the new ones, on their device's current stream.
+
+        Args:
+            difference: uint8, exactly the bytes that `encode` wrote, at an even address.
+            values: overwritten.
+        """
+
+
 @runtime_checkable
 class AdamKernel(Protocol):
     """Adam in one pass over flat host memory.

@@ -88,6 +88,7 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
     "pin_memory_bytes": _num_bytes,
     "state_dtype": check_state_dtype,
     "undo_buffer_size": _num_bytes,
+    "lossless_upload": _boolean,
 }
 """Fields of `OffloadSettings` that are keys, and the check of each, called with value and name."""
 _SHARES = ("ratio", "parameters", "device_budget")
@@ -142,6 +143,7 @@ class OffloadSettings:
             memory.
         undo_buffer_size: most bytes of the undo log of updates ahead of a step's decision; None for
             room for all of them.
+        lossless_upload: send new parameters to an accelerator as lossless differences.
     """
 
     ratio: float | Literal["auto"] = 1.0
@@ -153,6 +155,7 @@ class OffloadSettings:
     parameters: tuple[str, ...] | None = None
     device_budget: int | None = None
     undo_buffer_size: int | None = None
+    lossless_upload: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> OffloadSettings:

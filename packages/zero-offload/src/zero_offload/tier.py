@@ -10,7 +10,14 @@ from torch import Tensor
 
 from zero_offload.flat.geometry import Geometry, freeze_groups
 from zero_offload.flat.intervals import Intervals
-from zero_offload.protocols import AdamKernel, DeviceTierFactory, Groups, OptimizerClass, ParamStore
+from zero_offload.protocols import (
+    AdamKernel,
+    DeviceTierFactory,
+    Groups,
+    OptimizerClass,
+    ParamStore,
+    UploadCodec,
+)
 from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tiers.auto_tier import AutoTier
@@ -18,8 +25,8 @@ from zero_offload.tiers.budget_tier import BudgetTier
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import DeviceTier
 from zero_offload.tiers.share import device_bytes, host_share, state_bytes
-from zero_offload.tiers.transfer import DeviceMover
 from zero_offload.tiers.twin import TwinTier
+from zero_offload.transfers.mover import DeviceMover
 
 
 def create_tier(
@@ -35,6 +42,7 @@ def create_tier(
     device_tier: DeviceTierFactory,
     names: Sequence[str] = (),
     param_store: ParamStore | None = None,
+    upload_codec: UploadCodec | None = None,
 ) -> TwinTier:
     """Create a tier with a share of its state on the host: all of it, unless the config says less.
 
@@ -65,11 +73,17 @@ def create_tier(
         device_tier: makes the device's part on an accelerator.
         names: of the parameters, one per piece; needed for ``parameters`` alone.
         param_store: takes new values of shards on the meta device.
+        upload_codec: of the differences that ``lossless_upload`` sends.
 
     Raises:
         ValueError: a setting or an optimizer that it cannot serve, by name.
     """
     settings = OffloadSettings.from_config(config)
+    if settings.lossless_upload and upload_codec is None:
+        raise ValueError(
+            "offload_optimizer.lossless_upload needs a codec: install zero-comm, which has one, or "
+            "pass upload_codec"
+        )
     geometry = Geometry(numel, pieces, params, len(groups))
     _check_one_width(params)
     tiers = OffloadTiers(
@@ -81,6 +95,7 @@ def create_tier(
         adam_kernel=adam_kernel,
         device_tier=device_tier,
         param_store=param_store,
+        upload_codec=upload_codec if settings.lossless_upload else None,
     )
     is_accelerated = device.type != "cpu"
     host = host_share(

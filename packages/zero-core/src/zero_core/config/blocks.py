@@ -67,6 +67,9 @@ class OffloadOptimizerConfig(_Block):
     """Most bytes of host memory per rank for the undo log of units updated in backward, where the
     step may still be clipped or cancelled. Units beyond it are updated after backward. None has
     room for all, if ``update_in_backward`` is true. Not in DeepSpeed's configuration."""
+    lossless_upload: bool = False
+    """Send new parameters to an accelerator as lossless differences, where its link is slow. The
+    host keeps what it sent last, and encodes. Not in DeepSpeed's configuration."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of Adam's moments on the host. Not in DeepSpeed's configuration."""
     numa: bool = unneeded(

@@ -108,6 +108,10 @@ def _of_optimizer_offload(config: Config) -> Iterator[_Rule]:
         "leave them out and set check_grad_overflow to false, or use device 'cpu'",
     )
     yield (
+        offload.lossless_upload and offload.device == "none",
+        f"{where}.lossless_upload needs device 'cpu' or 'nvme'",
+    )
+    yield (
         offload.device == "none" and len(given) > 0,
         f"{where}.{next(iter(given), '')} needs device 'cpu' or 'nvme'",
     )

@@ -136,6 +136,7 @@ def check_whole_update(
         "state_dtype": ("float32",),
         "update_in_backward": (None, False),
         "undo_buffer_size": (None,),
+        "lossless_upload": (False,),
     }
     found = config.zero_optimization.offload_optimizer.model_dump(include=set(served))
     given = {key: f"offload_optimizer.{key}" for key in served}

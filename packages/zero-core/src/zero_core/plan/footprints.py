@@ -130,6 +130,9 @@ class TierFootprint(Protocol):
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step from the device to the host and back."""
 
+    def uploaded_numel(self, ratio: float) -> Mapping[torch.dtype, int]:
+        """Return the parameters that go from the host to the device in a step, by dtype."""
+
     def file_bytes(self, ratio: float) -> int:
         """Return the bytes of master weights and states in files, each read and written a step."""
 
@@ -165,6 +168,9 @@ class WholeFootprint:
 
     def link_bytes(self, ratio: float) -> tuple[int, int]:
         return self.moved
+
+    def uploaded_numel(self, ratio: float) -> Mapping[torch.dtype, int]:
+        return {}  # they are sent whole: `link_bytes` has them
 
     def file_bytes(self, ratio: float) -> int:
         return 0
@@ -219,6 +225,18 @@ class ParamFootprintFactory(Protocol):
         """
 
 
+class UploadFootprint(Protocol):
+    """The entry point ``uploads``."""
+
+    def __call__(
+        self, *, numel: int, dtype: torch.dtype, learning_rate: float | None = None
+    ) -> int:
+        """Return the expected bytes of a lossless difference of ``numel`` parameters.
+
+        None as the learning rate counts the most bytes.
+        """
+
+
 class Footprints:
     """Loads the closed forms of installed packages and notes which packages are missing.
 
@@ -246,8 +264,7 @@ class Footprints:
         if make is None:
             return None
         block = zero.model_dump(mode="json")
-        optimizer = config.optimizer
-        learning_rate = None if is_worst_case or optimizer is None else optimizer.params.get("lr")
+        learning_rate = None if is_worst_case else _learning_rate(config)
         made: CollectivesFootprint = call_factory(
             make,
             config=block,
@@ -269,9 +286,35 @@ class Footprints:
         found: ParamFootprintFactory | None = self._load("param_tier", asked, "zero-offload")
         return found
 
+    def uploaded_bytes(self, config: Config, uploaded: Mapping[torch.dtype, int]) -> int | None:
+        """Return the expected bytes of parameters that go up as lossless differences.
+
+        Args:
+            config: with ``offload_optimizer.lossless_upload``.
+            uploaded: elements by dtype.
+
+        Returns:
+            None without zero-comm.
+        """
+        asked = "zero_optimization.offload_optimizer.lossless_upload"
+        found: UploadFootprint | None = self._load("uploads", asked, "zero-comm")
+        if found is None:
+            return None
+        rate = _learning_rate(config)
+        return sum(
+            found(numel=numel, dtype=dtype, learning_rate=rate) for dtype, numel in uploaded.items()
+        )
+
     def _load(self, name: str, asked_by: str, distribution: str) -> Any:
         try:
             return load_part(FOOTPRINTS, name, asked_by=asked_by, distribution=distribution)
         except MissingPartError as error:
             self.missing.setdefault(distribution, f"not counted: {error}")
             return None
+
+
+def _learning_rate(config: Config) -> float | None:
+    """Return the configured optimizer's learning rate, on which differences depend."""
+    optimizer = config.optimizer
+    found: float | None = None if optimizer is None else optimizer.params.get("lr")
+    return found

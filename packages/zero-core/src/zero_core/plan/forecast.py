@@ -152,6 +152,7 @@ class Forecast:
         updated = config.master_dtype(torch.bfloat16)
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
+        self._footprints = footprints
         self.collectives = footprints.collectives(config, world_size, ranks_per_node)
         self.tier = self._tier_footprint(drawn, memory, footprints)
         self._copies_bytes = self._bytes_of_copies(world_size > ranks_per_node)
@@ -378,6 +379,10 @@ class Forecast:
         resting shards as often as they are gathered.
         """
         down, up = (0, 0) if self.tier is None else self.tier.link_bytes(ratio)
+        offload = self._config.zero_optimization.offload_optimizer
+        if self.tier is not None and offload.lossless_upload:
+            found = self._footprints.uploaded_bytes(self._config, self.tier.uploaded_numel(ratio))
+            up = up if found is None else min(up, found)
         if self.tier is None:
             down += sum(
                 (stop - low) * s.dtype.itemsize for low, stop, s in self._spans if s in self.resting

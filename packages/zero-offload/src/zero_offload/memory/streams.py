@@ -3,7 +3,8 @@
 [Note: order of the streams]
 Three queues work at once on an accelerator: the caller's current stream (forward, backward, the
 device's half of the step), the *down* stream (gradients to the host) and the *up* stream
-(parameters to the device); the host's worker thread is a fourth actor.
+(parameters to the device); the host's worker thread is a fourth actor. Where parameters go up as
+differences, a further stream, *checks*, computes checksums of what they start from.
 
 1. down waits for the caller's stream: a gradient is read after it was computed.
 2. the worker waits for down: the host reads a gradient after it arrived.
@@ -15,6 +16,8 @@ device's half of the step), the *down* stream (gradients to the host) and the *u
    order: enqueued by the caller, the wait would hold back the copies of all steps before.
 5. the worker waits for up: a staging buffer is refilled after it was sent.
 6. the caller's stream waits for up (`arrive`): a parameter is read after its new value is there.
+7. checks waits for the caller's stream as up does, and for the earlier copies up of the same
+   parameters, but not for others: those may wait long.
 
 If the compute device is the CPU, each of them is a plain copy and no order is needed beyond that of
 the calls. Nothing here names CUDA: streams and events are ``torch.accelerator``'s.
@@ -24,14 +27,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from zero_offload.protocols import UploadCodec
+
 TimedCopy = tuple[str, torch.Event, torch.Event]
 """What is copied, and events of a stream before and after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A checksum of values on the device, on its way to the host.
+
+    Attributes:
+        total: int64, without dimensions, in host memory.
+        event: fires when it is there; None if it is.
+    """
+
+    total: Tensor
+    event: torch.Event | None
+
+
 _TO_HOST, _TO_DEVICE = "gradients to the host", "parameters to the device"
 _MAX_COPIES = 4096
 """Timed copies that are kept until they are taken."""
@@ -103,6 +124,36 @@ class HostStreams:
         target.copy_(source)
         return None
 
+    def checksum(
+        self, codec: UploadCodec, values: Tensor, total: Tensor, after: Iterable[torch.Event]
+    ) -> Checksum:
+        """Start to compute the checksum of parameters that `difference_to_device` will change.
+
+        Args:
+            codec: computes it.
+            values: on the device.
+            total: host memory for it, int64, without dimensions.
+            after: events of earlier copies up to ``values``.
+        """
+        total.copy_(codec.checksum(values))
+        return Checksum(total, None)
+
+    def make_room(self, nbytes: int) -> None:
+        """Allocate what differences of at most ``nbytes`` need on the device."""
+
+    def difference_to_device(
+        self, codec: UploadCodec, target: Tensor, difference: Tensor
+    ) -> torch.Event | None:
+        """Start to change values on the device by a difference, as `to_device`.
+
+        Args:
+            codec: decodes it.
+            target: on the device, the values that it starts from.
+            difference: uint8, in host memory; no longer than what `make_room` was called with.
+        """
+        codec.decode(difference, target)
+        return None
+
     def arrive(self, event: torch.Event) -> None:
         """Make the caller's current stream wait for a `to_device`."""
         raise AssertionError("copies within host memory leave no events")
@@ -115,12 +166,17 @@ class AcceleratorStreams(HostStreams):
         device: with its index.
         down: the stream of gradients.
         up: the stream of parameters.
+        checks: the stream of checksums.
     """
 
-    def __init__(self, device: torch.device, down: torch.Stream, up: torch.Stream) -> None:
+    def __init__(
+        self, device: torch.device, down: torch.Stream, up: torch.Stream, checks: torch.Stream
+    ) -> None:
         self.device = device
         self.down = down
         self.up = up
+        self.checks = checks
+        self._room = torch.empty(0, dtype=torch.uint8, device=device)
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients that down reads
         self._copies: deque[TimedCopy] = deque(maxlen=_MAX_COPIES)  # of two threads
 
@@ -168,7 +224,8 @@ class AcceleratorStreams(HostStreams):
         return self.current().record_event()
 
     def follow(self, event: torch.Event) -> None:
-        self.up.wait_event(event)  # 4: up waits for the readers
+        for stream in (self.up, self.checks):
+            stream.wait_event(event)  # 4: up waits for the readers
 
     def wait(self, event: torch.Event) -> None:
         """Block this thread, which holds no lock and no stream meanwhile."""
@@ -178,8 +235,35 @@ class AcceleratorStreams(HostStreams):
         """Enqueue on up. The event fires when the values have arrived."""
         with self.up, self._timed(_TO_DEVICE, self.up):
             target.copy_(source, non_blocking=True)
+        return self._written_on_up(target)
+
+    def _written_on_up(self, target: Tensor) -> torch.Event:
         target.record_stream(self.up)  # nobody else keeps it if its engine is dropped meanwhile
         return self.up.record_event()
+
+    def checksum(
+        self, codec: UploadCodec, values: Tensor, total: Tensor, after: Iterable[torch.Event]
+    ) -> Checksum:
+        """Enqueue on checks. The worker waits for it, so that ``values`` are not freed before."""
+        for event in after:
+            self.checks.wait_event(event)  # 7: checks waits for earlier copies of the same
+        with self.checks:
+            total.copy_(codec.checksum(values), non_blocking=True)
+        return Checksum(total, self.checks.record_event())
+
+    def make_room(self, nbytes: int) -> None:
+        with self.up:  # its memory is reused in the order of that stream
+            self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def difference_to_device(
+        self, codec: UploadCodec, target: Tensor, difference: Tensor
+    ) -> torch.Event:
+        """Enqueue on up, where differences take turns in one buffer of the device."""
+        arrived = self._room[: difference.numel()]
+        with self.up, self._timed(_TO_DEVICE, self.up):
+            arrived.copy_(difference, non_blocking=True)
+            codec.decode(arrived, target)
+        return self._written_on_up(target)
 
     def arrive(self, event: torch.Event) -> None:
         self.current().wait_event(event)  # 6: the caller waits for up
@@ -189,9 +273,8 @@ def open_streams(device: torch.device) -> HostStreams:
     if device.type == "cpu":
         return HostStreams()
     device = with_index(device)
-    return AcceleratorStreams(
-        device, torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
-    )
+    down, up, checks = (torch.Stream(device, priority=-1) for _ in range(3))
+    return AcceleratorStreams(device, down, up, checks)
 
 
 class Copy:

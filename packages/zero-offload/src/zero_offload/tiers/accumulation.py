@@ -29,7 +29,7 @@ from zero_offload.flat.grads import GradLedger, add_up
 from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.streams import enter_device, with_index
 from zero_offload.steppers.stepper import Stepper
-from zero_offload.tiers.transfer import HostMover, Release
+from zero_offload.transfers.mover import HostMover, Release
 
 SEPARATE_BYTES = 8
 """Most bytes per element for layers: four of 16 bits."""

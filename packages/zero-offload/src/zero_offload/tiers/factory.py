@@ -15,6 +15,7 @@ from zero_offload.protocols import (
     OptimizerClass,
     ParamStore,
     StateTier,
+    UploadCodec,
 )
 from zero_offload.rules.elementwise import check_elementwise
 from zero_offload.rules.resolve import check_kernel_class, resolve_rule
@@ -26,7 +27,7 @@ from zero_offload.steppers.stepper import SpanMemory, Stepper
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.tiers.clock import DeviceClock, HostClock
 from zero_offload.tiers.flat_tier import DeviceTier, HostTier
-from zero_offload.tiers.transfer import DeviceMover, HostMover
+from zero_offload.transfers.mover import DeviceMover, HostMover
 
 
 class OffloadTiers:
@@ -55,6 +56,7 @@ class OffloadTiers:
         adam_kernel: AdamKernel | None,
         device_tier: DeviceTierFactory,
         param_store: ParamStore | None = None,
+        upload_codec: UploadCodec | None = None,
     ) -> None:
         check_elementwise(optimizer_class)
         if adam_kernel is not None:
@@ -83,6 +85,7 @@ class OffloadTiers:
         self._settings = settings
         self._device_tier = device_tier
         self._param_store = param_store
+        self._upload_codec = upload_codec
 
     @property
     def can_undo(self) -> bool:
@@ -115,7 +118,8 @@ class OffloadTiers:
             should_pin=self._settings.pin_memory and not is_on_cpu,
             limit_bytes=self._settings.pin_memory_bytes,
         )
-        mover = HostMover(part, self.device, memory, store=self._store_of(share))
+        store, codec = self._store_of(share), self._upload_codec
+        mover = HostMover(part, self.device, memory, store=store, codec=codec)
         nvme = self._settings.nvme
         if nvme is None:
             # A split master weight has its upper half in the memory that is sent to the device.

@@ -26,8 +26,8 @@ from zero_offload.steppers.stepper import Chunk, Stepper
 from zero_offload.steppers.undo import UndoableStepper, UndoLog
 from zero_offload.tiers.accumulation import GradSums
 from zero_offload.tiers.progress import Progress, Published
-from zero_offload.tiers.transfer import Arrival, HostMover, Mover, Release
 from zero_offload.tiers.worker import HostThread, Job, Phase, Speculation, UpdateThread, Worker
+from zero_offload.transfers.mover import Arrival, HostMover, Mover, Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TierReport:
         num_kept: elements updated before the decision of their step, and kept.
         num_undone: elements updated before the decision of their step, and undone.
         memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
-            "optimizer states", "gradient copies" and "undo log".
+            "optimizer states", "gradient copies", "published weights" and "undo log".
     """
 
     has_kernel: bool
@@ -110,6 +110,7 @@ class FlatTier(ABC):
                 "master weights": num_bytes.master_copies,
                 "optimizer states": num_bytes.states,
                 "gradient copies": self._mover.grad_bytes,
+                "published weights": self._mover.published_bytes,
                 "undo log": 0 if log is None else log.num_bytes,
             },
         )

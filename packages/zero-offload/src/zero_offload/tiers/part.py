@@ -24,7 +24,7 @@ from zero_offload.protocols import (
 )
 from zero_offload.rules.rule import MASTER
 from zero_offload.tiers.flat_tier import FlatTier, HostTier, TierReport
-from zero_offload.tiers.transfer import Release
+from zero_offload.transfers.mover import Release
 
 _SQUARED_NUMEL = 1 << 24
 """Elements whose squares are summed at once: torch may convert so many to float64."""

@@ -42,7 +42,7 @@ from zero_offload.protocols import ChangeWatcher
 from zero_offload.steppers.stepper import Chunk, Stepper
 from zero_offload.steppers.undo import UndoLog
 from zero_offload.tiers.progress import Progress, Published
-from zero_offload.tiers.transfer import Arrival, Mover
+from zero_offload.transfers.mover import Arrival, Mover
 
 _MAX_UPDATES = 256
 

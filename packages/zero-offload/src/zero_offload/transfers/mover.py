@@ -15,6 +15,8 @@ offloaded          a parameter shard that is kept off the device. In host memory
                    one run's length until the store has taken them.
 held               a lasting host copy of a parameter shard, in place of staging, where the update
                    needs the 16-bit parameter itself (a master weight that is split in two).
+published weights  the values that were sent last, where new ones go up as differences: see
+                   `zero_offload.transfers.differences`.
 
 ZeRO-Offload (arXiv 2101.06840, section 4): per parameter and step one 16-bit gradient goes down
 and one 16-bit parameter goes up, the least that an offloaded optimizer state allows. A test
@@ -41,8 +43,9 @@ from zero_offload.flat.grads import GradLedger
 from zero_offload.flat.intervals import SpanMap
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import HostStreams, TimedCopy, open_streams
-from zero_offload.protocols import ParamStore
+from zero_offload.protocols import ParamStore, UploadCodec
 from zero_offload.rules.rule import KERNEL_DTYPES
+from zero_offload.transfers.differences import UploadDifferences
 
 _SUM = -1
 """Layer number of the sum of the micro-steps' gradients."""
@@ -69,6 +72,7 @@ class Mover(ABC):
         bytes_d2h: gradient bytes copied from the compute device to the host so far.
         bytes_h2d: parameter bytes brought from the host to the compute device so far.
         grad_bytes: bytes of the gradient staging.
+        published_bytes: host bytes of the values that differences start from.
 
     Raises:
         ValueError: there is a shard on meta and no store.
@@ -77,6 +81,7 @@ class Mover(ABC):
     bytes_d2h: int = 0
     bytes_h2d: int = 0
     grad_bytes: int = 0
+    published_bytes: int = 0
 
     def __init__(
         self, geometry: Geometry, device: torch.device, store: ParamStore | None = None
@@ -211,6 +216,10 @@ class HostMover(Mover):
     Args:
         streams: for another kind of device; found from ``device`` by default.
         is_staged: whether shards in host memory are staged too, as those of an accelerator.
+        codec: of differences as which new values are sent; None sends them whole.
+
+    Attributes:
+        differences: what is sent as differences; None if nothing is.
     """
 
     def __init__(
@@ -222,6 +231,7 @@ class HostMover(Mover):
         store: ParamStore | None = None,
         streams: HostStreams | None = None,
         is_staged: bool = False,
+        codec: UploadCodec | None = None,
     ) -> None:
         super().__init__(geometry, device, store)
         self._memory = memory
@@ -241,6 +251,11 @@ class HostMover(Mover):
             if self._must_stage(shard):
                 longest = min(shard.numel(), geometry.published_numel)
                 self._usual[shard.dtype] = max(self._usual.get(shard.dtype, 0), longest)
+        self.differences: UploadDifferences | None = None
+        staged = [i for i, (_, t) in enumerate(geometry.shards) if self._must_stage(t)]
+        if codec is not None and staged:
+            self.differences = UploadDifferences(geometry, staged, codec, memory, self._streams)
+            self.published_bytes = self.differences.num_bytes
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """Start the one copy down, into the staging of the gradient's dtype."""
@@ -347,6 +362,8 @@ class HostMover(Mover):
             for _, _, event in self._sent.overlaps(start, stop):
                 self._streams.wait(event)
             self._sent.discard(start, stop)
+            if self.differences is not None and self._must_stage(self.geometry.view(start, stop)):
+                self.differences.open(start, stop)
 
     def _staged_numel(self, spans: Sequence[tuple[int, int]]) -> dict[torch.dtype, int]:
         """Elements to be staged by dtype. No less than other spans need, so that memory stays."""
@@ -387,10 +404,14 @@ class HostMover(Mover):
         return self._staging[0].reserve(start, view.numel(), view.dtype)
 
     def send(self, start: int, view: Tensor) -> torch.Event | None:
-        self.bytes_h2d += view.numel() * view.element_size()
-        if not self._must_stage(view):
-            return None
-        event = self._streams.to_device(view, self.place(start, view))
+        nbytes, event = view.numel() * view.element_size(), None
+        if self._must_stage(view):
+            values = self.place(start, view)
+            if self.differences is None:
+                event = self._streams.to_device(view, values)
+            else:
+                event, nbytes = self.differences.send(start, view, values)
+        self.bytes_h2d += nbytes
         if event is not None:
             self._staging[0].sent = [event]  # copies up are in order
             if self.geometry.shard_at(start) in self._held:

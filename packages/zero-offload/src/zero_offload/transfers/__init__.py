@@ -1,0 +1,1 @@
+"""Copies between the compute device and a host tier's memory."""

@@ -1,0 +1,97 @@
+"""A device whose copies run in threads of their own, late, as an accelerator's may.
+
+No accelerator is needed. Whoever forgets to wait reads or overwrites the wrong numbers here too.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from zero_offload.memory.streams import Checksum, HostStreams
+from zero_offload.protocols import UploadCodec
+
+
+class Fired(threading.Event):
+    """An event of such a stream."""
+
+    def query(self) -> bool:
+        return self.is_set()
+
+
+class _Queue:
+    """A stream: one thread that does what it is given in order, each item a little late."""
+
+    def __init__(self, delay_s: float = 0.002) -> None:
+        self._delay_s = delay_s
+        self._items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (item := self._items.get()) is not None:
+            time.sleep(self._delay_s)
+            item()
+
+    def put(self, item: Callable[[], None]) -> Fired:
+        done = Fired()
+        self._items.put(item)
+        self._items.put(done.set)
+        return done
+
+    def close(self) -> None:
+        self._items.put(None)
+        self._thread.join()
+
+
+class LateStreams(HostStreams):
+    """Copies run late in a down and an up queue; the caller's stream is the caller itself.
+
+    Args:
+        up_s: seconds by which each item of the up queue is late.
+    """
+
+    def __init__(self, up_s: float = 0.002) -> None:
+        self.down, self.up, self.checks = _Queue(), _Queue(up_s), _Queue()
+
+    def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
+        return cast(torch.Event, self.down.put(lambda: cast(None, target.copy_(source))))
+
+    def release(self, event: torch.Event) -> None:
+        cast(threading.Event, event).wait()
+
+    def wait(self, event: torch.Event) -> None:
+        cast(threading.Event, event).wait()
+
+    def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
+        return cast(torch.Event, self.up.put(lambda: cast(None, target.copy_(source))))
+
+    def checksum(
+        self, codec: UploadCodec, values: Tensor, total: Tensor, after: Iterable[torch.Event]
+    ) -> Checksum:
+        earlier = [cast(threading.Event, event) for event in after]
+
+        def compute() -> None:
+            for event in earlier:
+                event.wait()
+            total.copy_(codec.checksum(values))
+
+        return Checksum(total, cast(torch.Event, self.checks.put(compute)))
+
+    def difference_to_device(
+        self, codec: UploadCodec, target: Tensor, difference: Tensor
+    ) -> torch.Event:
+        return cast(torch.Event, self.up.put(lambda: codec.decode(difference, target)))
+
+    def arrive(self, event: torch.Event) -> None:
+        cast(threading.Event, event).wait()
+
+    def close(self) -> None:
+        for stream in (self.down, self.up, self.checks):
+            stream.close()
