@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 import cpu_adam
 import zero_core
 import zero_offload
-from zero_comm.differences.upload import UploadCodec
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import SimulatedRanks, late_device, run_alone, seeded, simulate
@@ -123,7 +122,6 @@ class _HostKernels:
         originals = {
             "update": MemoryStepper.update,
             "square_sum": MemoryStepper.square_sum,
-            "encode": UploadCodec.encode,
             "add_up": accumulation.add_up,
             "submit": ThreadPoolExecutor.submit,
             "result": Future.result,
@@ -143,13 +141,6 @@ class _HostKernels:
         def add_up(terms: list[Tensor], out: Tensor) -> None:
             late_device.note_host_access("fold", reads=terms, writes=[out])
             originals["add_up"](terms, out)
-
-        def encode(
-            codec: UploadCodec, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int
-        ) -> int:
-            late_device.note_host_access("encode", reads=[new], writes=[out])
-            nbytes: int = originals["encode"](codec, old, new, out, num_threads=num_threads)
-            return nbytes
 
         def submit(executor: ThreadPoolExecutor, job: Callable[..., Any], *args: Any) -> Any:
             start, end = object(), object()
@@ -208,7 +199,6 @@ class _HostKernels:
             ),
             mock.patch.object(MemoryStepper, "square_sum", square_sum),
             mock.patch.object(accumulation, "add_up", add_up),
-            mock.patch.object(UploadCodec, "encode", encode),
             mock.patch.object(ThreadPoolExecutor, "submit", submit),
             mock.patch.object(Future, "result", result),
             mock.patch.object(Worker, "add", add),
@@ -256,11 +246,6 @@ CASES = {
             "offload_param": {"device": "cpu", "pin_memory": True},
             "stage3_param_persistence_threshold": 0,
         },
-    ),
-    "differences up": _config(
-        "bf16",
-        {"stage": 2, "offload_optimizer": {**OFFLOAD, "lossless_upload": True}},
-        optimizer={"type": "AdamW", "params": {"lr": 1e-5}},
     ),
     "parameters alone": _config(
         "bf16",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -40,34 +41,33 @@ def pairs(sources: Arrays, targets: Arrays) -> Iterator[tuple[object, object]]:
     return ((as_argument(sources[name]), as_argument(targets[name])) for name in targets)
 
 
-@pytest.mark.parametrize("shift", [0, 3])
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_old_values_are_kept_and_the_update_has_its_bits(isa, update, numel, num_threads, shift):
-    arrays = update.make(numel)
-    expected, before = copies(arrays), copies(states_of(arrays))
-    kept = like(before, shift)
-    run(getattr(cpu_adam, update.function), expected, **update.options)
-    options = {**update.options, "num_threads": num_threads}
-    copied = list(pairs(states_of(arrays), kept))
-    run(getattr(cpu_adam, update.function), arrays, copies=copied, **options)
-    assert_same(arrays, expected)
-    for name, values in before.items():
-        assert kept[name].tobytes() == values.tobytes()
+def test_old_values_are_kept_and_the_update_has_its_bits(isa, update, num_threads):
+    for numel, shift in product(LENGTHS, [0, 3]):
+        arrays = update.make(numel)
+        expected, before = copies(arrays), copies(states_of(arrays))
+        kept = like(before, shift)
+        run(getattr(cpu_adam, update.function), expected, **update.options)
+        options = {**update.options, "num_threads": num_threads}
+        copied = list(pairs(states_of(arrays), kept))
+        run(getattr(cpu_adam, update.function), arrays, copies=copied, **options)
+        assert_same(arrays, expected)
+        for name, values in before.items():
+            assert kept[name].tobytes() == values.tobytes()
 
 
-@pytest.mark.parametrize("numel", [1, 300, 2 * CHUNK + 5])
-def test_an_update_starts_from_what_is_copied_to_its_arrays(isa, update, numel):
-    sources = update.make(numel)
-    before, expected = copies(sources), copies(sources)
-    run(getattr(cpu_adam, update.function), expected, **update.options)
-    arrays = like(sources, 1)
-    arrays["grad"][...] = sources["grad"]
-    copied = list(pairs(sources, states_of(arrays)))
-    run(getattr(cpu_adam, update.function), arrays, copies=copied, **update.options)
-    assert_same(arrays, expected)
-    for name, values in before.items():
-        assert sources[name].tobytes() == values.tobytes()
+def test_an_update_starts_from_what_is_copied_to_its_arrays(isa, update):
+    for numel in [1, 300, 2 * CHUNK + 5]:
+        sources = update.make(numel)
+        before, expected = copies(sources), copies(sources)
+        run(getattr(cpu_adam, update.function), expected, **update.options)
+        arrays = like(sources, 1)
+        arrays["grad"][...] = sources["grad"]
+        copied = list(pairs(sources, states_of(arrays)))
+        run(getattr(cpu_adam, update.function), arrays, copies=copied, **update.options)
+        assert_same(arrays, expected)
+        for name, values in before.items():
+            assert sources[name].tobytes() == values.tobytes()
 
 
 def test_bits_of_nan_are_copied_as_they_are(isa):

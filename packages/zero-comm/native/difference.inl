@@ -713,7 +713,11 @@ std::uint64_t sum_words(const std::uint64_t* ZERO_COMM_RESTRICT words, std::int6
   for (std::int64_t start = 0, run = 0; start < count; start += kRun, ++run) {
     const std::int64_t size = count - start < kRun ? count - start : kRun;
     std::uint64_t sum = 0;
-    for (std::int64_t i = 0; i < size; ++i) sum += words[start + i] * odd[i];
+    for (std::int64_t i = 0; i < size; ++i) {
+      std::uint64_t word = words[start + i];
+      word = (word ^ (word >> 32)) * 0xd6e8feb86659fd93ull;
+      sum += (word ^ (word >> 32)) * odd[i];
+    }
     total += sum * static_cast<std::uint64_t>(2 * run + 1);
   }
   return total;

@@ -47,6 +47,22 @@ def test_checksums_are_the_same_at_any_address_and_by_any_backend(
 
 
 @every_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_checksum_sees_edits_of_a_column_of_weights(
+    backend: tuple[str, str], dtype: torch.dtype
+) -> None:
+    """The signs of every fourth 16-bit weight are the highest bits of words."""
+    weight = torch.randn(256, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    edits = [weight.clone() for _ in range(5)]
+    edits[1][:, 3].neg_()
+    edits[2][:, 3] = 0.0
+    edits[3][:2] = weight[:2].flip(0)
+    edits[4][:, 3] = weight[:, 3].roll(1)
+    with forced(*backend):
+        assert len({int(UploadCodec().checksum(x.flatten())) for x in edits}) == 5
+
+
+@every_backend
 def test_checksum_sees_a_changed_and_an_exchanged_value(backend: tuple[str, str]) -> None:
     codec = UploadCodec()
     values = torch.arange(5000).to(torch.int16)

@@ -126,8 +126,8 @@ def values(name: str, itemsize: int, target: GPUTarget) -> str:
 
 def checksum(target: GPUTarget) -> str:
     """The kernel of checksums."""
-    arguments = {"words_ptr": "*i64", "odd_ptr": "*i64", "sums_ptr": "*i64", "num_words": "i64"}
-    constants = {"WORDS": triton_checksum.WORDS, "TURNS": triton_checksum.TURNS, "num_warps": 4}
+    arguments = {"words_ptr": "*i64", "sums_ptr": "*i64", "num_words": "i64", "row_stride": "i64"}
+    constants = {"TURNS": triton_checksum.TURNS, "num_warps": 4}
     return assembly(triton_checksum.sum_kernel, arguments, constants, target)
 
 

@@ -1,8 +1,9 @@
 """Lossless differences of parameters on their way from host memory to a device.
 
 Entry point ``lossless`` of the group ``zero_core.upload_codecs``. The host encodes, the device
-decodes, and both compute checksums of the values that a difference starts from. Nothing waits for
-the device. The bytes never leave the process, so they have no header.
+decodes, and both compute checksums of the values that a difference starts from. The host waits for
+none of it where the device has Triton's kernels; plain torch's decoder waits. The bytes never leave
+the process, so they have no header.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class UploadCodec:
             old: of the dtype and length of ``new``.
             new: read.
             out: uint8, `max_nbytes` long, at an even address; undefined past the result.
-            num_threads: of the kernel.
+            num_threads: threads that encode.
 
         Returns:
             How many bytes were written.

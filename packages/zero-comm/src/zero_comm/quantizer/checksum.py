@@ -1,8 +1,10 @@
 """A checksum of bytes that runs on the device that holds them.
 
-It is a sum of 64-bit words modulo 2**64, each times two odd numbers that depend on its place: one
-of 1,024 in turn, and ``2 k + 1`` in the k-th turn. It detects every changed word and nearly every
-exchange of two. It detects accidents, not forgeries.
+It is a sum of mixed 64-bit words modulo 2**64, each times two odd numbers that depend on its place:
+one of 1,024 in turn, and ``2 k + 1`` in the k-th turn. A word is mixed without loss (shift,
+multiply, shift) before, so that a change of its highest bits reaches all of the sum's: the signs of
+a column of weights would cancel otherwise. Every single changed word is detected, and several with
+a probability of 1 - 2**-64, unless someone looks for ones that cancel.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zero_comm.quantizer.backend import find_backend_name
+from zero_comm.quantizer.checksum_numbers import LOW_HALF, MIX, ODD, WORDS_PER_TURN
 
-_WORDS_PER_TURN: Final = 1024
 _TURNS_AT_ONCE: Final = 256  # bounds the workspace to 2 MiB
 
 
@@ -33,19 +35,19 @@ def checksums(rows: Tensor) -> Tensor:
     words = rows.view(torch.int64)
     name = find_backend_name(rows.device)
     if name != "torch":
-        return _sums_by_row(words, name)
+        return _sums_of_rows(words, name)
     total = torch.zeros(words.shape[:-1], dtype=torch.int64, device=words.device)
     odd = _odd_numbers(words.device)
-    size = _WORDS_PER_TURN * _TURNS_AT_ONCE
+    size = WORDS_PER_TURN * _TURNS_AT_ONCE
     for chunk, part in enumerate(torch.split(words, size, -1)):
         turns = torch.arange(_TURNS_AT_ONCE, device=words.device) + chunk * _TURNS_AT_ONCE
         factors = (odd * (2 * turns + 1)[:, None]).flatten()[: part.shape[-1]]
-        total += (part * factors).sum(-1)
+        total += (_mixed(part) * factors).sum(-1)
     return total
 
 
 def checksum_of(values: Tensor) -> Tensor:
-    """Return the checksum of the bytes of any values, as of zeros after them to a multiple of 8.
+    """Return the checksum of the bytes of any values, zero-padded to a multiple of 8 bytes.
 
     Args:
         values: 1-D, contiguous, at any address.
@@ -62,21 +64,29 @@ def checksum_of(values: Tensor) -> Tensor:
     return checksums(whole)
 
 
-def _sums_by_row(words: Tensor, backend: str) -> Tensor:
+def _mixed(words: Tensor) -> Tensor:
+    words = (words ^ ((words >> 32) & LOW_HALF)) * MIX
+    return words ^ ((words >> 32) & LOW_HALF)
+
+
+def _sums_of_rows(words: Tensor, backend: str) -> Tensor:
     """Return what `checksums` does, by a kernel of the backend."""
-    if words.dim() > 1:
-        sums = [_sums_by_row(row, backend) for row in words]
+    if words.dim() > 2:
+        sums = [_sums_of_rows(rows, backend) for rows in words]
         return torch.stack(sums) if sums else words.new_zeros(words.shape[:-1])
-    odd = _odd_numbers(words.device)
-    if backend == "native":
-        native = import_module("zero_comm.quantizer.native_backend")
-        return torch.tensor(native.sum_words(words, odd))
-    found: Tensor = import_module("zero_comm.quantizer.triton_checksum").sum_words(words, odd)
-    return found
+    if words.dim() == 1:
+        return _sums_of_rows(words[None], backend)[0]
+    if backend == "triton":
+        kernel = import_module("zero_comm.quantizer.triton_checksum")
+        found: Tensor = kernel.sum_words(words)
+        return found
+    native, odd = import_module("zero_comm.quantizer.native_backend"), _odd_numbers(words.device)
+    sums_of_rows = [native.sum_words(row, odd) for row in words]
+    return torch.tensor(sums_of_rows, dtype=torch.int64)
 
 
 @cache
 def _odd_numbers(device: torch.device) -> Tensor:
-    count = torch.arange(_WORDS_PER_TURN, dtype=torch.int64, device=device)
-    # An odd number with mixed bits for each place (the golden ratio's fraction in 64 bits).
-    return (count * -7046029254386353131) | 1
+    # Made on the host, and copied while it waits: any stream may read them.
+    count = torch.arange(WORDS_PER_TURN, dtype=torch.int64, device="cpu")
+    return ((count * ODD) | 1).to(device)

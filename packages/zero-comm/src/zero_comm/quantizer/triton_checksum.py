@@ -8,49 +8,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zero_comm.quantizer import checksum_numbers
 from zero_comm.quantizer.triton_backend import on_device
 
-WORDS: Final = 1024
-"""Words of a turn."""
 TURNS: Final = 4
 """Turns that a program sums up."""
+WORDS = tl.constexpr(checksum_numbers.WORDS_PER_TURN)
+ODD = tl.constexpr(checksum_numbers.ODD)
+MIX = tl.constexpr(checksum_numbers.MIX)
+LOW_HALF = tl.constexpr(checksum_numbers.LOW_HALF)
 
 
 @triton.jit(do_not_specialize=["num_words"])
 def sum_kernel(
     words_ptr: tl.tensor,
-    odd_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     num_words: tl.tensor,
-    WORDS: tl.constexpr,
+    row_stride: tl.tensor,
     TURNS: tl.constexpr,
 ) -> None:
-    """Store the weighted sum of a program's turns. ``odd_ptr`` has the odd numbers of a turn."""
+    """Store the weighted sum of one program's turns of one row."""
     program = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, WORDS)
+    words_ptr += tl.program_id(1).to(tl.int64) * row_stride
+    place = tl.arange(0, WORDS).to(tl.int64)
     total = tl.zeros([WORDS], tl.int64)
-    for turn in tl.static_range(TURNS):
-        k = program * TURNS + turn
-        at = k * WORDS + place
-        total += tl.load(words_ptr + at, mask=at < num_words, other=0) * (2 * k + 1)
-    tl.store(sums_ptr + program, tl.sum(total * tl.load(odd_ptr + place)))
+    first = program * (TURNS * WORDS)
+    num_inside = num_words - first
+    if num_inside < TURNS * WORDS:
+        for turn in tl.static_range(TURNS):
+            at = turn * WORDS + place
+            words = tl.load(words_ptr + first + at, mask=at < num_inside, other=0)
+            total += _mixed(words) * (2 * (program * TURNS + turn) + 1)
+    else:
+        for turn in tl.static_range(TURNS):
+            words = tl.load(words_ptr + first + turn * WORDS + place)
+            total += _mixed(words) * (2 * (program * TURNS + turn) + 1)
+    sum_at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + program
+    tl.store(sums_ptr + sum_at, tl.sum(total * ((place * ODD) | 1)))
 
 
-def sum_words(words: Tensor, odd: Tensor) -> Tensor:
-    """Return the checksum of 1-D int64 ``words``, on their device, without waiting for it.
+@triton.jit
+def _mixed(words: tl.tensor) -> tl.tensor:
+    words = (words ^ ((words >> 32) & LOW_HALF)) * MIX
+    return words ^ ((words >> 32) & LOW_HALF)
+
+
+def sum_words(words: Tensor) -> Tensor:
+    """Return the checksums of rows of int64 ``words``, on their device, without waiting for it.
 
     Args:
-        words: contiguous.
-        odd: the odd numbers of a turn, int64, on the same device.
+        words: [rows, words]; rows are contiguous.
 
     Returns:
-        int64, without dimensions.
+        int64, [rows].
     """
-    num_programs = triton.cdiv(words.numel(), WORDS * TURNS)
-    sums = torch.empty(num_programs, dtype=torch.int64, device=words.device)
-    if num_programs:
+    num_rows, num_words = words.shape
+    num_programs = triton.cdiv(num_words, TURNS * checksum_numbers.WORDS_PER_TURN)
+    sums = torch.empty(num_rows, num_programs, dtype=torch.int64, device=words.device)
+    if sums.numel():
         with on_device(words.device):
-            sum_kernel[(num_programs,)](
-                words, odd, sums, words.numel(), WORDS=WORDS, TURNS=TURNS, num_warps=4
+            sum_kernel[(num_programs, num_rows)](
+                words, sums, num_words, words.stride(0), TURNS=TURNS, num_warps=4
             )
-    return sums.sum()
+    return sums.sum(1)
