@@ -13,7 +13,6 @@ import torch
 
 import cpu_adam
 import zero_core
-from zero_comm.differences.upload import UploadCodec
 from zero_core.errors import ConfigError
 from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
 from zero_offload import create_tier
@@ -36,10 +35,11 @@ def _case(dtype: str = "bf16", clipping: float = 0.5, top: Any = None, **keys: A
     )
 
 
+LOW_SCALE = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 IN_BACKWARD = {"check_grad_overflow": False}
 CASES = [
     _case(stage=1),
-    _case("fp16", stage=2, accumulation=2),
+    _case("fp16", stage=2, accumulation=2, top=LOW_SCALE),
     _case("fp32", stage=3),
     _case(stage=3, clipping=0.0, top=IN_BACKWARD),
     _case(stage=2, offload={"state_dtype": "int8"}),
@@ -73,22 +73,24 @@ def _train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], list[int]]:
     return values, sent
 
 
-def _run(world_size: int) -> None:
+def _run(world_size: int, number: int) -> None:
     late_device.load()
-    for seed, case in enumerate(CASES):
-        expected = simulate(_train, world_size, case)
-        late_device.set_delays(seed=seed, kernel_s=1e-5, copy_s=1e-3)
-        found = simulate(_train, world_size, case, device="late")
-        late_device.set_delays()
-        for (values, sent), (exact, whole) in zip(found, expected, strict=True):
-            torch.testing.assert_close(values, exact, rtol=0.0, atol=0.0, msg=str(case))
-            is_skipped = case.dtype == "fp16" and not whole[-1]
-            assert is_skipped or sent[-1] < 0.75 * whole[-1], (case, sent, whole)
+    case = CASES[number]
+    expected = simulate(_train, world_size, case)
+    late_device.set_delays(seed=number, kernel_s=1e-5, copy_s=1e-3)
+    found = simulate(_train, world_size, case, device="late")
+    for (values, sent), (exact, whole) in zip(found, expected, strict=True):
+        torch.testing.assert_close(values, exact, rtol=0.0, atol=0.0)
+        assert 0 < sum(sent[1:]) < 0.75 * sum(whole[1:]), (sent, whole)
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("number", range(len(CASES)))
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_lossless_uploads_have_the_bits_of_the_cpu_and_send_less(world_size: int) -> None:
-    run_alone(_run, world_size)
+def test_lossless_uploads_have_the_bits_of_the_cpu_and_send_less(
+    world_size: int, number: int
+) -> None:
+    run_alone(_run, world_size, number)
 
 
 def test_a_run_is_built_with_the_installed_codec_and_says_that_a_cpu_sends_nothing(
@@ -119,5 +121,4 @@ def test_a_plan_expects_fewer_bytes_up_at_a_lower_learning_rate() -> None:
     whole = sum(t.host_link_bytes for t in plan.traffic if t.collective == "to_device")
     assert whole / 8 > up[2]
     assert whole / 2 > up[0] > up[1] > up[2]
-    assert kept == whole  # two bytes of each weight that this rank updates
-    assert UploadCodec().max_nbytes(kept // 2, 2) > kept
+    assert 0.95 * whole < kept <= whole  # two bytes of each weight, but for short shards

@@ -58,7 +58,7 @@ class LateStreams(HostStreams):
     """
 
     def __init__(self, up_s: float = 0.002) -> None:
-        self.down, self.up, self.checks = _Queue(), _Queue(up_s), _Queue()
+        self.down, self.up, self.checksums = _Queue(), _Queue(up_s), _Queue()
 
     def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
         return cast(torch.Event, self.down.put(lambda: cast(None, target.copy_(source))))
@@ -73,16 +73,16 @@ class LateStreams(HostStreams):
         return cast(torch.Event, self.up.put(lambda: cast(None, target.copy_(source))))
 
     def checksum(
-        self, codec: UploadCodec, values: Tensor, total: Tensor, after: Iterable[torch.Event]
+        self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[torch.Event]
     ) -> Checksum:
-        earlier = [cast(threading.Event, event) for event in after]
+        before = [cast(threading.Event, event) for event in earlier]
 
         def compute() -> None:
-            for event in earlier:
+            for event in before:
                 event.wait()
-            total.copy_(codec.checksum(values))
+            value.copy_(codec.checksum(values))
 
-        return Checksum(total, cast(torch.Event, self.checks.put(compute)))
+        return Checksum(value, cast(torch.Event, self.checksums.put(compute)))
 
     def difference_to_device(
         self, codec: UploadCodec, target: Tensor, difference: Tensor
@@ -93,5 +93,5 @@ class LateStreams(HostStreams):
         cast(threading.Event, event).wait()
 
     def close(self) -> None:
-        for stream in (self.down, self.up, self.checks):
+        for stream in (self.down, self.up, self.checksums):
             stream.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from late_streams import LateStreams
 from support import (
     CPU,
+    NamedLion,
     ReferenceKernel,
     Space,
     assert_same,
@@ -24,7 +26,9 @@ from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import HostStreams
 from zero_offload.optimizer import OffloadedOptimizer
 from zero_offload.rules.resolve import resolve_rule
+from zero_offload.steppers.file_stepper import FileStepper
 from zero_offload.steppers.memory_stepper import MemoryStepper
+from zero_offload.tier import create_tier, make_device_tier
 from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.differences import SHORTEST_NBYTES, UploadDifferences, part_numel
@@ -34,7 +38,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ChangedElements:
-    """A codec: a difference has the positions of the changed elements, then their new bits."""
+    """A codec: the positions of the changed elements, then what is added to their bits."""
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
         return numel * (4 + itemsize) if itemsize in (2, 4) else 0
@@ -46,7 +50,7 @@ class ChangedElements:
     def encode(self, old: Tensor, new: Tensor, out: Tensor, *, num_threads: int) -> int:
         width = _INTEGERS[old.element_size()]
         changed = (old.view(width) != new.view(width)).nonzero().flatten()
-        found = (changed.int(), new.view(width)[changed])
+        found = (changed.int(), (new.view(width) - old.view(width))[changed])
         nbytes = torch.cat([part.contiguous().view(torch.uint8) for part in found])
         out[: nbytes.numel()] = nbytes
         return nbytes.numel()
@@ -55,7 +59,7 @@ class ChangedElements:
         bits = values.view(_INTEGERS[values.element_size()])
         count = difference.numel() // (4 + values.element_size())
         where = difference[: 4 * count].clone().view(torch.int32).long()
-        bits[where] = difference[4 * count :].clone().view(bits.dtype)
+        bits[where] += difference[4 * count :].clone().view(bits.dtype)
 
 
 class WideSpace(Space):
@@ -158,7 +162,7 @@ def test_steps_leave_the_bits_of_whole_values_and_send_less(
     assert all(n < per_step / 4 for step, n in enumerate(sent) if step != 2)
     assert sent[2] == per_step  # a difference would be longer
     assert differences_of(mover).num_changed == 2  # the first values
-    assert mover.published_bytes == space.numel * dtype.itemsize
+    assert differences_of(mover).num_bytes == space.numel * dtype.itemsize
 
 
 def test_queued_steps_check_what_the_step_before_has_sent() -> None:
@@ -278,7 +282,7 @@ def test_elements_that_the_codec_does_not_serve_are_sent_whole() -> None:
     mover = HostMover(
         geometry, CPU, HostMemory(should_pin=False), is_staged=True, codec=ChangedElements()
     )
-    assert mover.published_bytes == 0
+    assert differences_of(mover).num_bytes == 0
     view, values = space.params[0][1], plain.params[0][1]
     mover.open_spans([(0, 80_000)])
     mover.out(0, 80_000).copy_(values)
@@ -305,7 +309,84 @@ def test_a_host_as_the_device_has_nothing_to_send() -> None:
 
 
 def test_a_codec_that_is_not_there_is_asked_for_by_name() -> None:
+    space = WideSpace(torch.bfloat16)
     with pytest.raises(ValueError, match="lossless_upload needs a codec: install zero-comm"):
-        make_tier(WideSpace(torch.bfloat16), optim.SGD, GROUPS, lossless_upload=True)
+        create_tier(
+            numel=space.numel,
+            pieces=space.pieces,
+            params=space.params,
+            device=torch.device("cuda"),
+            optimizer_class=optim.SGD,
+            groups=GROUPS,
+            config={"offload_optimizer": {"device": "cpu", "lossless_upload": True}},
+            adam_kernel=ReferenceKernel(),
+            device_tier=make_device_tier,
+        )
+    params = [torch.nn.Parameter(torch.zeros(3))]
     with pytest.raises(ValueError, match="no upload codec 'other' is installed"):
-        OffloadedOptimizer(optim.SGD, [torch.nn.Parameter(torch.zeros(3))], upload_codec="other")
+        OffloadedOptimizer(optim.SGD, params, upload_codec="other")
+    with pytest.raises(ValueError, match="needs max_nbytes, checksum, encode and decode; 3 lacks"):
+        OffloadedOptimizer(optim.SGD, params, upload_codec=3)  # type: ignore[arg-type]
+
+
+def test_a_host_that_is_the_device_is_said_to_send_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    params = [torch.nn.Parameter(torch.zeros(3))]
+    OffloadedOptimizer(optim.SGD, params, upload_codec=ChangedElements())
+    assert "lossless_upload has no effect: no shard" in caplog.text
+
+
+def test_a_wide_span_waits_for_a_short_one_that_is_under_way() -> None:
+    """A short run is sent whole, without a checksum. The next step's run has it within."""
+    groups = [group_of(NamedLion, lr=0.1)]  # runs of pieces with unequal counts of steps are joined
+    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
+    for of in (space, plain):
+        of.pieces = [(0, 1_000, 0), (1_000, 79_000, 0), (80_000, 139_001, 0)]
+    streams = LateStreams(up_s=0.05)
+    made: dict[str, Any] = {"cls": NamedLion, "groups": groups, "published_numel": 100_000}
+    tier, mover = build(space, streams, ChangedElements(), **made)
+    whole, _ = build(plain, **made)
+    for found, of in ((tier, space), (whole, plain)):
+        for step, active in ((0, [0]), (1, [0, 1])):
+            offer(found, of, step)
+            found.step(groups, active, grad_scale=1.0)
+            found.discard_grads()
+        found.wait_params(0, of.numel)
+    assert torch.equal(space.flat_params(), plain.flat_params())
+    assert differences_of(mover).num_differences == 1
+    assert differences_of(mover).num_changed == 2  # the first values
+    streams.close()
+
+
+def test_spans_that_begin_anywhere_have_the_bits_of_whole_values(streams: HostStreams) -> None:
+    """Of a share of the elements, or after a parameter that has no gradient."""
+    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
+    for of in (space, plain):
+        of.pieces = [(3, 40_003, 0), (40_006, 79_001, 0), (80_001, 139_002, 0)]
+    tier, mover = build(space, streams, ChangedElements())
+    whole, whole_mover = build(plain)
+    for found, of in ((tier, space), (whole, plain)):
+        train(found, of, GROUPS)
+    assert torch.equal(space.flat_params(), plain.flat_params())
+    assert differences_of(mover).num_differences > 6
+    assert mover.bytes_h2d < whole_mover.bytes_h2d / 2
+
+
+def test_states_in_a_file_go_with_differences(streams: HostStreams, tmp_path: Path) -> None:
+    """Its chunks have several runs."""
+    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
+    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    memory = HostMemory(should_pin=False)
+    codec = ChangedElements()
+    mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True, codec=codec)
+    rule = resolve_rule(ReferenceKernel(), optim.SGD, GROUPS, "float32")
+    assert rule is not None
+    stepper = FileStepper(geometry, rule, GROUPS, folder=str(tmp_path), buffer_count=3)
+    tier = HostTier(geometry, stepper, mover)
+    tier.write_state("master_weight", 0, space.initial)
+    whole, _ = build(plain)
+    for found, of in ((tier, space), (whole, plain)):
+        train(found, of, GROUPS)
+    assert torch.equal(space.flat_params(), plain.flat_params())
+    assert differences_of(mover).num_differences > 6

@@ -229,13 +229,13 @@ def test_waiting_for_a_copy_leaves_the_core_to_others() -> None:
 def test_a_gradient_is_kept_until_it_was_copied_or_released() -> None:
     clock = VirtualTime()
     compute, down = VirtualStream(clock, "compute"), VirtualStream(clock, "down")
-    up, checks = VirtualStream(clock, "up"), VirtualStream(clock, "checks")
+    up = VirtualStream(clock, "up")
 
     class OfTest(AcceleratorStreams):
         def current(self) -> torch.Stream:
             return compute
 
-    streams = OfTest(CPU, down, up, checks)
+    streams = OfTest(CPU, down, up)
     target = torch.zeros(4)
     grads: list[weakref.ref[Tensor]] = []
 

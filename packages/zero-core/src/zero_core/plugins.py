@@ -285,10 +285,11 @@ def _check_members(tier: object) -> None:
     )
 
 
-def _load_upload_codec(device: torch.device) -> UploadCodec:
+def _load_upload_codec(device: torch.device) -> UploadCodec | None:
     asked = "zero_optimization.offload_optimizer.lossless_upload"
     if device.type == "cpu":
         _log.warning("%s has no effect: the model is computed on the CPU, nothing is sent", asked)
+        return None
     make = load_part(UPLOAD_CODECS, "lossless", asked_by=asked, distribution="zero-comm")
     made: UploadCodec = make()
     return made

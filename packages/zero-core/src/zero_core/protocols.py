@@ -705,7 +705,7 @@ class UploadCodec(Protocol):
             old: read.
             new: read.
             out: uint8, `max_nbytes` long, at an even address; undefined past the result.
-            num_threads: of the kernel.
+            num_threads: threads that encode.
 
         Returns:
             How many bytes were written.

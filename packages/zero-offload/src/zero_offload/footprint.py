@@ -37,7 +37,7 @@ from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT
 from zero_offload.steppers.undo import undo_capacity
 from zero_offload.tiers.accumulation import num_layers
 from zero_offload.tiers.share import end_share, is_chosen, state_bytes, within_budget
-from zero_offload.transfers.differences import NUM_BUFFERS, part_numel
+from zero_offload.transfers.differences import NUM_BUFFERS, SHORTEST_NBYTES, part_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class TierFootprint:
             grad_dtypes = {self._geometry.master_dtype}  # the sum
         found = {"gradient copies": sum((stop - start) * d.itemsize for d in grad_dtypes)}
         if room := self._difference_room(self._clipped(*self._host_span(ratio))):
-            found["differences"] = room
+            found["differences"] = room + room // 32  # and what decoding takes
         if not self._is_accelerated:
             found["master weights"] = self._masters(part, needs_copy=False)
             found["optimizer states"] = self._states(start, stop)
@@ -331,14 +331,20 @@ class TierFootprint:
     def _sent_as_differences(self, part: Sequence[_Span]) -> list[_Span]:
         if not self._is_accelerated or not self._settings.lossless_upload:
             return []
-        return [s for s in part if not s.is_offloaded and s.dtype != torch.float64]
+        return [
+            span
+            for span in part
+            if not span.is_offloaded
+            and span.dtype != torch.float64
+            and span.nbytes >= SHORTEST_NBYTES
+        ]
 
     def _difference_room(self, part: Sequence[_Span]) -> int:
         """Return the bytes of a buffer of one difference, with what a codec adds to values."""
         longest = part_numel(self._geometry.published_numel)
         sent = self._sent_as_differences(part)
         most = max((min(s.numel, longest) * s.dtype.itemsize for s in sent), default=0)
-        return most + most // 64
+        return most + most // 128
 
     def _pinned(self, nbytes: int) -> int:
         """Return the bytes that torch page-locks for ``nbytes``: a power of two."""

@@ -36,6 +36,7 @@ class ParamStore(Protocol):
         """
 
 
+@runtime_checkable
 class UploadCodec(Protocol):
     """Lossless differences of parameters on their way from host memory to a device.
 
@@ -58,7 +59,7 @@ class UploadCodec(Protocol):
             old: read.
             new: read.
             out: uint8, `max_nbytes` long, at an even address; undefined past the result.
-            num_threads: of the kernel.
+            num_threads: threads that encode.
 
         Returns:
             How many bytes were written.

@@ -79,7 +79,7 @@ def create_tier(
         ValueError: a setting or an optimizer that it cannot serve, by name.
     """
     settings = OffloadSettings.from_config(config)
-    if settings.lossless_upload and upload_codec is None:
+    if settings.lossless_upload and upload_codec is None and device.type != "cpu":
         raise ValueError(
             "offload_optimizer.lossless_upload needs a codec: install zero-comm, which has one, or "
             "pass upload_codec"

@@ -3,8 +3,8 @@
 [Note: order of the streams]
 Three queues work at once on an accelerator: the caller's current stream (forward, backward, the
 device's half of the step), the *down* stream (gradients to the host) and the *up* stream
-(parameters to the device); the host's worker thread is a fourth actor. Where parameters go up as
-differences, a further stream, *checks*, computes checksums of what they start from.
+(parameters to the device); the host's worker thread is a fourth actor. Where parameters are sent as
+differences, a further stream, *checksums*, reads what they start from.
 
 1. down waits for the caller's stream: a gradient is read after it was computed.
 2. the worker waits for down: the host reads a gradient after it arrived.
@@ -16,8 +16,8 @@ differences, a further stream, *checks*, computes checksums of what they start f
    order: enqueued by the caller, the wait would hold back the copies of all steps before.
 5. the worker waits for up: a staging buffer is refilled after it was sent.
 6. the caller's stream waits for up (`arrive`): a parameter is read after its new value is there.
-7. checks waits for the caller's stream as up does, and for the earlier copies up of the same
-   parameters, but not for others: those may wait long.
+7. checksums waits for the caller's stream as up does, and for earlier copies up of the same
+   parameters, but not of others: those may take long.
 
 If the compute device is the CPU, each of them is a plain copy and no order is needed beyond that of
 the calls. Nothing here names CUDA: streams and events are ``torch.accelerator``'s.
@@ -45,11 +45,11 @@ class Checksum:
     """A checksum of values on the device, on its way to the host.
 
     Attributes:
-        total: int64, without dimensions, in host memory.
+        value: int64, without dimensions, in host memory.
         event: fires when it is there; None if it is.
     """
 
-    total: Tensor
+    value: Tensor
     event: torch.Event | None
 
 
@@ -125,21 +125,21 @@ class HostStreams:
         return None
 
     def checksum(
-        self, codec: UploadCodec, values: Tensor, total: Tensor, after: Iterable[torch.Event]
+        self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[torch.Event]
     ) -> Checksum:
         """Start to compute the checksum of parameters that `difference_to_device` will change.
 
         Args:
             codec: computes it.
             values: on the device.
-            total: host memory for it, int64, without dimensions.
-            after: events of earlier copies up to ``values``.
+            value: host memory for it, int64, without dimensions.
+            earlier: events of earlier copies up to ``values``.
         """
-        total.copy_(codec.checksum(values))
-        return Checksum(total, None)
+        value.copy_(codec.checksum(values))
+        return Checksum(value, None)
 
-    def make_room(self, nbytes: int) -> None:
-        """Allocate what differences of at most ``nbytes`` need on the device."""
+    def reserve_difference(self, nbytes: int) -> None:
+        """Allocate what differences of at most ``nbytes`` need on the device. Called once."""
 
     def difference_to_device(
         self, codec: UploadCodec, target: Tensor, difference: Tensor
@@ -149,7 +149,7 @@ class HostStreams:
         Args:
             codec: decodes it.
             target: on the device, the values that it starts from.
-            difference: uint8, in host memory; no longer than what `make_room` was called with.
+            difference: uint8, in host memory; no longer than `reserve_difference` was told.
         """
         codec.decode(difference, target)
         return None
@@ -159,6 +159,19 @@ class HostStreams:
         raise AssertionError("copies within host memory leave no events")
 
 
+@dataclass(frozen=True, slots=True)
+class _Differences:
+    """What parameters that are sent as differences need on an accelerator.
+
+    Attributes:
+        checksums: the stream of checksums.
+        room: uint8, where a difference arrives.
+    """
+
+    checksums: torch.Stream
+    room: Tensor
+
+
 class AcceleratorStreams(HostStreams):
     """Copies on an accelerator, on streams of their own. See [Note: order of the streams].
 
@@ -166,17 +179,14 @@ class AcceleratorStreams(HostStreams):
         device: with its index.
         down: the stream of gradients.
         up: the stream of parameters.
-        checks: the stream of checksums.
     """
 
-    def __init__(
-        self, device: torch.device, down: torch.Stream, up: torch.Stream, checks: torch.Stream
-    ) -> None:
+    def __init__(self, device: torch.device, down: torch.Stream, up: torch.Stream) -> None:
         self.device = device
         self.down = down
         self.up = up
-        self.checks = checks
-        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._followers = [up]  # streams that wait for the caller's reads
+        self._differences: _Differences | None = None
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()  # gradients that down reads
         self._copies: deque[TimedCopy] = deque(maxlen=_MAX_COPIES)  # of two threads
 
@@ -224,8 +234,8 @@ class AcceleratorStreams(HostStreams):
         return self.current().record_event()
 
     def follow(self, event: torch.Event) -> None:
-        for stream in (self.up, self.checks):
-            stream.wait_event(event)  # 4: up waits for the readers
+        for stream in self._followers:
+            stream.wait_event(event)  # 4 and 7: up and checksums wait for the readers
 
     def wait(self, event: torch.Event) -> None:
         """Block this thread, which holds no lock and no stream meanwhile."""
@@ -241,27 +251,33 @@ class AcceleratorStreams(HostStreams):
         target.record_stream(self.up)  # nobody else keeps it if its engine is dropped meanwhile
         return self.up.record_event()
 
-    def checksum(
-        self, codec: UploadCodec, values: Tensor, total: Tensor, after: Iterable[torch.Event]
-    ) -> Checksum:
-        """Enqueue on checks. The worker waits for it, so that ``values`` are not freed before."""
-        for event in after:
-            self.checks.wait_event(event)  # 7: checks waits for earlier copies of the same
-        with self.checks:
-            total.copy_(codec.checksum(values), non_blocking=True)
-        return Checksum(total, self.checks.record_event())
+    def reserve_difference(self, nbytes: int) -> None:
+        with self.up:  # where its memory is reused
+            room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._differences = _Differences(torch.Stream(self.device, priority=-1), room)
+        self._followers = [self.up, self._differences.checksums]
 
-    def make_room(self, nbytes: int) -> None:
-        with self.up:  # its memory is reused in the order of that stream
-            self._room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def checksum(
+        self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[torch.Event]
+    ) -> Checksum:
+        """Enqueue on checksums. The worker waits for it: ``values`` are not freed before."""
+        assert self._differences is not None, "`reserve_difference` was called"
+        stream = self._differences.checksums
+        for event in earlier:
+            stream.wait_event(event)  # 7: checksums waits for earlier copies of the same
+        with stream:
+            value.copy_(codec.checksum(values), non_blocking=True)
+        return Checksum(value, stream.record_event())
 
     def difference_to_device(
         self, codec: UploadCodec, target: Tensor, difference: Tensor
     ) -> torch.Event:
-        """Enqueue on up, where differences take turns in one buffer of the device."""
-        arrived = self._room[: difference.numel()]
-        with self.up, self._timed(_TO_DEVICE, self.up):
-            arrived.copy_(difference, non_blocking=True)
+        """Enqueue on up, where one difference after another uses the same memory."""
+        assert self._differences is not None, "`reserve_difference` was called"
+        arrived = self._differences.room[: difference.numel()]
+        with self.up:
+            with self._timed(_TO_DEVICE, self.up):
+                arrived.copy_(difference, non_blocking=True)
             codec.decode(arrived, target)
         return self._written_on_up(target)
 
@@ -273,8 +289,9 @@ def open_streams(device: torch.device) -> HostStreams:
     if device.type == "cpu":
         return HostStreams()
     device = with_index(device)
-    down, up, checks = (torch.Stream(device, priority=-1) for _ in range(3))
-    return AcceleratorStreams(device, down, up, checks)
+    return AcceleratorStreams(
+        device, torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
+    )
 
 
 class Copy:

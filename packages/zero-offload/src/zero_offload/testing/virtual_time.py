@@ -167,8 +167,7 @@ class VirtualStreams(AcceleratorStreams):
     def __init__(self, compute: VirtualStream, down_s: float, up_s: float) -> None:
         time = compute.time
         self._downward, self._upward = VirtualStream(time, "down"), VirtualStream(time, "up")
-        checks = VirtualStream(time, "checks")
-        super().__init__(torch.device("cpu"), self._downward, self._upward, checks)
+        super().__init__(torch.device("cpu"), self._downward, self._upward)
         self._compute = compute
         self._down_s = down_s
         self._up_s = up_s

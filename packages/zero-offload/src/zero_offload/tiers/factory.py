@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,10 @@ from zero_offload.steppers.stepper import SpanMemory, Stepper
 from zero_offload.steppers.torch_stepper import FUSED_ALIGNMENT, TorchStepper
 from zero_offload.tiers.clock import DeviceClock, HostClock
 from zero_offload.tiers.flat_tier import DeviceTier, HostTier
+from zero_offload.transfers.differences import SHORTEST_NBYTES
 from zero_offload.transfers.mover import DeviceMover, HostMover
+
+_log = logging.getLogger(__name__)
 
 
 class OffloadTiers:
@@ -86,6 +91,7 @@ class OffloadTiers:
         self._device_tier = device_tier
         self._param_store = param_store
         self._upload_codec = upload_codec
+        self._has_warned = False
 
     @property
     def can_undo(self) -> bool:
@@ -120,6 +126,9 @@ class OffloadTiers:
         )
         store, codec = self._store_of(share), self._upload_codec
         mover = HostMover(part, self.device, memory, store=store, codec=codec)
+        has_differences = mover.differences is not None and mover.differences.num_bytes > 0
+        if codec is not None and part.numel and not has_differences:
+            self._warn_of_whole_uploads()
         nvme = self._settings.nvme
         if nvme is None:
             # A split master weight has its upper half in the memory that is sent to the device.
@@ -129,6 +138,15 @@ class OffloadTiers:
             frozen, count = freeze_groups(groups), nvme.buffer_count
             stepper = FileStepper(part, self.rule, frozen, folder=nvme.path, buffer_count=count)
         return HostTier(part, stepper, mover)
+
+    def _warn_of_whole_uploads(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "lossless_upload has no effect: no shard of 16-bit or 32-bit parameters with %d "
+                "bytes or more is on an accelerator and updated by the host",
+                SHORTEST_NBYTES,
+            )
 
     def make_device(self, part: Geometry, share: Intervals, groups: Groups) -> StateTier:
         """Create a tier on the compute device. On a CPU its update is that of the host's."""

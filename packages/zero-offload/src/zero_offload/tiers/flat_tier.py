@@ -44,6 +44,8 @@ class TierReport:
             shards that are master weights, or the upper halves of some, count.
         num_kept: elements updated before the decision of their step, and kept.
         num_undone: elements updated before the decision of their step, and undone.
+        num_differences: parts of new parameters that were sent to the device as differences.
+        num_changed: parts that were sent whole because the device did not have what was sent last.
         memory: bytes in the tier's memory by kind, without parameter shards: "master weights",
             "optimizer states", "gradient copies", "published weights" and "undo log".
     """
@@ -56,6 +58,8 @@ class TierReport:
     host_bytes: int
     num_kept: int
     num_undone: int
+    num_differences: int
+    num_changed: int
     memory: Mapping[str, int]
 
 
@@ -96,7 +100,7 @@ class FlatTier(ABC):
         """Return counters and sizes, without waiting for a step."""
         stepper, num_bytes = self._stepper, self._stepper.num_bytes()
         is_on_host = stepper.device.type == "cpu"
-        log = self._worker.log
+        log, sent = self._worker.log, self._mover.differences
         return TierReport(
             has_kernel=stepper.has_kernel,
             bytes_d2h=self._mover.bytes_d2h,
@@ -106,11 +110,13 @@ class FlatTier(ABC):
             host_bytes=num_bytes.masters + num_bytes.states if is_on_host else 0,
             num_kept=0 if log is None else log.num_kept,
             num_undone=0 if log is None else log.num_undone,
+            num_differences=0 if sent is None else sent.num_differences,
+            num_changed=0 if sent is None else sent.num_changed,
             memory={
                 "master weights": num_bytes.master_copies,
                 "optimizer states": num_bytes.states,
                 "gradient copies": self._mover.grad_bytes,
-                "published weights": self._mover.published_bytes,
+                "published weights": 0 if sent is None else sent.num_bytes,
                 "undo log": 0 if log is None else log.num_bytes,
             },
         )

@@ -315,9 +315,10 @@ class Worker:
             if self.log is not None:
                 self.log.undo(chunk)
             self._stepper.update(chunk, job.grads, job.grad_scale, mover.out)
+        waited_s = mover.waited_s
         for run, entry in zip(chunk.runs, job.entries[index], strict=True):
             self._progress.publish(entry, mover.publish(run.start, run.stop))
-        return started
+        return started + (mover.waited_s - waited_s)  # as if it had waited before
 
 
 class UpdateThread(Protocol):

@@ -72,7 +72,7 @@ class Mover(ABC):
         bytes_d2h: gradient bytes copied from the compute device to the host so far.
         bytes_h2d: parameter bytes brought from the host to the compute device so far.
         grad_bytes: bytes of the gradient staging.
-        published_bytes: host bytes of the values that differences start from.
+        differences: sends new values as differences; None if they are sent whole.
 
     Raises:
         ValueError: there is a shard on meta and no store.
@@ -81,7 +81,7 @@ class Mover(ABC):
     bytes_d2h: int = 0
     bytes_h2d: int = 0
     grad_bytes: int = 0
-    published_bytes: int = 0
+    differences: UploadDifferences | None = None
 
     def __init__(
         self, geometry: Geometry, device: torch.device, store: ParamStore | None = None
@@ -136,11 +136,17 @@ class Mover(ABC):
     def is_full(self) -> bool:
         """Whether one of the next two calls of `open_spans` would wait for copies up now."""
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which `publish` has waited for the device so far."""
+        return 0.0 if self.differences is None else self.differences.waited_s
+
     @abstractmethod
     def open_spans(self, spans: Sequence[tuple[int, int]]) -> None:
         """Block the updating thread until there is memory for the values of ``spans``.
 
-        Each span lies in one shard.
+        Each span lies in one shard. Where values are sent as differences, it also starts to check
+        what the device has.
         """
 
     def out(self, start: int, stop: int) -> Tensor:
@@ -216,10 +222,7 @@ class HostMover(Mover):
     Args:
         streams: for another kind of device; found from ``device`` by default.
         is_staged: whether shards in host memory are staged too, as those of an accelerator.
-        codec: of differences as which new values are sent; None sends them whole.
-
-    Attributes:
-        differences: what is sent as differences; None if nothing is.
+        codec: encodes and decodes differences; None sends new values whole.
     """
 
     def __init__(
@@ -251,11 +254,9 @@ class HostMover(Mover):
             if self._must_stage(shard):
                 longest = min(shard.numel(), geometry.published_numel)
                 self._usual[shard.dtype] = max(self._usual.get(shard.dtype, 0), longest)
-        self.differences: UploadDifferences | None = None
-        staged = [i for i, (_, t) in enumerate(geometry.shards) if self._must_stage(t)]
-        if codec is not None and staged:
+        if codec is not None:
+            staged = [i for i, (_, t) in enumerate(geometry.shards) if self._must_stage(t)]
             self.differences = UploadDifferences(geometry, staged, codec, memory, self._streams)
-            self.published_bytes = self.differences.num_bytes
 
     def offer(self, start: int, grad: Tensor, ledger: GradLedger) -> Release | None:
         """Start the one copy down, into the staging of the gradient's dtype."""
