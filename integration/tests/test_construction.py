@@ -102,6 +102,7 @@ def _defer(rank: int, world_size: int) -> None:
         _compare(ordinary, zero_core.build(model, config), rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_deferred_model_is_an_ordinary_one(world_size: int) -> None:
     spawn(_defer, world_size)

@@ -129,7 +129,7 @@ def _compare_shares(ranks: SimulatedRanks, dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("_scripted")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_no_share_changes_a_bit_under_a_schedule(dtype: str) -> None:
     simulate(_compare_shares, 3, dtype)
 

@@ -61,6 +61,7 @@ def _on_processes(rank: int, world_size: int, folder: str) -> None:
         changes_no_bit(None, "trains", "bf16", stage, Path(folder), BOTH)
 
 
+@pytest.mark.slow
 def test_lossless_gradients_change_no_bit_on_processes(tmp_path: Path) -> None:
     spawn(_on_processes, 4, str(tmp_path), ranks_per_node=2)
 

@@ -215,6 +215,7 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
     assert peak.nbytes <= bound, (rank, peak.nbytes, bound)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_no_rank_holds_more_than_a_few_units_besides_its_shards(tmp_path: Path) -> None:
     spawn(_measure, 2, str(tmp_path))

@@ -193,6 +193,7 @@ def _keeps_nothing(ranks: SimulatedRanks) -> None:
         assert host_bytes == 2 * numel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_device_holds_no_more_than_with_one_micro_step(world_size: int) -> None:
     simulate(_keeps_nothing, world_size)

@@ -173,7 +173,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("micro_batches", [1, 4, 16])
+@pytest.mark.parametrize("micro_batches", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
     [(1, "fp32"), pytest.param(2, "fp32", marks=pytest.mark.slow), (2, "bf16")],

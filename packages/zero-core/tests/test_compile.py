@@ -146,6 +146,7 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+@pytest.mark.slow
 def test_a_model_compiled_as_a_whole_breaks_at_the_blocks_and_gives_the_same_numbers():
     spawn(_whole_model, 2)
 

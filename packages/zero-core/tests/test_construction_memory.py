@@ -85,6 +85,7 @@ def _to_int8(linear: nn.Module) -> None:
     linear.register_buffer("scale", scale)
 
 
+@pytest.mark.slow
 def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path: Path) -> None:
     save_file(_model().state_dict(), tmp_path / "model.safetensors")
     spawn(_measure, 3, str(tmp_path))

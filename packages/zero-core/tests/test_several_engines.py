@@ -148,7 +148,7 @@ def test_a_student_learns_from_a_teacher_as_under_ddp(world_size: int) -> None:
         check_equal(simulate(distill, world_size, engine(stage), engine(3), sleeps), expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_policy_critic_reference_and_reward_train_as_under_ddp(world_size: int) -> None:
     expected = simulate(reinforce, world_size, Plain, Plain, Plain, False)
     for policy, critic, sleeps in ((3, 2, True), (1, 0, False)):

@@ -46,20 +46,24 @@ def test_interpreted_kernels_give_sum_norm_and_ranks_of_plain_torch(tmp_path: Pa
     assert found["wrong"] == []
 
 
+@pytest.mark.slow
 def test_compiled_kernels_round_every_operation_by_itself(compiled: Any) -> None:
     kernels = {**compiled["cuda"], "fp64": compiled["fp64"], "norm": compiled["norm"]}
     for name, text in kernels.items():
         assert re.findall(r"\bfma\.|\.approx|\.ftz", text) == [], name
 
 
+@pytest.mark.slow
 def test_compiled_kernels_move_sixteen_bytes_at_a_time(compiled: Any) -> None:
     for name, text in compiled["cuda"].items():
         assert set(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32"}, name
 
 
+@pytest.mark.slow
 def test_flags_of_any_nodes_ranks_take_the_kernel_that_build_compiled(compiled: Any) -> None:
     assert len(set(compiled["keys"])) == 1
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_amd(compiled: Any) -> None:
     assert "global_load_dwordx4" in compiled["hip"]["bf16 to fp32"]
