@@ -112,6 +112,7 @@ def test_resumed_run_has_as_many_ranks_as_before(
     assert not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resume_refuses_fewer_steps_than_were_taken(
     finished_run: tuple[RunFolder, str],
 ) -> None:
