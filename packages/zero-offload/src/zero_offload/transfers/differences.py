@@ -114,12 +114,11 @@ class UploadDifferences:
         self._codec = codec
         self._memory = memory
         self._streams = streams
-        shards = {i: shard for i, (_, shard) in enumerate(geometry.shards) if i in staged}
         # Pageable, as it is never sent. The first values are written to untouched zeros.
         self._kept = {
             index: torch.zeros(shard.numel(), dtype=shard.dtype, device="cpu")
-            for index, shard in shards.items()
-            if is_kept(shard) and codec.max_nbytes(1, shard.element_size())
+            for index, (_, shard) in enumerate(geometry.shards)
+            if index in staged and is_kept(shard) and codec.max_nbytes(1, shard.element_size())
         }
         self.num_bytes = sum(kept.nbytes for kept in self._kept.values())
         self._part_numel = part_numel(geometry.published_numel)
@@ -195,19 +194,18 @@ class UploadDifferences:
         self, start: int, view: Tensor, values: Tensor, kept: Tensor
     ) -> tuple[torch.Event | None, int]:
         checksum = self._checksums.pop(start, None)  # None: it is short
+        nbytes = values.nbytes
         if checksum is not None and self._matches(checksum, kept):
             buffer = next(self._buffers)
             self._wait(buffer.sent)
             room = buffer.memory[: self._room(values)]
             nbytes = self._codec.encode(kept, values, room, num_threads=num_kernel_threads())
-            if nbytes < values.nbytes:
-                kept.copy_(values)
-                difference = room[:nbytes]
-                buffer.sent = self._streams.difference_to_device(self._codec, view, difference)
-                self.num_differences += 1
-                return buffer.sent, nbytes
         kept.copy_(values)
-        return self._streams.to_device(view, values), values.nbytes
+        if nbytes >= values.nbytes:
+            return self._streams.to_device(view, values), values.nbytes
+        buffer.sent = self._streams.difference_to_device(self._codec, view, room[:nbytes])
+        self.num_differences += 1
+        return buffer.sent, nbytes
 
     def _matches(self, checksum: Checksum, kept: Tensor) -> bool:
         """Whether the device had what is ``kept``, by the checksum that it computed."""
