@@ -170,11 +170,3 @@ def test_optimizer_and_buffers_serve_a_plain_loop_after_the_engine():
     model(x).square().mean().backward()
     optimizer.step()
     torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))
-
-
-def test_the_old_name_of_unwrap_warns_and_works():
-    model = make_model()
-    engine = zero_core.build(model, Case(3).config())
-    with pytest.warns(DeprecationWarning, match=r"give_back\(engine\) is now engine\.unwrap\(\)"):
-        assert zero_core.give_back(engine) is model
-    assert engine.owns(model.gain) is None

@@ -1,7 +1,5 @@
 """ZeRO stages 0 to 3 for PyTorch on one code path."""
 
-from zero_core import _aliases
-from zero_core._aliases import give_back
 from zero_core.build import build
 from zero_core.checkpoint.offline import (
     export_checkpoint,
@@ -66,7 +64,6 @@ __all__ = [
     "deferred_init",
     "engine_of",
     "export_checkpoint",
-    "give_back",
     "inspect_checkpoint",
     "load_config",
     "load_pretrained",
@@ -77,5 +74,3 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
-_aliases.install()

@@ -28,7 +28,6 @@ padding. All of ``start`` and ``stop`` below are element offsets into this space
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -876,15 +875,3 @@ class PartitionedParam(Protocol):
 
     def make_ordinary(self) -> None:
         """Forget the value: become a plain ``nn.Parameter`` on the CPU without memory."""
-
-
-def __getattr__(name: str) -> Any:
-    if name != "NativeCollectives":
-        raise AttributeError(f"module 'zero_core.protocols' has no attribute {name!r}")
-    warnings.warn(
-        "zero_core.protocols.NativeCollectives is now zero_core.protocols.TransportCollectives; "
-        "the old name goes with the next release",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return TransportCollectives
