@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core import blueprint
 from zero_core.testing import SimulatedDDP, SimulatedRanks, simulate, spawn
 from zero_core.testing.models import MixtureModel, routed_batch
 
@@ -131,8 +130,7 @@ def test_mixtures_of_transformers_follow_ddp_on_three_ranks():
 
 
 def _follow_stage_2(rank: int) -> None:
-    """Experts that are modules, with segments of their own, at stage 3 and offloaded."""
-    blueprint.MIN_EXPERT_SHARD_NUMEL = 1  # in this process
+    """Experts that are modules, at stage 3 and offloaded."""
     on_host = {"offload_optimizer": {"device": "cpu"}}
     for further, offload in (({}, {}), (on_host, OFFLOAD)):
         results = []

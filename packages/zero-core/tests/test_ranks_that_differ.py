@@ -218,12 +218,10 @@ def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it() ->
 
 
 def _all_know_it(ranks: SimulatedRanks) -> None:
-    # Sets of which the CRC-32 of the middle one is the mean of the others'.
-    differ: list[set[int]] = [{~28, ~18}, {~25, ~12}, {~22, ~14}]
     control, meter = ranks.connect(), Meter()
     communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
-    statistics = GradientStatistics(communicator, ranks.device, 1, 30, meter, PLAIN)
-    for sets, is_agreed in ((differ, False), ([{1, ~2}] * 3, True), ([{1}, {2}, {1}], False)):
+    statistics = GradientStatistics(communicator, ranks.device, 1, 3, meter, PLAIN)
+    for sets, is_agreed in (([{1, 2}] * 3, True), ([{1}, {2}, {1}], False)):
         statistics.agree(
             torch.zeros(1, dtype=torch.float64),
             {0},

@@ -25,7 +25,6 @@ from zero_core.layout.discovery import (
     discover,
     plain_name,
 )
-from zero_core.layout.experts import MIN_EXPERT_SHARD_NUMEL
 from zero_core.layout.stored import dim_order
 from zero_core.optim.factory import (
     check_served,
@@ -71,12 +70,7 @@ class Blueprint:
             ConfigError: there is no optimizer, or the configuration does not fit the model.
         """
         leaf = config.zero_optimization.leaf_module
-        has_shards = config.zero_optimization.stage == 3 and world_size > 1
-        found = discover(
-            model,
-            None if leaf is None else LeafRule(**leaf.model_dump()),
-            min_expert_numel=MIN_EXPERT_SHARD_NUMEL * world_size if has_shards else None,
-        )
+        found = discover(model, None if leaf is None else LeafRule(**leaf.model_dump()))
         given = optimizer
         _check_real(found)
         if is_training:
@@ -92,7 +86,6 @@ class Blueprint:
         specs = _describe(found, group_of, config)
         group_of = {n: g for n, g in group_of.items() if specs[n].is_trainable}
         units = [(name, members) for name, _, members in found.units]
-        experts = [expert.params for expert in found.experts]
         if config.tiled_compute is not None:
             check_names(model, config.tiled_compute)
         layout = Layout.build(
@@ -101,7 +94,6 @@ class Blueprint:
             world_size,
             is_in_chunks=config.world_size_invariant,
             has_tail=found.has_tail,
-            experts=experts,
         )
         if is_training:
             check_patterns(config.zero_optimization.offload_optimizer.parameters or (), layout)

@@ -28,7 +28,6 @@ from zero_core.errors import ConfigError
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.values import InitialValues
 from zero_core.layout.buffers import CommonBuffers
-from zero_core.layout.experts import expert_lists_of
 from zero_core.lifecycle import check_is_free
 from zero_core.optim.schedules.base import Schedule
 from zero_core.optim.schedules.factory import make_scheduler
@@ -243,12 +242,11 @@ def build(
             gradient,
             has_sharded_params=memory.has_sharded_params,
             quantized=found.quantized,
-            experts=expert_lists_of(model, found.experts),
         )
         modules = [module for _, module, _ in found.units]
         on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
         host_inputs = HostInputs(ranks.device) if on_host else None
-        installed = hooks.install(runtime, modules, resolved, found.experts, host_inputs)
+        installed = hooks.install(runtime, modules, resolved, host_inputs)
         vertical = None
         choice = None
         wanted = resolved.accumulation_schedule

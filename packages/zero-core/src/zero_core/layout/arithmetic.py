@@ -6,8 +6,7 @@ unit        a block of the module tree that is gathered, computed and reduced to
             the root: parameters that belong to no block or to several. The last unit may be the
             tail: parameters that are used after the blocks (`zero_core.layout.discovery`)
 segment     the parameters of one unit that share dtype and trainability, consecutive in one flat
-            buffer; those of a large expert have segments of their own. Each start is aligned; the
-            end is padded to ``world_size * shard_numel``
+            buffer. Each start is aligned; the end is padded to ``world_size * shard_numel``
 component   a plain tensor of a quantized parameter, which counts as a parameter here:
             [Note: quantized parameters] in `zero_core.layout.stored`. A unit's components are one
             segment of bytes, whatever their dtypes
@@ -111,8 +110,7 @@ class Segment:
 
     ``index`` counts over the whole layout, and ``unit`` is the index of its unit. ``slots`` are its
     parameters in order; twins share theirs. ``shard_numel`` are elements per rank, padding
-    included. Elements are bytes (uint8) if the segment ``is_opaque``. ``expert`` is the number of
-    the expert that alone has them, if it is one.
+    included. Elements are bytes (uint8) if the segment ``is_opaque``.
     """
 
     index: int
@@ -123,7 +121,6 @@ class Segment:
     shard_numel: int
     world_size: int
     is_opaque: bool = False
-    expert: int | None = None
 
     @property
     def padded_numel(self) -> int:
@@ -197,13 +194,11 @@ class Layout:
         alignment: int = ALIGNMENT,
         is_in_chunks: bool = False,
         has_tail: bool = False,
-        experts: Sequence[Sequence[int]] = (),
     ) -> Layout:
         """Compute the layout of ``units``, each a name and the numbers of its parameters.
 
-        ``has_tail``: the last of them is the tail. ``experts`` are the parameters of those that
-        have segments of their own. ``is_in_chunks``: trainable shards are whole chunks of
-        `CHUNK_NUMEL` elements, so that no chunk is on two ranks, however many there are.
+        ``has_tail``: the last of them is the tail. ``is_in_chunks``: trainable shards are whole
+        chunks of `CHUNK_NUMEL` elements, so that no chunk is on two ranks, however many there are.
 
         Raises:
             ValueError: a parameter is in no unit or in two, or world_size or alignment < 1.
@@ -215,40 +210,24 @@ class Layout:
         placed = sorted(p for _, members in units for p in members)
         if placed != list(range(len(params))):
             raise ValueError("every parameter must be in exactly one unit")
-        expert_of = {p: number for number, own in enumerate(experts) for p in own}
         laid: list[UnitLayout] = []
         count = 0
         for index, (name, members) in enumerate(units):
             segments = []
-            alike: dict[tuple[tuple[torch.dtype, bool, bool], int | None], list[int]] = {}
+            alike: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
             for p in members:
-                alike.setdefault((_kind(params[p]), expert_of.get(p)), []).append(p)
-            for ((dtype, is_trainable, is_opaque), expert), same in alike.items():
+                alike.setdefault(_kind(params[p]), []).append(p)
+            for (dtype, is_trainable, is_opaque), same in alike.items():
                 aligned = _round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
                 slots, end = _place(params, same, aligned)
                 multiple = CHUNK_NUMEL if is_in_chunks and is_trainable else 1
                 shard = _round_up(-(-max(end, 1) // world_size), math.lcm(aligned, multiple))
                 segments.append(
-                    Segment(
-                        count,
-                        index,
-                        dtype,
-                        is_trainable,
-                        slots,
-                        shard,
-                        world_size,
-                        is_opaque,
-                        expert,
-                    )
+                    Segment(count, index, dtype, is_trainable, slots, shard, world_size, is_opaque)
                 )
                 count += 1
             laid.append(UnitLayout(index, name, tuple(segments)))
         return cls(world_size, tuple(params), tuple(laid), alignment, has_tail)
-
-    @cached_property
-    def has_experts(self) -> bool:
-        """Whether any expert has segments of its own."""
-        return any(segment.expert is not None for segment in self.segments)
 
     @property
     def tail(self) -> int | None:

@@ -4,8 +4,9 @@ A block is a child of an ``nn.ModuleList`` or ``nn.Sequential`` that has paramet
 of its own. Blocks are not searched for further blocks. A parameter that only one block uses
 belongs to that block. Everything else belongs to the root unit, which stays gathered from the start
 of forward to the end of backward, or to the tail. A list of experts that is in no block makes the
-module that holds it a block (`zero_core.layout.experts`). `note_reader` records that a module reads
-a parameter of another one.
+module that holds it a block. It is a ``ModuleList`` or ``ModuleDict`` with "experts" in its name:
+nothing else in a module tree says that not all children of a list are called. `note_reader` records
+that a module reads a parameter of another one.
 
 The *tail* is one more unit after the blocks: the parameters of modules that the module tree holds
 behind the last block (a final norm, a head), under all of their names, unless they are quantized.
@@ -30,7 +31,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from zero_core.layout.experts import Expert, expert_lists, find_experts, is_expert_list
 from zero_core.layout.stored import Component, components, is_same_memory, is_storage_dtype
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,6 @@ class Discovered:
     Of a quantized parameter its components are among ``params`` in its stead, named as its
     attributes are. ``opaque`` are the numbers of all components, and ``twins`` has, for those that
     are another object over the memory of an earlier one, the number of that one.
-    ``experts`` are those with segments of their own.
     """
 
     params: tuple[Tensor, ...]
@@ -87,7 +86,6 @@ class Discovered:
     quantized: tuple[Quantized, ...] = ()
     opaque: frozenset[int] = frozenset()
     twins: Mapping[int, int] = field(default_factory=dict)
-    experts: tuple[Expert, ...] = ()
 
 
 def plain_name(name: str) -> str:
@@ -167,6 +165,12 @@ def _names_of(kind: type[nn.Module]) -> set[str]:
     return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
 
 
+def _is_expert_list(name: str, module: nn.Module) -> bool:
+    """Return whether ``module``, the child ``name`` of another one, is a list of experts."""
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return is_list and "experts" in name.lower() and len(module._modules) > 1
+
+
 def _blocks(prefix: str, module: nn.Module, rule: LeafRule) -> Iterator[tuple[str, nn.Module]]:
     is_container = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
@@ -174,11 +178,12 @@ def _blocks(prefix: str, module: nn.Module, rule: LeafRule) -> Iterator[tuple[st
         if next(child.parameters(), None) is None:
             continue
         is_block = is_container or any(
-            not rule.is_leaf(f"{path}.{key}", experts) for key, experts in expert_lists(child)
+            _is_expert_list(key, inner) and not rule.is_leaf(f"{path}.{key}", inner)
+            for key, inner in child.named_children()
         )
         if rule.is_leaf(path, child) or (is_block and _can_be_called(child)):
             yield path, child
-        elif is_expert_list(name, child):
+        elif _is_expert_list(name, child):
             # Not each of them is called, and no block calls them.
             _log.info("%s belongs to the root, which is gathered from forward to backward", path)
         else:
@@ -218,7 +223,6 @@ def discover(
     rule: LeafRule | None = None,
     *,
     min_tail_numel: int = MIN_TAIL_NUMEL,
-    min_expert_numel: int | None = None,
 ) -> Discovered:
     """Find the parameters, their names, and the units of ``model``.
 
@@ -226,7 +230,6 @@ def discover(
         model: any module.
         rule: selects leaves besides the modules that are marked as such.
         min_tail_numel: elements from which on the tail is a unit of its own.
-        min_expert_numel: elements from which on an expert has segments of its own; None: none has.
     """
     rule = rule or LeafRule()
     rule.warn_missing(model)
@@ -280,20 +283,7 @@ def discover(
         tuple(quantized),
         opaque,
         _twins(params, quantized),
-        tuple(
-            expert
-            for expert in find_experts(units, names, params, min_expert_numel)
-            if opaque.isdisjoint(expert.params) and not _is_in_leaf(model, expert.name, rule)
-        ),
     )
-
-
-def _is_in_leaf(model: nn.Module, path: str, rule: LeafRule) -> bool:
-    """Return whether a module that holds the one at ``path`` is a leaf."""
-    parts = path.split(".")
-    holders = [".".join(parts[:length]) for length in range(1, len(parts))]
-    found = [(holder, model.get_submodule(holder)) for holder in holders]
-    return any(rule.is_leaf(at, module) for at, module in found)
 
 
 def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[Quantized]]:

@@ -6,8 +6,7 @@ A module's forward is announced by its hooks. Other code may read a parameter wi
 a forward until the tail is waited for, its parameters are of a subclass of their class, whose
 ``__torch_function__`` torch calls before any operation on them: the first one that needs values
 waits for them. Objects, hooks and gradients do not change. After the wait the parameters have their
-own class again, so reads cost nothing more. Experts of a sparse unit (`zero_core.sharded.experts`)
-are watched likewise in the forward of their block.
+own class again, so reads cost nothing more.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _NEEDS_NO_VALUES = METADATA_READS | {
 class ParamReader(Protocol):
     """Makes parameters readable. `zero_core.runtime.runtime.Runtime` is the one implementation."""
 
-    def read_early(self, unit: int, expert: int | None) -> None:
-        """Call `EarlyReads.end` and wait for the values, those of ``unit`` or of its ``expert``."""
+    def read_early(self) -> None:
+        """Call `EarlyReads.end` and wait for the values."""
 
 
 class _AwaitedParam:
@@ -46,16 +45,9 @@ class _AwaitedParam:
 class EarlyReads:
     """Has a reader wait at the first read of some parameters between `watch` and `end`."""
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        reader: ParamReader,
-        unit: int,
-        expert: int | None = None,
-    ) -> None:
-        """``reader``, held weakly, makes ``params`` readable: those of a unit or of an expert."""
+    def __init__(self, params: Sequence[nn.Parameter], reader: ParamReader) -> None:
+        """``reader``, held weakly, makes ``params`` readable."""
         self._reader = weakref.ref(reader)  # a class is freed late, and must not keep an engine
-        self._place = (unit, expert)
         self._params = tuple(params)
         self._watched: list[tuple[nn.Parameter, type[nn.Parameter]]] = []  # with their own classes
         self._awaited: dict[type[nn.Parameter], type[nn.Parameter]] = {}
@@ -75,13 +67,13 @@ class EarlyReads:
         self._watched = []
 
     def _make_awaited(self, own: type[nn.Parameter]) -> type[nn.Parameter]:
-        reader, place = self._reader, self._place
+        reader = self._reader
 
         class Awaited(_AwaitedParam, own):  # type: ignore[misc,valid-type]
             @classmethod
             def read_early(cls) -> None:
                 if (alive := reader()) is not None:
-                    alive.read_early(*place)
+                    alive.read_early()
 
             @classmethod
             def __torch_function__(

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,13 +27,11 @@ from zero_core._torch import (
 )
 from zero_core.config import Config
 from zero_core.layout.discovery import Quantized
-from zero_core.layout.experts import Expert
 from zero_core.layout.stored import Metadata, is_same_memory
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.recompute import Recompute
 from zero_core.runtime.runtime import Runtime
-from zero_core.sharded.experts import Routing
 from zero_core.sharded.unit import Unit
 from zero_core.tiled.modules import TiledForwards
 
@@ -43,10 +40,9 @@ def install(
     runtime: Runtime,
     modules: Sequence[nn.Module],
     config: Config,
-    experts: Sequence[Expert] = (),
     host_inputs: HostInputs | None = None,
 ) -> list[Any]:
-    """Hook the units' ``modules`` (the model first), trainable parameters and ``experts``.
+    """Hook the units' ``modules`` (the model first) and trainable parameters.
 
     Forwards are wrapped as ``config`` asks for it: tiles, and recomputation of blocks, whose inputs
     ``host_inputs`` move to the host and back. Returns handles, each with ``remove``.
@@ -66,8 +62,6 @@ def install(
             for position, param in enumerate(grads.params):
                 handles.append(_hook_gradient(runtime, unit.index, number, position, param))
     handles += _hook_components(runtime, modules)
-    handles += _hook_experts(runtime, experts)
-    handles += _hook_routers(runtime)
     _hook_parts(runtime, modules, handles)
     return [*handles, runtime.part_hooks, _Interrupted(runtime)]
 
@@ -204,40 +198,6 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
         if inside:
             hook_entries(block, inside)
     return handles
-
-
-def _hook_experts(runtime: Runtime, experts: Sequence[Expert]) -> Iterator[RemovableHandle]:
-    """Hook all modules of each expert that hold parameters: parts may be called by themselves."""
-    num_found: Counter[int] = Counter()
-    for expert in experts:
-        hook = _expert_hook(runtime, runtime.units[expert.unit], num_found[expert.unit])
-        num_found[expert.unit] += 1
-        for module in expert.module.modules():
-            if module is expert.module or module._parameters:
-                yield module.register_forward_pre_hook(outside_graphs(hook), prepend=True)
-
-
-def _expert_hook(runtime: Runtime, unit: Unit, number: int) -> Any:
-    def gather(module: nn.Module, args: Any) -> None:
-        runtime.enter_expert(unit, number)
-
-    return gather
-
-
-def _hook_routers(runtime: Runtime) -> Iterator[RemovableHandle]:
-    """Hook the modules beside lists of experts, whose output may be the routing."""
-    for routing in runtime.routings:
-        for module in routing.modules:
-            hook = _routing_hook(runtime.units[routing.unit], routing)
-            yield module.register_forward_hook(outside_graphs(hook))
-
-
-def _routing_hook(unit: Unit, routing: Routing) -> Any:
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        if unit.is_sparse and not unit.is_whole and not is_in_backward():
-            routing.note(output)
-
-    return note
 
 
 def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module], handles: list[Any]) -> None:

@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -59,12 +59,10 @@ from torch import Tensor, nn
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
 from zero_core.layout.discovery import Quantized
-from zero_core.layout.experts import ExpertList
 from zero_core.object_methods import SuspendableHooks
 from zero_core.runtime.early_reads import EarlyReads
 from zero_core.runtime.order import BackwardOrder, Forward, Prefetch
 from zero_core.runtime.saved import SavedWeights
-from zero_core.sharded.experts import ExpertRounds, Routing
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.reductions import GradientSink, Reductions
 from zero_core.sharded.unit import Unit
@@ -117,12 +115,10 @@ class Runtime:
         *,
         has_sharded_params: bool,
         quantized: Sequence[Quantized] = (),
-        experts: Iterable[ExpertList] = (),
     ) -> None:
         """Prepare. `zero_core.runtime.hooks.install` makes the model call it.
 
-        ``has_sharded_params``: gathered values are released after use (stage 3). ``experts``: lists
-        of those that have segments of their own.
+        ``has_sharded_params``: gathered values are released after use (stage 3).
         """
         self.units = tuple(units)
         self.quantized = tuple(quantized)
@@ -141,15 +137,12 @@ class Runtime:
         self._has_sharded_params = has_sharded_params
         has_peers = communicator.world_size > 1
         self._reductions = Reductions(self.units, sink, self.ready, has_peers=has_peers)
-        self._experts = ExpertRounds(self.units if has_peers else (), communicator.control, experts)
         self._blocks = {unit.index for unit in self.units if unit.is_block}
         self._last_block = max(self._blocks, default=0)
         self._tail = self.units[-1] if self.units[-1].is_tail else None
         held = () if self._tail is None else self._tail.params
         awaited = [p for f in held for p in f.params if isinstance(p, nn.Parameter)]
-        self._early_reads = EarlyReads(awaited, self, self.units[-1].index)
-        # Reads of each expert of a sparse unit, from its first sparse forward on.
-        self._expert_reads: dict[int, list[EarlyReads]] = {}
+        self._early_reads = EarlyReads(awaited, self)
         self._order = BackwardOrder(
             [u.index for u in self.units if u.grads],
             None if self._tail is None else self._tail.index,
@@ -198,7 +191,6 @@ class Runtime:
             if self._failure:
                 self._failure = 0
                 self._communicator.clear_failure()
-            self._experts.begin(is_whole=self._forward is None or self._full_params_depth > 0)
             if unit.is_root:
                 self._path = []
                 if self._tail is not None:
@@ -207,26 +199,6 @@ class Runtime:
         self._running.append(_Running(unit, module, sys.exception()))
         self._place.enter(self._forwards[unit.index])
         self._use(unit, backward=False)
-        if unit.experts:
-            self._experts.entered.add(unit.index)
-            if unit.is_sparse and not unit.is_whole:
-                for reads in self._reads_of_experts(unit):
-                    reads.watch()
-
-    def _reads_of_experts(self, unit: Unit) -> list[EarlyReads]:
-        if unit.index not in self._expert_reads:
-            held = [[p for f in own for p in f.params] for own in unit.experts]
-            self._expert_reads[unit.index] = [
-                EarlyReads([p for p in params if isinstance(p, nn.Parameter)], self, unit.index, n)
-                for n, params in enumerate(held)
-            ]
-        return self._expert_reads[unit.index]
-
-    def _end_early_reads(self) -> None:
-        self._early_reads.end()
-        for own in self._expert_reads.values():
-            for reads in own:
-                reads.end()
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
         """Note that ``error`` left the forward of ``unit``. `leave_forward` follows.
@@ -247,11 +219,6 @@ class Runtime:
         """Release ``unit`` after its forward, whose output ``needs_grad`` or not."""
         has_failed, self._is_failing = self._is_failing, False
         is_trained = self._forward is not None  # even where the model switches gradients off
-        if unit.is_sparse:
-            if not has_failed:
-                self._experts.end(unit, is_trained=is_trained)
-            for reads in self._expert_reads.get(unit.index, ()):
-                reads.end()
         if is_trained and unit.is_block:
             self._order.leave(unit.index, needs_grad=needs_grad)
         running = self._running
@@ -299,38 +266,6 @@ class Runtime:
         known = [self._last_paths[k] for k in (is_trained, not is_trained) if k in self._last_paths]
         return known[0] if known else list(self.blocks)
 
-    def enter_expert(self, unit: Unit, number: int) -> None:
-        """Have expert ``number`` of ``unit`` gathered by all ranks, as it is called here.
-
-        Raises:
-            RuntimeError: the ranks cannot agree on it, as the block's own forward is not running,
-                or computes it again with other experts.
-        """
-        own = unit.experts[number]
-        if not unit.is_sparse:
-            return
-        self._experts.note_call(unit, number)
-        if not all(flat.is_gathered for flat in own):
-            if is_in_backward() or not any(running.unit is unit for running in self._running):
-                raise RuntimeError(
-                    f"rank {self.rank}: an expert of {unit!r} was called in another way than in "
-                    "the last step: outside of the forward of its block, or by a recomputation "
-                    "that no forward had called. Name the block in zero_optimization.leaf_module, "
-                    "then all of its experts are gathered together"
-                )
-            self._experts.call(unit, number, is_trained=self._forward is not None)
-        if unit.index in self._expert_reads:
-            self._expert_reads[unit.index][number].end()
-        for flat in own:
-            flat.wait()
-            if not flat.is_kept:
-                self.saved.add(unit, flat)
-
-    @property
-    def routings(self) -> Sequence[Routing]:
-        """Routings among experts with segments of their own."""
-        return self._experts.routings
-
     def end_interrupted_forward(self, *, entering: nn.Module | None = None) -> None:
         """End a forward that was left without its hooks: torch runs none after Ctrl-C.
 
@@ -346,7 +281,7 @@ class Runtime:
         """End the forward that is under way, if one is, without its hooks."""
         if not self._running:
             return
-        self._end_early_reads()
+        self._early_reads.end()
         self._running.clear()
         self._place.enter(OUTSIDE)
         self._forward = None
@@ -359,8 +294,6 @@ class Runtime:
         Raises:
             RuntimeError: with gradients, outside of a forward of the model.
         """
-        if not self._running:
-            unit.is_whole = not is_in_backward()
         if is_in_backward():
             self.enter_recompute(unit)
         elif self._has_sharded_params and not self._running and torch.is_grad_enabled():
@@ -389,8 +322,6 @@ class Runtime:
         for stray in strays:
             if backward or stray not in self._unsharded:
                 self.release(self.units[stray])
-        if unit.is_sparse and (backward or unit.is_whole):
-            self.ready.discard(index)  # another forward may have left other experts there
         if index not in self.ready:
             unit.gather(backward=backward)
         if unit.hints is not None:
@@ -418,13 +349,8 @@ class Runtime:
             if self._running:
                 self._path.append(tail)
 
-    def read_early(self, unit: int, expert: int | None) -> None:
-        """Make the tail, or an expert of a unit, readable for code that no hook announced."""
-        if expert is not None:
-            self._expert_reads[unit][expert].end()
-            if self._running:
-                self.enter_expert(self.units[unit], expert)
-            return
+    def read_early(self) -> None:
+        """Make the tail readable for code that no hook announced."""
         self._early_reads.end()
         if self._running:  # else its forward was interrupted: the values are whatever they are
             self._use_tail()
@@ -448,10 +374,9 @@ class Runtime:
         if unit.is_tail:
             self._early_reads.end()
         for flat in unit.params:
-            if flat.full is not None:  # else an expert that no rank has called
-                flat.wait()
-                if self._has_sharded_params and not flat.is_kept:
-                    self.saved.add(unit, flat)
+            flat.wait()
+            if self._has_sharded_params and not flat.is_kept:
+                self.saved.add(unit, flat)
         self.ready.add(index)
 
     def release(self, unit: Unit) -> None:
@@ -565,7 +490,6 @@ class Runtime:
         if self._why_no_backward is not None:
             raise RuntimeError(self._why_no_backward)
         self.part_hooks.resume()
-        self._experts.begin(is_whole=False)
         self._sink.begin_backward()
         self._reductions.begin_backward()
         self._is_backward_open = True
@@ -615,7 +539,6 @@ class Runtime:
         """
         self.enter_forward(self.units[0], model)
         self.saved.leave_thread()  # each micro-batch watches its own
-        self._experts.begin(is_whole=True)  # rounds would have to agree on micro-batches, too
         self._taker = taker
 
     def begin_backward_of_turns(self) -> None:
@@ -745,18 +668,13 @@ class Runtime:
             self._sink.reopen()
             self._agree()
         self._order.place_tail(is_first=not self._sink.is_tail_late())
-        is_agreed = self._sink.is_left_out_agreed()
-        self._order.leave_out(is_agreed=is_agreed)
-        if self._experts.units:
-            self._experts.decide(self._sink.num_ranks_with_grad, is_agreed=is_agreed)
+        self._order.leave_out(is_agreed=self._sink.is_left_out_agreed())
 
     def _agree(self) -> None:
-        # A unit is sparse only if all ranks have entered its block: below 0, in the same set.
-        entered = {~unit for unit in self._experts.entered}
         self._sink.agree(
             has_unreduced=self._reductions.has_unreduced,
             is_tail_late=self._order.is_tail_late,
-            left_out=self._order.unneeded | entered,
+            left_out=self._order.unneeded,
         )
 
     def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
@@ -772,7 +690,6 @@ class Runtime:
         self._reductions.discard()
         self._is_backward_open = False
         self._order.forget()
-        self._experts.end_step(is_awaited=self._order.is_awaited)
         self._sink.clear()
 
     # ---------------------------------------------------------------- offload
@@ -873,7 +790,6 @@ class Runtime:
         for unit in self.units:
             for flat in unit.params:
                 flat.invalidate()
-        self._experts.values_changed()
 
     def values_replaced(self) -> None:
         """Note that values were written from outside of a step, on all ranks."""

@@ -341,20 +341,14 @@ class Memory:
 
     def _split(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Split segments into parts of the model whose buffers are in use for different times."""
-        parts: list[list[Segment]] = [[] for _ in range(self._num_parts)]
+        parts: list[list[Segment]] = [[] for _ in range(2 + self._layout.has_tail)]
         for segment in segments:
             parts[self._part_of(segment)].append(segment)
         return parts
 
     def _part_of(self, segment: Segment) -> int:
-        """Return the part of the model: root, blocks, tail if there is one, experts if any."""
-        if segment.expert is not None:
-            return self._num_parts - 1
+        """Return the part of the model: root, blocks, tail."""
         return 2 if segment.unit == self._layout.tail else min(segment.unit, 1)
-
-    @property
-    def _num_parts(self) -> int:
-        return 2 + self._layout.has_tail + self._layout.has_experts
 
     def _params_of(self, segment: Segment) -> list[Tensor]:
         return [self._found.params[slot.param] for slot in segment.slots]

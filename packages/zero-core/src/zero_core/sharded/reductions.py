@@ -75,10 +75,6 @@ class GradientSink(Protocol):
     def is_left_out_agreed(self) -> bool:
         """Whether, by the statistics, the same units needed no gradient on all ranks."""
 
-    @property
-    def num_ranks_with_grad(self) -> Sequence[float]:
-        """Number of ranks with a gradient of each parameter, by the statistics."""
-
     def clear(self) -> None:
         """Drop the gradient and start a new step."""
 

@@ -36,7 +36,6 @@ A *parameter tier* holds shards outside the device. Slot, piece, local flat spac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import attrgetter
 
 from zero_core.sharded.grads import FlatGrads
@@ -60,11 +59,6 @@ class Unit:
         is_block: whether it is neither; the other two stay gathered from forward to backward.
         is_exchanged: whether its values come from other ranks. All ranks must then gather it at
             the same place in the order of collectives.
-        experts: the flat parameters of each expert that has segments of its own.
-        is_sparse: whether experts are gathered only if a rank calls them: see
-            `zero_core.sharded.experts`.
-        is_whole: whether a sparse unit is gathered with all experts for now.
-        needed: in a sparse unit, the experts that the step's forwards have called on any rank.
         hints: announces to the parameter tier which units come next; None if nothing is
             offloaded.
     """
@@ -88,29 +82,11 @@ class Unit:
         self.is_block = not (self.is_root or is_tail)
         self.is_exchanged = any(p.is_exchanged for p in params)
         self.hints = hints
-        numbers = {p.segment.expert: None for p in params if p.segment.expert is not None}
-        self.experts = tuple(
-            tuple(p for p in params if p.segment.expert == number) for number in sorted(numbers)
-        )
-        self.is_sparse = False
-        self.is_whole = False
-        self.needed: set[int] = set()
-        self._others = tuple(p for p in params if p.segment.expert is None)
         self._trainable = [p for g in grads for p in g.params]
 
     def gather(self, *, exact: bool = False, backward: bool = False) -> None:
-        """Start to gather the current values. See `FlatParams.gather`.
-
-        Those of a sparse unit's experts: if the values are to be ``exact``, or those that backward
-        needs.
-        """
-        gathered = self.params
-        if self.is_sparse and not (exact or self.is_whole):
-            gathered = self._others
-            if backward:
-                own = (self.experts[number] for number in sorted(self.needed))
-                gathered = (*gathered, *chain.from_iterable(own))
-        for flat in gathered:
+        """Start to gather the current values. See `FlatParams.gather`."""
+        for flat in self.params:
             flat.gather(exact=exact, backward=backward)
 
     def count_trainable(self) -> int:

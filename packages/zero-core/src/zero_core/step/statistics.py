@@ -26,7 +26,7 @@ _FIRST_PARAM = _SQUARES + NUM_WORDS
 
 def statistics_nbytes(num_params: int, num_units: int, norms: Norms) -> int:
     """Return the bytes that are summed over the ranks in a step of such a model."""
-    return (_FIRST_PARAM + num_params + 2 * num_units + norms.num_sums) * torch.float64.itemsize
+    return (_FIRST_PARAM + num_params + num_units + norms.num_sums) * torch.float64.itemsize
 
 
 class GradientStatistics:
@@ -47,7 +47,7 @@ class GradientStatistics:
         self._meter = meter
         self._has_stream = device.type != "cpu"
         self._first_unit = _FIRST_PARAM + num_params
-        self._first_sum = self._first_unit + 2 * num_units
+        self._first_sum = self._first_unit + num_units
         self._norms = norms
         numel = self._first_sum + norms.num_sums
         self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
@@ -80,8 +80,7 @@ class GradientStatistics:
             params: numbers of the parameters with a gradient on this rank.
             has_unreduced: whether this rank has gradients that no reduction has carried.
             is_tail_late: whether this rank had a block's gradients before the tail's.
-            left_out: units of which all ranks must say the same, or none: ``unit`` needed no
-                gradient on this rank, ``~unit`` is an expert's and was entered.
+            left_out: units that needed no gradient on this rank.
             words: hash of what must be equal on all ranks: see `zero_core.step.agreement`.
         """
         self._wait()  # the upload of sums that nobody has read
@@ -95,7 +94,7 @@ class GradientStatistics:
         sent[_SQUARES:_FIRST_PARAM] = hashed.square()
         if params:
             sent[_FIRST_PARAM + torch.tensor(sorted(params))] = 1.0
-        if left_out:  # ~unit counts from the end
+        if left_out:
             sent[self._units][torch.tensor(sorted(left_out))] = 1.0
         total.copy_(sent, non_blocking=True)
         total[self._first_sum :] = square_sums
