@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core import ConfigError
 from zero_core.comm.shared_memory import SharedMemory
-from zero_core.sharded.params import is_placeholder
+from zero_core.core import access
 from zero_core.testing import Case, batch, make_model, spawn
 
 
@@ -60,7 +60,7 @@ def _closed_twice(rank: int, world_size: int) -> None:
         for param, first in zip(model.parameters(), make_model().parameters(), strict=True):
             param.data = first.data
         engine = zero_core.build(model, config)
-        assert any(is_placeholder(p) for p in model.parameters())
+        assert any(access.is_refused(p) for p in model.parameters())
         with pytest.raises(RuntimeError, match=r"engine\.full_state_dict\(\)"):
             model.state_dict()
         engine.close()

@@ -71,6 +71,7 @@ def _make(*, is_kept: bool = False, has_remote_updates: bool = True) -> tuple[Fl
         pool=BufferPool(allocator(CPU), 32),
         has_remote_updates=has_remote_updates,
         views=SegmentViews(SEGMENT, params, CPU),
+        names=["weight", "bias"],
     )
     flat.adopt()
     return flat, source

@@ -243,6 +243,7 @@ def build(
             has_sharded_params=memory.has_sharded_params,
             quantized=found.quantized,
         )
+        runtime.publish()  # what a tier has rounded otherwise
         modules = [module for _, module, _ in found.units]
         on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
         host_inputs = HostInputs(ranks.device) if on_host else None
@@ -281,7 +282,7 @@ def build(
         )
         if is_training:
             patches = PatchWriter(state)
-            driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
+            driven = EngineOptimizer(optimizer, train, gradient, runtime, meter, state.param_names)
             if resolved.zero_optimization.stage == 0:
                 installed.append(gradient.param_grads.serve())
             engine: ShardedModel = Engine(

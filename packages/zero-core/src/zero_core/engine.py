@@ -310,10 +310,10 @@ class Engine(ShardedModel):
             self.optimizer.engine_step()
             self._train.step_taken()
         else:
+            self._meter.end_step()
             self._why_skipped = self._gradient.explain_skip()
             self._train.step_skipped(self._why_skipped)
         self._runtime.discard()
-        self._meter.end_step()
         self._train.end_step()
 
     def memory_report(self) -> dict[str, int]:

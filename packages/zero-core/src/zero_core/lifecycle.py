@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
-from zero_core.errors import ConfigError
+from zero_core.core import access
+from zero_core.errors import CollectiveError, ConfigError
 from zero_core.layout.arithmetic import ParamSpec
-from zero_core.sharded.params import FlatParams, is_placeholder
+from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
@@ -79,8 +80,11 @@ class Ownership:
         if self.is_ended:
             return
         self._end()
-        if not self._state.has_stale_values:
-            return
+        try:
+            if not self._state.has_stale_values:
+                return
+        except CollectiveError as error:
+            _log.warning("%s: the parameters whose values it carried hold none now", error)
         for values in self._state.params:
             values.abandon()
         for module in self._state.module.modules():
@@ -202,7 +206,7 @@ def _local_shards(values: FlatParams, state: ShardedState) -> Iterator[LeftShard
 
 def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     for name, param in module._parameters.items():
-        if param is not None and is_placeholder(param) and owner_of(param) is None:
+        if param is not None and access.is_refused(param) and owner_of(param) is None:
             raise RuntimeError(
                 f"{prefix}{name} holds no value: it went with an engine that was closed. End one "
                 "with engine.unwrap() in place of engine.close()"

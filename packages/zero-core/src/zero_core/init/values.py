@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import pytree, swap_tensor
+from zero_core.core import access
 from zero_core.errors import ConfigError
 from zero_core.init.deferred import recordings_of
 from zero_core.init.slices import forget_slice, is_in_slices, whole_value
 from zero_core.protocols import PartitionedParam
-from zero_core.sharded.params import is_placeholder
 
 
 class InitialValues:
@@ -67,7 +67,7 @@ class InitialValues:
                 whole_name = f"{path}.{name}" if path else name
                 if tensor.is_meta:
                     self._check_one(whole_name, tensor)
-                elif not isinstance(tensor, PartitionedParam) and is_placeholder(tensor):
+                elif not isinstance(tensor, PartitionedParam) and access.is_refused(tensor):
                     raise ConfigError(
                         f"{whole_name} holds no value: an engine that keeps it in shards has the "
                         "model, or had it when it was closed. Give the model its values with "

@@ -119,13 +119,16 @@ class DeviceStates:
             self._reader.wait()
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Refuse ``what`` while a part that it needs is away.
+        """Refuse ``what`` while a part that it needs is away, and end what was published.
+
+        So nothing that ``what`` exchanges meets a publication that another rank has yet to launch.
 
         Raises:
             RuntimeError: with what to do.
         """
         if self._away and needed & self._away.keys():
             raise RuntimeError(self._explain(what, needed))
+        self._runtime.drain()
 
     def _explain(self, what: str, needed: frozenset[StatePart]) -> str:
         away = ", ".join(sorted(needed & self._away.keys()))

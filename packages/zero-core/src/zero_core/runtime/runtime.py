@@ -20,12 +20,19 @@ collectives in the same order even where ranks take different branches within a 
 block's gather is launched before the root's is waited for.
 
 [Note: the tail]
-Parameters that the module tree holds behind the blocks are most likely used after them. The tail is
-gathered with the last block's forward, waited for at the latest when forward leaves that block, and
-stays to the end of backward, as the root does. It may be used at any other time: a module that
-holds one of its parameters and is called earlier has a hook, and a read by other code is seen
-(`zero_core.runtime.early_reads`): both gather it and wait for it. A forward that went into neither
-the last block nor the tail gathers it at its end, as other ranks may have done.
+Parameters that the module tree holds behind the blocks are most likely used after them. The gather
+of the tail is launched with the root's, behind that of the first block, and waited for when forward
+leaves the last block. It stays to the end of backward, as the root does. Whoever uses it earlier
+waits earlier: a module that holds one of its parameters by a hook, other code by a read
+([Note: access] in `zero_core.core.access`).
+
+[Note: publication]
+At stages 1 and 2 every rank keeps all values, and a step leaves new ones in one slice on each. Once
+the step is decided, `publish` launches the exchange of all units, in their order, on all ranks
+alike, and waits for none: a unit's forward does, or the first read. So ranks may skip different
+blocks, and nobody reads a value of before the step. A tier on the host is still updating then: each
+launch follows the update of its unit, in a thread of its own (`Launcher`). No reduction, no other
+exchange and no later update begins before `drain`: peers may still read the shards.
 
 [Note: idle ranks]
 A rank that has no data while the others have takes part in their collectives: `idle_forward` uses
@@ -48,8 +55,10 @@ micro-batch has its turn is the `GradientTaker`.
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -58,12 +67,16 @@ from torch import Tensor, nn
 
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.queues import HostQueues
+from zero_core.core import access
 from zero_core.layout.discovery import Quantized
 from zero_core.object_methods import SuspendableHooks
-from zero_core.runtime.early_reads import EarlyReads
+from zero_core.protocols import Work
 from zero_core.runtime.order import BackwardOrder, Forward, Prefetch
 from zero_core.runtime.saved import SavedWeights
 from zero_core.sharded.grads import FlatGrads
+from zero_core.sharded.params import FlatParams
+from zero_core.sharded.pool import CopyStream
 from zero_core.sharded.reductions import GradientSink, Reductions
 from zero_core.sharded.unit import Unit
 from zero_core.watch.place import OUTSIDE
@@ -89,6 +102,53 @@ class GradientTaker(Protocol):
 
     def take(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         """Take the gradient of parameter ``position`` of a segment of ``unit``."""
+
+
+class _TailReads:
+    """Waits for the tail as a forward does, for whoever reads it before."""
+
+    def __init__(self, runtime: Runtime, tail: Unit) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._params = {id(p): flat for flat in tail.params for p in flat.read_params}
+        self._lock = threading.RLock()
+        access.register(self, [p for flat in tail.params for p in flat.read_params])
+
+    def await_values(self, param: nn.Parameter) -> None:
+        """Wait for the tail: see `zero_core.core.access.ValueHolder`."""
+        runtime = self._runtime()
+        assert runtime is not None, "it holds this object"
+        with self._lock:
+            runtime._use_tail()
+
+    def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
+        """Return why ``param`` cannot be read: see `zero_core.core.access.ValueHolder`."""
+        return self._params[id(param)].refusal(param, is_write=is_write)
+
+
+class Launcher:
+    """Starts gathers behind the updates that they wait for, in a thread of its own.
+
+    See [Note: publication].
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._queue = HostQueues()
+        self._stream = CopyStream(device)
+
+    def begin(self) -> None:
+        """Have the launches that follow wait for what the caller's stream holds by now."""
+        wait = self._stream.after_readers()
+        if wait is not None:
+            wait()
+
+    def launch(self, job: Callable[[], None]) -> Work:
+        """Run ``job`` when those before it have ended. Waiting raises what it raised."""
+
+        def on_stream() -> None:
+            with self._stream:
+                job()
+
+        return self._queue.launch(on_stream, is_reduction=False)
 
 
 class Runtime:
@@ -140,9 +200,12 @@ class Runtime:
         self._blocks = {unit.index for unit in self.units if unit.is_block}
         self._last_block = max(self._blocks, default=0)
         self._tail = self.units[-1] if self.units[-1].is_tail else None
-        held = () if self._tail is None else self._tail.params
-        awaited = [p for f in held for p in f.params if isinstance(p, nn.Parameter)]
-        self._early_reads = EarlyReads(awaited, self)
+        if self._tail is not None and has_sharded_params:
+            self._tail_reads = _TailReads(self, self._tail)
+        kept = [flat for unit in self.units for flat in unit.params if flat.is_kept]
+        self._published = [flat for flat in kept if flat.is_exchanged]
+        self._launcher: Launcher | None = None
+        self._is_publishing = False  # not all that was launched has been waited for
         self._order = BackwardOrder(
             [u.index for u in self.units if u.grads],
             None if self._tail is None else self._tail.index,
@@ -193,9 +256,6 @@ class Runtime:
                 self._communicator.clear_failure()
             if unit.is_root:
                 self._path = []
-                if self._tail is not None:
-                    self.ready.discard(self._tail.index)
-                    self._early_reads.watch()
         self._running.append(_Running(unit, module, sys.exception()))
         self._place.enter(self._forwards[unit.index])
         self._use(unit, backward=False)
@@ -254,9 +314,6 @@ class Runtime:
         path = self._last_path(is_trained=torch.is_grad_enabled())
         self.enter_forward(root, model)
         for unit in path:
-            if unit.is_tail:
-                self._use_tail()
-                continue
             self.enter_forward(unit, model)
             self.leave_forward(unit, needs_grad=unit.index not in self._order.left_out)
         self.leave_forward(root, needs_grad=True)
@@ -281,7 +338,6 @@ class Runtime:
         """End the forward that is under way, if one is, without its hooks."""
         if not self._running:
             return
-        self._early_reads.end()
         self._running.clear()
         self._place.enter(OUTSIDE)
         self._forward = None
@@ -331,6 +387,8 @@ class Runtime:
         for ahead in window:
             if ahead not in self.ready:
                 self._gather_ahead(self.units[ahead], backward=backward)
+        if unit.is_root and self._running and not backward:
+            self._gather_tail()
         self._wait(unit)  # the root, after the launch of the first block's gather
 
     def _gather_ahead(self, unit: Unit, *, backward: bool) -> None:
@@ -340,39 +398,32 @@ class Runtime:
             self.prefetch.add(unit.index)
         unit.gather(backward=backward)
 
-    def _use_tail(self) -> None:
-        """Gather the tail and wait for it, once in a forward."""
+    def _gather_tail(self) -> None:
+        """Launch the gather of the tail. Whoever reads it from now on waits."""
         tail = self._tail
-        if tail is not None and tail.index not in self.ready:
+        if tail is None or tail.index in self.ready:
+            return
+        if tail.is_exchanged or tail.is_updated():  # else whoever is first waits for the update
             tail.gather()
-            self._wait(tail)
-            if self._running:
-                self._path.append(tail)
+        for flat in tail.params:
+            flat.defer()
 
-    def read_early(self) -> None:
-        """Make the tail readable for code that no hook announced."""
-        self._early_reads.end()
-        if self._running:  # else its forward was interrupted: the values are whatever they are
-            self._use_tail()
+    def _use_tail(self) -> None:
+        """Wait for the tail."""
+        if self._tail is not None and self._tail.index not in self.ready:
+            self._tail.gather()
+            self._wait(self._tail)
 
     def _end_tail(self, *, is_saved: bool) -> None:
-        """End the outermost forward. A backward follows if it ``is_saved``.
-
-        Other ranks may have gone into the tail.
-        """
-        if self._tail is None:
-            return
-        if is_saved:
+        """End the outermost forward. A backward follows if it ``is_saved``."""
+        if self._tail is not None and is_saved:
             self._use_tail()
             self._order.use(self._tail.index)
-        self._early_reads.end()
 
     def _wait(self, unit: Unit) -> None:
         index = unit.index
         if index in self.ready:
             return
-        if unit.is_tail:
-            self._early_reads.end()
         for flat in unit.params:
             flat.wait()
             if self._has_sharded_params and not flat.is_kept:
@@ -490,6 +541,7 @@ class Runtime:
         if self._why_no_backward is not None:
             raise RuntimeError(self._why_no_backward)
         self.part_hooks.resume()
+        self.drain()
         self._sink.begin_backward()
         self._reductions.begin_backward()
         self._is_backward_open = True
@@ -548,6 +600,7 @@ class Runtime:
         if self._why_no_backward is not None:
             raise RuntimeError(self._why_no_backward)
         self.part_hooks.resume()
+        self.drain()
         self._sink.begin_backward()
         self._is_backward_open = True
         self._is_reducing = False  # `reduce_turn` does
@@ -671,6 +724,7 @@ class Runtime:
         self._order.leave_out(is_agreed=self._sink.is_left_out_agreed())
 
     def _agree(self) -> None:
+        self.drain()
         self._sink.agree(
             has_unreduced=self._reductions.has_unreduced,
             is_tail_late=self._order.is_tail_late,
@@ -713,7 +767,7 @@ class Runtime:
         self._reductions.synchronize()
 
     def vacate(self) -> None:
-        """Make all parameters placeholders until they are gathered again. See `settle`."""
+        """Make all parameters placeholders until `FlatParams.reoccupy`. See `settle`."""
         for unit in self.units:
             for flat in unit.params:
                 flat.vacate()
@@ -783,15 +837,46 @@ class Runtime:
         )
         return self._full_params_depth > 0 or (is_used and unit.is_current)
 
-    def values_changed(self) -> None:
-        """Note that the shards hold new values: what is gathered of them is stale from now on."""
-        self.part_hooks.resume()
-        self.ready.clear()
-        for unit in self.units:
-            for flat in unit.params:
-                flat.invalidate()
+    def values_changed(self, flats: Iterable[FlatParams] | None = None) -> None:
+        """Note that shards hold new values, and publish them. Every rank must call it.
 
-    def values_replaced(self) -> None:
-        """Note that values were written from outside of a step, on all ranks."""
-        self.values_changed()
+        ``flats``: whose values are meant; None: all.
+        """
+        self.part_hooks.resume()
+        if flats is None:
+            self.ready.clear()
+            flats = (flat for unit in self.units for flat in unit.params)
+        for flat in flats:
+            self.ready.discard(flat.segment.unit)
+            flat.invalidate()
+        self.publish()
+
+    def values_replaced(self, flats: Iterable[FlatParams] | None = None) -> None:
+        """Do as `values_changed` for values that were written from outside of a step."""
         self._communicator.forget_values()
+        self.values_changed(flats)
+
+    def publish(self) -> None:
+        """Launch the exchange of kept values that have changed, and wait for none.
+
+        Every rank must call it. See [Note: publication].
+        """
+        stale = [flat for flat in self._published if not flat.is_gathered]
+        if not stale:
+            return
+        launcher = None
+        if not all(flat.is_updated() for flat in stale):
+            if self._launcher is None:
+                self._launcher = Launcher(stale[0].device)
+            launcher = self._launcher
+            launcher.begin()
+        for flat in stale:
+            flat.publish(launcher)
+        self._is_publishing = True
+
+    def drain(self) -> None:
+        """Wait for all that was published."""
+        if self._is_publishing:
+            for flat in self._published:
+                flat.finish_gather()
+            self._is_publishing = False

@@ -271,7 +271,20 @@ class Memory:
             ],
             has_remote_updates=self._has_peers and self.has_sharded_state and segment.is_trainable,
             views=self._views_of(segment),
+            names=[self._layout.params[slot.param].name for slot in segment.slots],
+            wholes=self._wholes_of(segment),
         )
+
+    def _wholes_of(self, segment: Segment) -> dict[str, nn.Parameter] | None:
+        """Return the quantized parameters that have components in a segment of bytes, by name."""
+        if not segment.is_opaque:
+            return None
+        here = set(map(id, self._params_of(segment)))
+        return {
+            q.name: q.param
+            for q in self._found.quantized
+            if not here.isdisjoint(map(id, q.components))
+        }
 
     def _views_of(self, segment: Segment) -> SegmentViews:
         params = self._params_of(segment)

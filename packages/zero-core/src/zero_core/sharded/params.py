@@ -5,16 +5,20 @@ See [Note: the tensors of a segment] in `zero_core.sharded.unit`.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from enum import Enum
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zero_core._torch import storage_of
+from zero_core._torch import DisableTorchFunction, storage_of
 from zero_core.comm.communicator import Communicator
+from zero_core.core import access
 from zero_core.layout.arithmetic import Segment
 from zero_core.layout.stored import dim_order, from_bytes, to_bytes
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
@@ -22,6 +26,24 @@ from zero_core.sharded.pool import BufferPool, RefilledBuffers
 from zero_core.watch.place import UPDATE
 
 _NO_VERSION = -1
+# Why a parameter refuses to be read, and to be written.
+_SHARDED = (
+    "where stage 3 holds only this rank's shard of it: read it within engine.gathered(), which all "
+    "ranks enter; or, for the forward of another module, make it or its module a part of that one "
+    "before build()",
+    "where stage 3 holds only this rank's shard of it, so the value would be lost: write it within "
+    "engine.gathered(modifier_rank=...), which all ranks enter",
+)
+_EARLY = (
+    "between backward and step(), where it is half updated, as units are updated in backward: do "
+    "it before backward or after step(), or set "
+    "zero_optimization.offload_optimizer.update_in_backward to false",
+) * 2
+_AWAY = ("while parameters are offloaded: call reload_states() first, on every rank",) * 2
+_ENDED = (
+    "after its engine was closed, which left the values of other ranks behind: end an engine with "
+    "engine.unwrap() in place of engine.close()",
+) * 2
 # One pass in C, as it runs for every parameter of every gather.
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -31,8 +53,8 @@ class ParamState(Enum):
 
     SHARDED = "sharded"
     """Only the shard holds values, in the memory of its `ShardSource`. Parameters are
-    placeholders (NaN, or 0 for integer dtypes), but for those of which somebody holds a copy
-    (`FlatParams.hold`)."""
+    placeholders (NaN, or 0 for integer dtypes) that refuse to be read, but for those of which
+    somebody holds a copy (`FlatParams.hold`)."""
     GATHERING = "gathering"
     """A collective writes to ``full``, a buffer lent by the pool. Nobody else may read it.
     Set while the first gather into a borrowed buffer is under way. A gather of newer values into a
@@ -42,7 +64,15 @@ class ParamState(Enum):
     parameters are views of it."""
     KEPT = "kept"
     """``full`` is in the arena for good, and the shard is a view of it. The parameters are views,
-    too; a gather overwrites the other ranks' slices with their updates."""
+    too; a gather overwrites the other ranks' slices with their updates. Until it has, parameters
+    are deferred: see [Note: access] in `zero_core.core.access`."""
+
+
+class Launcher(Protocol):
+    """Runs launches of collectives beside the caller, in order."""
+
+    def launch(self, job: Callable[[], None]) -> Work:
+        """Run ``job`` when those before it have ended. Waiting raises what it raised."""
 
 
 class ShardSource(ABC):
@@ -64,17 +94,24 @@ class ShardSource(ABC):
         """Whether no update of the shard is under way."""
         return self.span is None or self._tier.are_params_ready(*self.span)
 
-    def wait_update(self) -> None:
-        """Wait until the shard holds its updated values."""
+    def wait_update(self, *, is_beside: bool = False) -> None:
+        """Wait until the shard holds its updated values.
+
+        ``is_beside``: in another thread than the training's, whose place is left alone.
+        """
         if self.span is not None:
-            with self._communicator.place.during(UPDATE):
+            place = nullcontext() if is_beside else self._communicator.place.during(UPDATE)
+            with place:
                 self._tier.wait_params(*self.span)
 
     @abstractmethod
-    def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
+    def gather(
+        self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
+    ) -> Work:
         """Start to fill ``full`` ([padded_numel]) with every rank's updated shard.
 
-        ``version``, ``backward``: see `zero_core.protocols.Collectives.all_gather`.
+        ``version``, ``backward``: see `zero_core.protocols.Collectives.all_gather`. ``is_beside``
+        as in `wait_update`.
         """
 
     @abstractmethod
@@ -105,8 +142,10 @@ class DeviceShard(ShardSource):
         self._segment = segment
         self._shard = shard
 
-    def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
-        self.wait_update()
+    def gather(
+        self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
+    ) -> Work:
+        self.wait_update(is_beside=is_beside)
         return self._communicator.all_gather(
             full, self._shard, self._segment, version=version, backward=backward
         )
@@ -191,6 +230,24 @@ def _hole(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((1,), 255, dtype=torch.uint8, device=device).view(dtype)[0]
 
 
+class _Beside:
+    """A gather that a launcher starts."""
+
+    def __init__(self, launcher: Launcher, start: Callable[[], Work]) -> None:
+        self._start = start
+        self._work: Work | None = None
+        self._launch = launcher.launch(self._run)
+
+    def _run(self) -> None:
+        self._work = self._start()
+
+    def wait(self) -> None:
+        """Wait for the launch, then for the gather."""
+        self._launch.wait()
+        assert self._work is not None, "the launch has succeeded"
+        self._work.wait()
+
+
 class FlatParams:
     """The values of one segment. See [Note: the tensors of a segment] in `unit`.
 
@@ -205,6 +262,7 @@ class FlatParams:
         local_span: see `ShardSource.span`.
         rank: this rank.
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
+        read_params: parameters of the model that have values here: what its code reads.
     """
 
     def __init__(
@@ -219,6 +277,8 @@ class FlatParams:
         pool: BufferPool | RefilledBuffers,
         has_remote_updates: bool,
         views: SegmentViews,
+        names: Sequence[str],
+        wholes: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         """Manage ``params``, one per slot. `adopt` then takes their storage over.
 
@@ -226,9 +286,18 @@ class FlatParams:
             kept: ``full`` if it is in the arena for good, else None: ``pool`` lends it.
             has_remote_updates: whether other ranks update slices of it.
             views: of this segment and those that are like it.
+            names: of ``params``.
+            wholes: the model's parameters by name, where ``params`` are components of them.
         """
         self.segment = segment
         self.params = list(params)
+        own = zip(names, params, strict=True)
+        if wholes is None:
+            wholes = {name: param for name, param in own if isinstance(param, nn.Parameter)}
+        self.read_params = list(wholes.values())
+        self._read_names = list(wholes)
+        self._why_refused = _SHARDED
+        self._lock = threading.RLock()  # of waits: any thread may read
         self.device = device
         self.full = kept
         self.address = 0 if kept is None else kept.data_ptr()
@@ -245,12 +314,14 @@ class FlatParams:
         self._full_version = 0 if self.is_kept else _NO_VERSION
         self._work: Work | None = None
         self._are_views_set = False
+        self._is_deferred = False
         self._moved: int | None = None  # position of a parameter that was moved while UNSHARDED
         self._views = views
         self._placeholders = views.placeholders
         # Copies that parameters are views of while SHARDED, and their holders, by position.
         self._copies: dict[int, Tensor] = {}
         self._num_holders: dict[int, int] = {}
+        access.register(self, self.read_params)
 
     # ----------------------------------------------------------------- states
 
@@ -280,12 +351,34 @@ class FlatParams:
             self._source.wait_update()
         self._full_version = self.version
 
+    def publish(self, launcher: Launcher | None) -> None:
+        """Start to bring kept values up to date, behind their update.
+
+        ``launcher`` starts the gather; None: this thread does, and waits for the update.
+        """
+        if launcher is None:
+            self.gather()
+        elif self._full_version != self.version:
+            self.finish_gather()
+            assert self.full is not None, "it is kept"
+            start = partial(
+                self._source.gather,
+                self.full,
+                version=self.version,
+                backward=False,
+                is_beside=True,
+            )
+            self._work = _Beside(launcher, start)
+            self._full_version = self.version
+
     def wait(self) -> None:
         """Wait for the gather, and make the parameters views of ``full``."""
-        self.finish_gather()
-        if not self._are_views_set:
-            list(map(_set_data, self.params, self._current_views().slots))
-            self._are_views_set = True
+        with self._lock:
+            self.finish_gather()
+            access.open_all(self.read_params)
+            if not self._are_views_set:
+                list(map(_set_data, self.params, self._current_views().slots))
+                self._are_views_set = True
 
     def finish_gather(self) -> None:
         """Wait for the gather that is under way, if one is.
@@ -293,21 +386,34 @@ class FlatParams:
         Raises:
             CollectiveError: it failed. The values are sharded again then.
         """
-        if self._work is not None:
-            work, self._work = self._work, None
+        with self._lock:
+            if self._work is None:
+                return
             try:
-                work.wait()
+                self._work.wait()
             except BaseException:
                 self._full_version = _NO_VERSION
                 if not self.is_kept:  # the pool lends it to nobody: late bytes may still arrive
                     self._set_placeholders()
                     self.full = None
                 raise
+            finally:
+                self._work = None
+
+    def defer(self) -> None:
+        """Have reads wait for what others are about to gather, until `release`."""
+        if not (self.is_kept or self._are_views_set):
+            self._is_deferred = True
+            access.defer(self.read_params)
 
     def release(self) -> None:
         """Return ``full`` to the pool, unless it is kept."""
         full = self.full
-        if self.is_kept or full is None:
+        if self.is_kept:
+            return
+        if full is None:
+            if self._is_deferred:
+                self._set_placeholders()
             return
         self.finish_gather()
         if self._are_views_set and self._moved is None:
@@ -317,9 +423,47 @@ class FlatParams:
         self.full = None
         self._full_version = _NO_VERSION
 
+    def updated_early(self) -> None:
+        """Note that this rank's values were updated in backward: the step is not over yet."""
+        self.version += 1
+        if self.is_kept:
+            self._why_refused = _EARLY
+            access.refuse(self.read_params)
+
     def invalidate(self) -> None:
         """Note that shards have new values: what is gathered is stale from now on."""
         self.version += 1
+        self._why_refused = _SHARDED
+        if not self.is_kept:
+            return
+        if self._is_gathered or not self._source.is_updated():
+            access.defer(self.read_params)
+        else:
+            self._full_version = self.version
+
+    # ------------------------------------------------------------------ access
+
+    def await_values(self, param: nn.Parameter) -> None:
+        """Wait for the value of ``param``: see `zero_core.core.access.ValueHolder`."""
+        with self._lock:
+            if self.is_exchanged and not self.is_gathered:
+                raise RuntimeError(
+                    f"parameter {self._name_of(param)} has no current value here: a step or load "
+                    "was broken off on this rank before its values were exchanged. Load a "
+                    "checkpoint, on every rank"
+                )
+            self.gather()
+            self.wait()
+            if self.device.type != "cpu":  # a reader may use another stream than the training
+                torch.accelerator.current_stream(self.device).synchronize()
+
+    def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
+        """Return why ``param`` cannot be read: see `zero_core.core.access.ValueHolder`."""
+        what = f"parameter {self._name_of(param)} was {'written' if is_write else 'read'}"
+        return f"rank {self.rank}: {what} {self._why_refused[is_write]}"
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        return self._read_names[[p is param for p in self.read_params].index(True)]
 
     # ---------------------------------------------------------------- queries
 
@@ -361,7 +505,10 @@ class FlatParams:
         return self._find_moved() if moved is None else moved
 
     def _find_moved(self) -> int | None:
-        found = list(map(Tensor.data_ptr, self.params))
+        if not self._are_views_set and not self._copies:
+            return None  # they refuse to be moved
+        with DisableTorchFunction():  # an address is no read
+            found = list(map(Tensor.data_ptr, self.params))
         expected = self._expected_addresses()
         if found == expected:
             return None
@@ -376,10 +523,10 @@ class FlatParams:
         return list(map(Tensor.data_ptr, expected))
 
     def refresh(self) -> None:
-        """Bring kept values up to date where no gather is needed: wait for the tier's update."""
-        if not self._is_gathered:
-            self._source.wait_update()
-            self._full_version = self.version
+        """Wait for kept values that are on their way. Starts no exchange with other ranks."""
+        if self.is_kept and (self.is_gathered or not self._is_gathered):
+            self.gather()
+            self.wait()
 
     @property
     def stored(self) -> tuple[int, int]:
@@ -454,6 +601,7 @@ class FlatParams:
     def abandon(self) -> None:
         """Make the parameters placeholders, unless they hold the current values. It is the end."""
         if not self.is_current:
+            self._why_refused = _ENDED
             self._set_placeholders()
 
     def vacate(self) -> None:
@@ -462,17 +610,19 @@ class FlatParams:
         A backward through what autograd saved of them is refused by torch from now on.
         """
         if self.is_kept:
-            self.finish_gather()
+            self.refresh()
             for param in self.params:
                 torch.autograd.graph.increment_version(param)
+            self._why_refused = _AWAY
             self._set_placeholders()
-            self._full_version = _NO_VERSION
 
     def reoccupy(self) -> None:
         """Note that the memory of kept values is there again, at another address."""
         if self.is_kept:
             assert self.full is not None
             self.address = self.full.data_ptr()
+            self._why_refused = _SHARDED
+            self.wait()
 
     def restore(self, position: int) -> bool:
         """Make the parameter at ``position`` a view again, if its ``data`` was replaced.
@@ -485,9 +635,10 @@ class FlatParams:
         else:
             tensor = self._copies.get(position, self._placeholders.slots[position])
         found = self.params[position]
-        is_replaced = (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape)
-        if is_replaced:
-            found.data = tensor
+        with DisableTorchFunction():  # an address is no read
+            is_replaced = (found.data_ptr(), found.shape) != (tensor.data_ptr(), tensor.shape)
+            if is_replaced:
+                found.data = tensor
         return is_replaced
 
     # ----------------------------------------------------------------- copies
@@ -510,6 +661,7 @@ class FlatParams:
             assert copy is not None, "the first holder has the values"
             self._copies[position] = copy
             if not self._are_views_set:
+                access.open_all(self._read_at(position))
                 self.params[position].data = copy
         return self._copies[position]
 
@@ -521,28 +673,26 @@ class FlatParams:
         del self._copies[position]
         if not self._are_views_set:
             self.params[position].data = self._placeholders.slots[position]
+            access.refuse(self._read_at(position))
 
     def _elements_of(self, values: Tensor) -> Tensor:
         """Return the elements of a parameter's dense ``values``, as a view."""
         return to_bytes(values, dim_order(values)) if self.segment.is_opaque else values.view(-1)
 
     def _set_placeholders(self) -> None:
+        access.open_all(self.read_params)
         if self._copies:
             for position, hole in enumerate(self._placeholders.slots):
                 self.params[position].data = self._copies.get(position, hole)
         else:
             list(map(_set_data, self.params, self._placeholders.slots))
-        self._are_views_set = False
+        self._are_views_set = self._is_deferred = False
+        held = {id(p) for position in self._copies for p in self._read_at(position)}
+        access.refuse(p for p in self.read_params if id(p) not in held)
+
+    def _read_at(self, position: int) -> list[nn.Parameter]:
+        return [p for p in self.read_params if p is self.params[position]]
 
     def _current_views(self) -> BufferViews:
         assert self.full is not None
         return self._views.of(self.full)
-
-
-def is_placeholder(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a NaN placeholder that an engine left after its end."""
-    can_tell = tensor.numel() > 1 and (tensor.is_floating_point() or tensor.is_complex())
-    if not can_tell or tensor.layout is not torch.strided or any(tensor.stride()):
-        return False
-    value = tensor.detach()[(0,) * tensor.ndim].item()
-    return bool(value != value)  # NaN alone

@@ -145,7 +145,7 @@ class Reductions:
             unit = grads.segment.unit
             for flat in self._units[unit].params:
                 if flat.segment is grads.segment:
-                    flat.invalidate()
+                    flat.updated_early()
             self._ready.discard(unit)
 
     def accumulate_locally(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import has_step_pre_hooks, mark_stepped
+from zero_core.comm.meter import Meter
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.runtime import Runtime
 from zero_core.step.gradient import StepGradient
@@ -33,6 +34,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         train: TrainState,
         gradient: StepGradient,
         runtime: Runtime,
+        meter: Meter,
         names: Mapping[int, str],
     ) -> None:
         """Take the groups of ``given``, which cannot be stepped itself from now on.
@@ -50,6 +52,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._train = train
         self._gradient = gradient
         self._runtime = runtime
+        self._meter = meter
         self._may_step = False
         self.state = given.state
         self.guard = given.register_step_pre_hook(self._refuse_step)
@@ -106,6 +109,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if not self._may_step or closure is not None:
             raise RuntimeError("call engine.step(): the engine drives its optimizer")
         self._gradient.apply(self._train.hyperparameters())
+        self._meter.end_step()  # what is published counts for the next step
         self._runtime.values_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -270,8 +270,9 @@ class StateAccess:
         flat = spec.to_elements(value.detach())
         if not segment.is_trainable:
             self._state.quiesce()  # others may still be gathering the old values
-            self._state.params[segment.index].edit(slot.start, flat)
-            self._runtime.values_replaced()
+            edited = self._state.params[segment.index]
+            edited.edit(slot.start, flat)
+            self._runtime.values_replaced([edited])
         else:
             piece = self._state.piece_of(slot.param)
             part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
@@ -382,7 +383,7 @@ class StateAccess:
             assert piece is not None, "a part is that of a piece"
             self._state.tier.write_state(what, piece.start, part)
         if what == MASTER:
-            self._runtime.values_replaced()
+            self._runtime.values_replaced([self._state.params[segment.index]])
 
     def _settable_shape(self, tier: WholeStateTier, param: int, what: str) -> tuple[int, ...]:
         """Return the shape of a whole state that is there. Every rank must call it.

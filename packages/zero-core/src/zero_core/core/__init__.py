@@ -1,0 +1,1 @@
+"""What every engine does, whatever its features."""

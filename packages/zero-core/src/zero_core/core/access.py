@@ -1,0 +1,221 @@
+"""What a read or write of a parameter does between gathers. This file alone assigns their classes.
+
+[Note: access]
+A parameter tells the truth to whoever looks: the current value, or an error at that place.
+
+open      The parameter holds its value. It has its own class, and reads cost nothing.
+deferred  The value is on its way, as after a step at stages 1 and 2. The first read waits for it.
+refused   The value is not here, as between two uses at stage 3. A read raises, and names the cure.
+
+1. A read starts no collective: a line in the log of one rank would wait for the others for ever.
+   What is to be waited for is launched by `Runtime.publish`, on all ranks in one order, and never
+   within a backward.
+2. A deferred or refused parameter is of a subclass of its class, whose ``__torch_function__`` torch
+   calls before any operation on it. Objects, hooks and gradients do not change.
+3. Names, shapes, hooks and gradients need no value (`NEEDS_NO_VALUE`): they never wait or raise.
+4. Any thread may read. The wait is the host's, under the lock of whoever holds the values.
+
+What no class can see is an alias that outlives a step, of ``param.data`` or by DLPack: see
+docs/after-build.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import GetSetDescriptorType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zero_core._torch import pytree
+
+_READING_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_PROPERTIES = {
+    name: found
+    for name, found in vars(torch._C.TensorBase).items()
+    if isinstance(found, GetSetDescriptorType)
+}
+NEEDS_NO_VALUE = frozenset(
+    {
+        *(p.__get__ for name, p in _PROPERTIES.items() if name not in _READING_PROPERTIES),
+        *(_PROPERTIES[name].__set__ for name in ("grad", "requires_grad", "_grad")),
+        *(_PROPERTIES["grad"].__delete__, Tensor.__len__, Tensor.__hash__, Tensor.stride),
+        *(Tensor.dense_dim, Tensor.dim, Tensor.dim_order, Tensor.element_size, Tensor.get_device),
+        *(Tensor.is_complex, Tensor.is_conj, Tensor.is_contiguous, Tensor.is_distributed),
+        *(Tensor.is_floating_point, Tensor.is_inference, Tensor.is_neg, Tensor.is_pinned),
+        *(Tensor.is_same_size, Tensor.is_shared, Tensor.is_signed, Tensor.ndimension),
+        *(Tensor.nelement, Tensor.numel, Tensor.size, Tensor.sparse_dim, Tensor.storage_offset),
+        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
+        *(Tensor.requires_grad_, Tensor.__dlpack_device__, Tensor._is_view),
+        *(torch.is_complex, torch.is_floating_point, torch.is_signed, torch.numel),
+        *(torch.is_same_size, torch.result_type, torch.autograd.grad),
+    }
+)
+"""Functions of a parameter that read and write none of its values. A test compares them with all
+functions of a tensor that torch's own list has."""
+_CONVERSIONS = frozenset(
+    {
+        *(Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.xpu, Tensor.float, Tensor.half),
+        *(Tensor.bfloat16, Tensor.double),
+    }
+)
+"""They return the parameter itself, or the name of a type, where there is nothing to convert."""
+_SET_DATA = _PROPERTIES["data"].__set__
+
+
+class ValueHolder(Protocol):
+    """Holds the values of parameters: `zero_core.sharded.params.FlatParams`."""
+
+    def await_values(self, param: nn.Parameter) -> None:
+        """Wait for the value of ``param``, which is deferred, and open it."""
+
+    def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
+        """Return why ``param``, which is refused, cannot be read or written, and the cure."""
+
+
+class _Closed:
+    """Base of the classes of parameters that are not open."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in NEEDS_NO_VALUE or (func == _SET_DATA and args[0] is args[1]):
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
+        if func in _CONVERSIONS:
+            found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
+            if found is args[0] or not isinstance(found, Tensor):
+                return found
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, _Closed):
+                leaf._open(func)
+        return func(*args, **kwargs)
+
+    def _open(self, func: Any) -> None:
+        """Open the parameter for ``func``, or raise."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._open(copy.deepcopy)
+        return copy.deepcopy(self, memo)  # by its own class
+
+
+class _Deferred(_Closed):
+    """Base of the classes of deferred parameters."""
+
+    __slots__ = ()
+
+    def _open(self, func: Any) -> None:
+        assert isinstance(self, nn.Parameter)
+        _holder_of(self).await_values(self)
+
+
+class _Refused(_Closed):
+    """Base of the classes of refused parameters."""
+
+    __slots__ = ()
+
+    def _open(self, func: Any) -> None:
+        assert isinstance(self, nn.Parameter)
+        name = getattr(func, "__name__", "")  # foreign: torch's functions
+        is_write = func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
+        raise RuntimeError(_holder_of(self).refusal(self, is_write=is_write))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Describe the parameter without its values, for debuggers and logs."""
+        assert isinstance(self, nn.Parameter)
+        return f"Parameter(without values here, {tuple(self.shape)}, {self.dtype})"
+
+
+_own_classes: dict[type, type] = {}  # by class that was made here
+
+
+class _Classes(dict[type, type]):
+    """Subclasses of a base and a parameter's own class, by that class or another one of its."""
+
+    def __init__(self, base: type) -> None:
+        super().__init__()
+        self._base = base
+
+    def __missing__(self, found: type) -> type:
+        own = _own_classes.get(found, found)
+        if own is not found:
+            self[found] = made = self[own]
+        else:
+            self[own] = made = type(own.__name__, (self._base, own), {"__module__": __name__})
+            _own_classes[made] = own
+        return made
+
+
+_DEFERRED, _REFUSED = _Classes(_Deferred), _Classes(_Refused)
+
+
+def open_all(params: Iterable[nn.Parameter]) -> None:
+    """Give parameters their own classes: they hold their values."""
+    for param in params:
+        found = type(param)
+        if found in _own_classes:
+            param.__class__ = _own_classes[found]
+
+
+def defer(params: Iterable[nn.Parameter]) -> None:
+    """Have the first read of each parameter wait."""
+    for param in params:
+        param.__class__ = _DEFERRED[type(param)]
+
+
+def refuse(params: Iterable[nn.Parameter]) -> None:
+    """Have reads of parameters raise."""
+    for param in params:
+        param.__class__ = _REFUSED[type(param)]
+
+
+def is_refused(param: Tensor) -> bool:
+    """Whether a read of ``param`` raises."""
+    return isinstance(param, _Refused)
+
+
+def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
+    """Give open parameters the class ``own``, for whenever they are open from now on."""
+    for param in params:
+        param.__class__ = own
+
+
+_holders: dict[int, weakref.ref[ValueHolder]] = {}  # by id of the parameter
+
+
+def register(holder: ValueHolder, params: Iterable[nn.Parameter]) -> None:
+    """Have reads of ``params`` ask ``holder``, which is held weakly."""
+    numbers = [id(param) for param in params]
+    reference = weakref.ref(holder, partial(_forget, numbers))
+    _holders.update(dict.fromkeys(numbers, reference))
+
+
+def _forget(numbers: Sequence[int], dropped: weakref.ref[ValueHolder]) -> None:
+    # Not by a walk through the dictionary: collection of another engine may change it meanwhile.
+    for number in numbers:
+        if _holders.get(number) is dropped:
+            del _holders[number]
+
+
+def _holder_of(param: nn.Parameter) -> ValueHolder:
+    reference = _holders.get(id(param))
+    holder = None if reference is None else reference()
+    if holder is None:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} holds no value: its engine was dropped "
+            "without engine.unwrap(), which leaves the values in the model. Load a checkpoint into "
+            "an engine over a new model"
+        )
+    return holder
