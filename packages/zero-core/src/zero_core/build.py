@@ -186,6 +186,7 @@ def build(
             else None,
             is_accelerated=ranks.device.type != "cpu",
             offloaded=make_param_tier(param_tier, layout, resolved, ranks.device),
+            has_own_tier=state_tier is not None,
         )
         tier = make_state_tier(state_tier, memory, drawn, resolved, control, meter)
         units = memory.make_units(tier, communicator)
@@ -285,6 +286,7 @@ def build(
             driven = EngineOptimizer(optimizer, train, gradient, runtime, meter, state.param_names)
             if resolved.zero_optimization.stage == 0:
                 installed.append(gradient.param_grads.serve())
+            installed.append(gradient.edits.begin())
             engine: ShardedModel = Engine(
                 parts,
                 optimizer=driven,

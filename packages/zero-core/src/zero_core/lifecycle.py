@@ -109,6 +109,7 @@ class Ownership:
         self._end()
         names = self._state.param_names
         for flat in self._state.params:
+            access.open_all(flat.read_params)
             for param in flat.params:
                 param.data = full[names[id(param)]]
         for part in self._state.module.modules():

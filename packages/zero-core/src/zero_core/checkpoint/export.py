@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zero_core._torch import save_own_state
 from zero_core.checkpoint.model_files import ModelFiles
+from zero_core.core import access
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.sharded.sharded_state import ShardedState
@@ -119,14 +120,15 @@ class QuantizedHolder:
     def holding(self, state: ShardedState, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Have the components hold ``values`` within."""
         components = {id(c): c for q in self.quantized for c in q.components}
-        try:
-            for key, component in components.items():
-                component.data = values[state.param_names[key]]
-            yield
-        finally:
-            for key in components:
-                flat, position = state.places[key]
-                flat.restore(position)
+        with access.opened(self.module._parameters.values()):
+            try:
+                for key, component in components.items():
+                    component.data = values[state.param_names[key]]
+                yield
+            finally:
+                for key in components:
+                    flat, position = state.places[key]
+                    flat.restore(position)
 
 
 def quantized_holders(state: ShardedState) -> dict[str, QuantizedHolder]:

@@ -1,9 +1,10 @@
-"""What a read or write of a parameter does between gathers. This file alone assigns their classes.
+"""Reads and writes of parameters between gathers. This file alone assigns their classes.
 
 [Note: access]
 A parameter tells the truth to whoever looks: the current value, or an error at that place.
 
-open      The parameter holds its value. It has its own class, and reads cost nothing.
+open      The parameter holds its value. It has its own class, and reads cost nothing. Where a
+          master weight is other memory, reads of ``data`` are noted: see `Edits`.
 deferred  The value is on its way, as after a step at stages 1 and 2. The first read waits for it.
 refused   The value is not here, as between two uses at stage 3. A read raises, and names the cure.
 
@@ -23,7 +24,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import GetSetDescriptorType
 from typing import Any, Protocol
@@ -31,7 +33,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import pytree
+from zero_core._torch import allow_foreach, pytree
 
 _READING_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _PROPERTIES = {
@@ -50,7 +52,7 @@ NEEDS_NO_VALUE = frozenset(
         *(Tensor.is_same_size, Tensor.is_shared, Tensor.is_signed, Tensor.ndimension),
         *(Tensor.nelement, Tensor.numel, Tensor.size, Tensor.sparse_dim, Tensor.storage_offset),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad),
-        *(Tensor.requires_grad_, Tensor.__dlpack_device__, Tensor._is_view),
+        *(Tensor.requires_grad_, Tensor.__dlpack_device__),
         *(torch.is_complex, torch.is_floating_point, torch.is_signed, torch.numel),
         *(torch.is_same_size, torch.result_type, torch.autograd.grad),
     }
@@ -116,8 +118,7 @@ class _Deferred(_Closed):
 
     __slots__ = ()
 
-    def _open(self, func: Any) -> None:
-        assert isinstance(self, nn.Parameter)
+    def _open(self: Any, func: Any) -> None:
         _holder_of(self).await_values(self)
 
 
@@ -126,15 +127,13 @@ class _Refused(_Closed):
 
     __slots__ = ()
 
-    def _open(self, func: Any) -> None:
-        assert isinstance(self, nn.Parameter)
+    def _open(self: Any, func: Any) -> None:
         name = getattr(func, "__name__", "")  # foreign: torch's functions
         is_write = func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
         raise RuntimeError(_holder_of(self).refusal(self, is_write=is_write))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
         """Describe the parameter without its values, for debuggers and logs."""
-        assert isinstance(self, nn.Parameter)
         return f"Parameter(without values here, {tuple(self.shape)}, {self.dtype})"
 
 
@@ -155,10 +154,34 @@ class _Classes(dict[type, type]):
         else:
             self[own] = made = type(own.__name__, (self._base, own), {"__module__": __name__})
             _own_classes[made] = own
+            allow_foreach(made)
         return made
 
 
 _DEFERRED, _REFUSED = _Classes(_Deferred), _Classes(_Refused)
+
+_get_data = _PROPERTIES["data"].__get__
+_aliased: set[int] = set()  # ids of watched parameters whose data was read
+
+
+class _Watched:
+    """Base of the classes of open parameters whose ``data`` is noted when it is read or set."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Any:
+        """The memory of the parameter, which the reader may write to."""
+        _aliased.add(id(self))
+        return _get_data(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _aliased.add(id(self))
+        _SET_DATA(self, value)
+
+
+_watched_classes: dict[type, type] = {}  # by the class behind
 
 
 def open_all(params: Iterable[nn.Parameter]) -> None:
@@ -187,9 +210,57 @@ def is_refused(param: Tensor) -> bool:
 
 
 def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
-    """Give open parameters the class ``own``, for whenever they are open from now on."""
+    """Give parameters the class ``own``, for whenever they are open from now on."""
     for param in params:
-        param.__class__ = own
+        if isinstance(param, _Closed):
+            param.__class__ = (_REFUSED if is_refused(param) else _DEFERRED)[own]
+        else:
+            param.__class__ = own
+
+
+def own_class(param: nn.Parameter) -> type[nn.Parameter]:
+    """Return the class that ``param`` has while it is open."""
+    return _own_classes.get(type(param), type(param))
+
+
+@contextmanager
+def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
+    """Let the engine itself use parameters within, whatever they hold."""
+    before = [(param, type(param)) for param in params if param is not None]
+    open_all(param for param, _ in before)
+    try:
+        yield
+    finally:
+        for param, found in before:
+            param.__class__ = found
+
+
+def watch(params: Iterable[nn.Parameter]) -> None:
+    """Note reads of ``data`` for `take_aliased`, until `stop_watching`."""
+    for param in params:
+        own = own_class(param)
+        if own not in _watched_classes:
+            made = type(own.__name__, (_Watched, own), {"__module__": __name__})
+            allow_foreach(made)
+            _watched_classes[own] = made
+        use_class([param], _watched_classes[own])
+
+
+def stop_watching(params: Iterable[nn.Parameter]) -> None:
+    """Give parameters the class that they had before `watch`."""
+    for param in params:
+        own = own_class(param)
+        if issubclass(own, _Watched):
+            use_class([param], own.__mro__[own.__mro__.index(_Watched) + 1])
+
+
+def take_aliased(params: Sequence[Tensor]) -> list[int]:
+    """Return the positions of ``params`` whose ``data`` was read since the last call for them."""
+    if not _aliased:
+        return []
+    found = [position for position, param in enumerate(params) if id(param) in _aliased]
+    _aliased.difference_update(id(params[position]) for position in found)
+    return found
 
 
 _holders: dict[int, weakref.ref[ValueHolder]] = {}  # by id of the parameter

@@ -32,12 +32,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_core._torch import get_grad, inner_tensors, pytree, set_grad
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import WHOLES, Meter
 from zero_core.config import master_dtype
+from zero_core.core import access
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import Layout, Piece
 from zero_core.layout.owners import Share, Whole, assign_owners
@@ -491,20 +492,21 @@ def _lending(
     params: Sequence[Tensor], lent: Mapping[Tensor, tuple[Tensor, Tensor]]
 ) -> Iterator[None]:
     """Give the parameters in ``lent`` these values and gradients, and the others no gradient."""
-    before = [(param, param.data, get_grad(param)) for param in params]
-    try:
-        for param in params:
-            set_grad(param, None)
-            if param in lent:
-                values, grad = lent[param]
+    with access.opened(param for param in params if isinstance(param, nn.Parameter)):
+        before = [(param, param.data, get_grad(param)) for param in params]
+        try:
+            for param in params:
+                set_grad(param, None)
+                if param in lent:
+                    values, grad = lent[param]
+                    _set_data(param, values)
+                    set_grad(param, grad)
+            yield
+        finally:
+            for param, values, old_grad in before:
+                set_grad(param, None)
                 _set_data(param, values)
-                set_grad(param, grad)
-        yield
-    finally:
-        for param, values, old_grad in before:
-            set_grad(param, None)
-            _set_data(param, values)
-            set_grad(param, old_grad)
+                set_grad(param, old_grad)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class GatheredParams:
         self._runtime = runtime
         self._state = state
         self._num_open = 0
+        self._edited: set[int] = set()  # ids of parameters that a context may change
 
     @property
     def is_open(self) -> bool:
@@ -126,16 +127,40 @@ class GatheredParams:
         if modifier_rank is not None:
             edit = _Edit(self._state, modifier_rank, full)
             self._state.control.barrier()  # others may read this rank's slice until they are here
+            self._edited.update(id(p.param) for p in full)
+        # What is changed in these is lost, unless a context around this one takes it over.
+        lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
+        before = [p.param._version for p in lost]
         self._num_open += 1
         try:
-            yield
+            with self._watching(lost):
+                yield
             if edit is not None:
                 edit.publish()
                 self._runtime.values_replaced()
+            else:
+                self._keep_replaced(full)
+                _check_unwritten(lost, before, self._state)
         finally:
+            if edit is not None:
+                self._edited.difference_update(id(p.param) for p in full)
             self._num_open -= 1
             for param in full:
                 param.flat.restore(param.position)
+
+    def _watching(self, full: Sequence[_FullParam]) -> AbstractContextManager[None]:
+        """Have a graph that is made within, outside of a forward, outlive the values."""
+        params = [p.param for p in full if isinstance(p.param, nn.Parameter)]
+        if not params or self._runtime.is_running or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._runtime.saved.watching_gathered(params, self, self._runtime)
+
+    @torch.no_grad()
+    def _keep_replaced(self, full: Sequence[_FullParam]) -> None:
+        """Copy what replaced the memory of kept parameters into it."""
+        for p in full:
+            if p.flat.is_kept and p.param.data_ptr() != p.tensor.data_ptr():
+                p.tensor.copy_(p.param.data)
 
     def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:
         """Refuse ranks that gather something else: they would wait for each other."""
@@ -286,6 +311,41 @@ class _Edit:
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
         new = values[own].cpu().to(old.dtype)
         self._state.tier.write_state(MASTER, piece.start, torch.where(mask[own].cpu(), new, old))
+
+
+def _check_unwritten(
+    full: Sequence[_FullParam], versions: Sequence[int], state: ShardedState
+) -> None:
+    """Refuse changes within a context that only reads, of which nothing would be left.
+
+    Raises:
+        RuntimeError: with the names of the parameters.
+    """
+    changed = [
+        state.layout.params[p.slot.param].name
+        for p, version in zip(full, versions, strict=True)
+        if p.param._version != version
+        or p.param.data_ptr() != p.tensor.data_ptr()
+        or not _has_own_slice(p)
+    ]
+    if changed:
+        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+        raise RuntimeError(
+            f"rank {state.control.rank}: {', '.join(changed[:4])}{more} changed within gathered(), "
+            "which only reads: at stage 3 the new values would be lost. Change them within "
+            "gathered(modifier_rank=0), whose rank's values reach all others"
+        )
+
+
+def _has_own_slice(full: _FullParam) -> bool:
+    """Whether the value still has the bits of this rank's shard, where it has any."""
+    flat = full.flat
+    start, stop = full.slot.common(*flat.segment.shard_range(flat.rank))
+    if start == stop:
+        return True
+    shard = flat.part_of(full.position, flat.read_shard())
+    own = flat.elements_of(full.tensor)[start:stop].to(shard.device)
+    return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
 
 
 def _differs(now: Tensor, before: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -67,16 +67,13 @@ from torch import Tensor, nn
 
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.queues import HostQueues
 from zero_core.core import access
 from zero_core.layout.discovery import Quantized
 from zero_core.object_methods import SuspendableHooks
-from zero_core.protocols import Work
 from zero_core.runtime.order import BackwardOrder, Forward, Prefetch
 from zero_core.runtime.saved import SavedWeights
 from zero_core.sharded.grads import FlatGrads
-from zero_core.sharded.params import FlatParams
-from zero_core.sharded.pool import CopyStream
+from zero_core.sharded.params import FlatParams, Launcher
 from zero_core.sharded.reductions import GradientSink, Reductions
 from zero_core.sharded.unit import Unit
 from zero_core.watch.place import OUTSIDE
@@ -123,32 +120,6 @@ class _TailReads:
     def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
         """Return why ``param`` cannot be read: see `zero_core.core.access.ValueHolder`."""
         return self._params[id(param)].refusal(param, is_write=is_write)
-
-
-class Launcher:
-    """Starts gathers behind the updates that they wait for, in a thread of its own.
-
-    See [Note: publication].
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._queue = HostQueues()
-        self._stream = CopyStream(device)
-
-    def begin(self) -> None:
-        """Have the launches that follow wait for what the caller's stream holds by now."""
-        wait = self._stream.after_readers()
-        if wait is not None:
-            wait()
-
-    def launch(self, job: Callable[[], None]) -> Work:
-        """Run ``job`` when those before it have ended. Waiting raises what it raised."""
-
-        def on_stream() -> None:
-            with self._stream:
-                job()
-
-        return self._queue.launch(on_stream, is_reduction=False)
 
 
 class Runtime:

@@ -17,7 +17,9 @@ A forward may use a parameter within `gathered` alone, of this engine or of anot
 head in a fused loss. Torch saves what an ``autograd.Function`` names after its forward has
 returned, when the context may have ended: the parameter is a placeholder then, or a copy that is
 about to go. So it is saved by reference, and gathered again when backward unpacks it, to the end of
-that backward. Every rank must unpack it, as it must enter `gathered`.
+that backward. Every rank must unpack it, as it must enter `gathered`. What is computed within
+`gathered` alone, outside of a forward (a penalty of the weights), is watched likewise:
+`SavedWeights.watching_gathered`.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from contextlib import AbstractContextManager, ExitStack
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from zero_core._torch import autocast_source, is_autocast_enabled, pytree
+from zero_core.core import access
 from zero_core.runtime.order import Forward
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.unit import Unit
@@ -76,7 +81,17 @@ class _Cast(NamedTuple):
     offset: int
 
 
-_Saved = Tensor | Reference | _Cast | _Packed
+class _Part(NamedTuple):
+    """Memory of a parameter that autograd saved outside of a forward: itself, or a view."""
+
+    reference: Reference
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    nbytes_before: int
+
+
+_Saved = Tensor | Reference | _Cast | _Part | _Packed
 
 
 class Holding:
@@ -209,6 +224,37 @@ class SavedWeights:
         if hooks is not None:
             hooks.__exit__(None, None, None)
 
+    @contextmanager
+    def watching_gathered(
+        self, params: Sequence[nn.Parameter], holder: ParamHolder, backward: Backward
+    ) -> Iterator[None]:
+        """Pack what is saved of ``params`` within, which ``holder`` has gathered."""
+        with torch.no_grad():
+            spans = sorted(
+                (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n)
+                for n, p in enumerate(params)
+            )
+        starts = [start for start, _, _ in spans]
+
+        def pack(tensor: Tensor) -> _Saved:
+            place = bisect_right(starts, tensor.data_ptr()) - 1
+            if place < 0 or tensor.data_ptr() >= spans[place][1]:
+                return tensor if tensor.is_leaf else tensor.detach()
+            start, _, number = spans[place]
+            param = params[number]
+            version = holder.version_of(param)
+            assert version is not None, "it is sharded"
+            return _Part(
+                Reference(param, holder, version),
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                tensor.data_ptr() - start,
+            )
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, partial(self._unpack, backward)):
+            yield
+
     def end_forward(self) -> None:
         """End the forward that has begun, if one has."""
         self._forward = self._backward = None  # what was saved alone keeps them alive
@@ -216,6 +262,8 @@ class SavedWeights:
         self._hooks.clear()  # of threads that have ended
 
     def _pack(self, tensor: Tensor) -> _Saved:
+        if access.is_refused(tensor):
+            return refer(cast(nn.Parameter, tensor)) or tensor
         found = None
         if self._low <= tensor.data_ptr() < self._high:
             found = self.gathered.get(tensor.untyped_storage().data_ptr())
@@ -235,7 +283,7 @@ class SavedWeights:
     def _pack_cast(self, tensor: Tensor) -> _Cast | None:
         param = autocast_source(tensor)
         packed = None if param is None else self._pack(param)
-        if packed is None or isinstance(packed, Tensor | _Cast):
+        if packed is None or isinstance(packed, Tensor | _Cast | _Part):
             return None
         offset = int(tensor.storage_offset())
         return _Cast(packed, tensor.dtype, tensor.shape, tensor.stride(), offset)
@@ -248,6 +296,10 @@ class SavedWeights:
             return weight.to(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
         if isinstance(packed, Reference):
             return self._unpack_reference(backward, packed)
+        if isinstance(packed, _Part):
+            whole = self._unpack_reference(backward, packed.reference).view(packed.dtype)
+            offset = whole.storage_offset() + packed.nbytes_before // whole.element_size()
+            return whole.as_strided(packed.shape, packed.stride, offset)
         unit, flat, dtype, offset, shape, stride, version, forward = packed
         _check_version(unit, flat, version)
         if unit is not backward.entered:

@@ -64,6 +64,7 @@ class Memory:
         exchanged: Allocate | None = None,
         is_accelerated: bool,
         offloaded: OffloadedSegments | None = None,
+        has_own_tier: bool = False,
     ) -> None:
         """Allocate values for ``rank`` on ``device``. The model's parameters stay as they are.
 
@@ -76,7 +77,9 @@ class Memory:
             exchanged: allocates what other ranks read (shards and gradients), if that is special.
             is_accelerated: whether the compute device is another one than the host.
             offloaded: the segments whose shards are not on the device, if there are any.
+            has_own_tier: whether a program brings the state tier.
         """
+        self._has_own_tier = has_own_tier
         self._has_peers = layout.world_size > 1
         self._offloaded = () if offloaded is None else offloaded.segments
         self._offloaded_indices = frozenset(s.index for s in self._offloaded)
@@ -273,6 +276,9 @@ class Memory:
             views=self._views_of(segment),
             names=[self._layout.params[slot.param].name for slot in segment.slots],
             wholes=self._wholes_of(segment),
+            has_masters_apart=self._has_own_tier
+            or self._config.zero_optimization.offload_optimizer.device != "none"
+            or segment.dtype not in self._config.own_masters,
         )
 
     def _wholes_of(self, segment: Segment) -> dict[str, nn.Parameter] | None:

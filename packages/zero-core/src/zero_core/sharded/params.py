@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from enum import Enum
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zero_core._torch import DisableTorchFunction, storage_of
 from zero_core.comm.communicator import Communicator
+from zero_core.comm.queues import HostQueues
 from zero_core.core import access
 from zero_core.layout.arithmetic import Segment
 from zero_core.layout.stored import dim_order, from_bytes, to_bytes
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
-from zero_core.sharded.pool import BufferPool, RefilledBuffers
+from zero_core.sharded.pool import BufferPool, CopyStream, RefilledBuffers
 from zero_core.watch.place import UPDATE
 
 _NO_VERSION = -1
@@ -46,6 +46,7 @@ _ENDED = (
 ) * 2
 # One pass in C, as it runs for every parameter of every gather.
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
+_get_version = Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 class ParamState(Enum):
@@ -66,13 +67,6 @@ class ParamState(Enum):
     """``full`` is in the arena for good, and the shard is a view of it. The parameters are views,
     too; a gather overwrites the other ranks' slices with their updates. Until it has, parameters
     are deferred: see [Note: access] in `zero_core.core.access`."""
-
-
-class Launcher(Protocol):
-    """Runs launches of collectives beside the caller, in order."""
-
-    def launch(self, job: Callable[[], None]) -> Work:
-        """Run ``job`` when those before it have ended. Waiting raises what it raised."""
 
 
 class ShardSource(ABC):
@@ -105,13 +99,10 @@ class ShardSource(ABC):
                 self._tier.wait_params(*self.span)
 
     @abstractmethod
-    def gather(
-        self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
-    ) -> Work:
+    def gather(self, full: Tensor, *, version: int, backward: bool) -> Work:
         """Start to fill ``full`` ([padded_numel]) with every rank's updated shard.
 
-        ``version``, ``backward``: see `zero_core.protocols.Collectives.all_gather`. ``is_beside``
-        as in `wait_update`.
+        ``version``, ``backward``: see `zero_core.protocols.Collectives.all_gather`.
         """
 
     @abstractmethod
@@ -145,6 +136,7 @@ class DeviceShard(ShardSource):
     def gather(
         self, full: Tensor, *, version: int, backward: bool, is_beside: bool = False
     ) -> Work:
+        """See `ShardSource.gather`. ``is_beside`` as in `wait_update`."""
         self.wait_update(is_beside=is_beside)
         return self._communicator.all_gather(
             full, self._shard, self._segment, version=version, backward=backward
@@ -230,20 +222,46 @@ def _hole(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((1,), 255, dtype=torch.uint8, device=device).view(dtype)[0]
 
 
-class _Beside:
-    """A gather that a launcher starts."""
+class Launcher:
+    """Starts gathers behind the updates that they wait for, in order, in a thread of its own."""
 
-    def __init__(self, launcher: Launcher, start: Callable[[], Work]) -> None:
-        self._start = start
+    def __init__(self, device: torch.device) -> None:
+        self._queue = HostQueues()
+        self._stream = CopyStream(device)
+
+    def begin(self) -> None:
+        """Have the gathers that follow wait for what the caller's stream holds by now."""
+        wait = self._stream.after_readers()
+        if wait is not None:
+            wait()
+
+    def gather(self, source: DeviceShard, full: Tensor, *, version: int) -> Work:
+        """Have `DeviceShard.gather` called when the launches before have ended."""
+        found = _LateGather(source, full, version, self._stream)
+        found.launch = self._queue.launch(found.run, is_reduction=False)
+        return found
+
+
+class _LateGather:
+    """A gather that a launcher starts. It ends after its launch."""
+
+    launch: Work
+
+    def __init__(self, source: DeviceShard, full: Tensor, version: int, stream: CopyStream) -> None:
+        self._source = source
+        self._full = full
+        self._version = version
+        self._stream = stream
         self._work: Work | None = None
-        self._launch = launcher.launch(self._run)
 
-    def _run(self) -> None:
-        self._work = self._start()
+    def run(self) -> None:
+        with self._stream:
+            self._work = self._source.gather(
+                self._full, version=self._version, backward=False, is_beside=True
+            )
 
     def wait(self) -> None:
-        """Wait for the launch, then for the gather."""
-        self._launch.wait()
+        self.launch.wait()
         assert self._work is not None, "the launch has succeeded"
         self._work.wait()
 
@@ -263,6 +281,7 @@ class FlatParams:
         rank: this rank.
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
         read_params: parameters of the model that have values here: what its code reads.
+        is_watched: whether what programs write into parameters must be taken over.
     """
 
     def __init__(
@@ -279,6 +298,7 @@ class FlatParams:
         views: SegmentViews,
         names: Sequence[str],
         wholes: Mapping[str, nn.Parameter] | None = None,
+        has_masters_apart: bool = False,
     ) -> None:
         """Manage ``params``, one per slot. `adopt` then takes their storage over.
 
@@ -288,6 +308,7 @@ class FlatParams:
             views: of this segment and those that are like it.
             names: of ``params``.
             wholes: the model's parameters by name, where ``params`` are components of them.
+            has_masters_apart: whether updates start from other memory than the values.
         """
         self.segment = segment
         self.params = list(params)
@@ -296,6 +317,8 @@ class FlatParams:
             wholes = {name: param for name, param in own if isinstance(param, nn.Parameter)}
         self.read_params = list(wholes.values())
         self._read_names = list(wholes)
+        self.is_watched = has_masters_apart and segment.is_trainable and kept is not None
+        self._versions: list[int] = []
         self._why_refused = _SHARDED
         self._lock = threading.RLock()  # of waits: any thread may read
         self.device = device
@@ -361,14 +384,8 @@ class FlatParams:
         elif self._full_version != self.version:
             self.finish_gather()
             assert self.full is not None, "it is kept"
-            start = partial(
-                self._source.gather,
-                self.full,
-                version=self.version,
-                backward=False,
-                is_beside=True,
-            )
-            self._work = _Beside(launcher, start)
+            assert isinstance(self._source, DeviceShard), "what is kept is on the device"
+            self._work = launcher.gather(self._source, self.full, version=self.version)
             self._full_version = self.version
 
     def wait(self) -> None:
@@ -440,8 +457,29 @@ class FlatParams:
             access.defer(self.read_params)
         else:
             self._full_version = self.version
+            access.open_all(self.read_params)
+
+        self.forget_marks()
 
     # ------------------------------------------------------------------ access
+
+    def forget_marks(self) -> None:
+        """Count what is in the parameters as this engine's."""
+        if self.is_watched:
+            access.take_aliased(self.params)
+            self._versions = list(map(_get_version, self.params))
+
+    def take_marks(self) -> list[tuple[int, bool]]:
+        """Return positions of parameters that may have been written, and whether they were.
+
+        Since the last call, or since the engine's own last change.
+        """
+        before, self._versions = self._versions, list(map(_get_version, self.params))
+        found = dict.fromkeys(access.take_aliased(self.params), False)
+        if before != self._versions:
+            pairs = enumerate(zip(before, self._versions, strict=True))
+            found |= {position: True for position, (old, new) in pairs if old != new}
+        return sorted(found.items())
 
     def await_values(self, param: nn.Parameter) -> None:
         """Wait for the value of ``param``: see `zero_core.core.access.ValueHolder`."""
@@ -524,7 +562,8 @@ class FlatParams:
 
     def refresh(self) -> None:
         """Wait for kept values that are on their way. Starts no exchange with other ranks."""
-        if self.is_kept and (self.is_gathered or not self._is_gathered):
+        is_here = self._why_refused is not _AWAY
+        if self.is_kept and is_here and (self.is_gathered or not self._is_gathered):
             self.gather()
             self.wait()
 
@@ -577,7 +616,7 @@ class FlatParams:
             slot = self.segment.slots[position]
             first, last = max(start, slot.start), min(stop, slot.stop)
             if first < last:
-                elements = self._elements_of(copy)
+                elements = self.elements_of(copy)
                 part = elements[first - slot.start : last - slot.start]
                 part.copy_(values[first - start : last - start])
         low, high = self.segment.shard_range(self.rank)
@@ -675,7 +714,7 @@ class FlatParams:
             self.params[position].data = self._placeholders.slots[position]
             access.refuse(self._read_at(position))
 
-    def _elements_of(self, values: Tensor) -> Tensor:
+    def elements_of(self, values: Tensor) -> Tensor:
         """Return the elements of a parameter's dense ``values``, as a view."""
         return to_bytes(values, dim_order(values)) if self.segment.is_opaque else values.view(-1)
 

@@ -40,6 +40,7 @@ from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier, AheadTier, WholeStateTier
+from zero_core.sharded.edits import Edits
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
@@ -81,6 +82,7 @@ class StepGradient:
         params_with_grad: parameters that got a gradient on this rank since the last step.
         decision: on the last step, or None before the first.
         param_grads: gives the gradient out as ``param.grad``, if it serves.
+        edits: takes over what programs write into parameters.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class StepGradient:
             is_updated_in_backward=self._is_updated_in_backward,
         )
         self._speculation = Speculation(config, tier, rank=state.control.rank)
+        self.edits = Edits(state)
         self._updated: set[int] = set()  # pieces updated in backward in this step
         self._settings = ""  # that they were updated with
         self._backward_of = -1  # the micro-step of the last backward
@@ -167,6 +170,8 @@ class StepGradient:
         self.param_grads.close()
         self.reopen()
         self.check_not_updated("a further backward of the same step")
+        if self._is_updated_in_backward or self._speculation.is_on:
+            self.edits.take()  # before the first update
         if self._config.loss_scaling.enabled and not self._train.scaler.is_applied:
             raise RuntimeError(
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
@@ -228,6 +233,7 @@ class StepGradient:
         self.check_not_updated("dropping gradients")
 
     def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
+        self.edits.take()
         self.param_grads.take_assigned()
         changes = self.param_grads.find_changes()
         (self._changed_late if self._is_agreed else self._changed).update(changes)
@@ -243,6 +249,7 @@ class StepGradient:
                 has_unreduced=has_unreduced,
                 is_tail_late=is_tail_late,
                 left_out=left_out,
+                num_written=self.edits.num_written,
                 words=self._agreement.words(
                     [
                         *(
@@ -314,6 +321,7 @@ class StepGradient:
         if self._ahead:  # the step was broken off
             is_void = (
                 self._statistics.has_unreduced
+                or self._statistics.is_any_written
                 or not self._statistics.is_hash_agreed
                 or not self._is_to_be_taken(self._norm())
             )
@@ -475,6 +483,10 @@ class StepGradient:
             self._changed_before = set()
             self._agreement.refuse(self._train.global_steps + 1)
         self._agreement.confirm()
+        if self._statistics.is_any_written:
+            self._settle(is_void=True)
+            self.edits.compare(self._train.global_steps + 1)
+        self.edits.forget()
         self.param_grads.close()
         self._changed_before, self._changed_late = self._changed_late, set()
         used, scale = self._statistics.num_ranks_with_grad, self._train.scaler.scale

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import allow_foreach, get_grad, set_grad
+from zero_core.core import access
 from zero_core.runtime.copies import EngineParameter
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.params import FlatParams
@@ -112,7 +113,7 @@ class ParamGrads:
             for flat in params
             if flat.segment.is_trainable
             for position, param in enumerate(flat.params)
-            if type(param) is nn.Parameter
+            if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
         ]
         self._places = {id(param): place for param, *place in self._params}
         self._complete: dict[int, FlatGrads] = {}  # by segment, while they may be read
@@ -127,16 +128,15 @@ class ParamGrads:
     def serve(self) -> ParamGrads:
         """Serve reads and changes of ``param.grad`` until `remove`."""
         own = weakref.ref(self, partial(_forget, tuple(self._places)))
-        for param, _, _ in self._params:
-            param.__class__ = TrainedParameter
-            _serving[id(param)] = own
+        access.use_class((param for param, _, _ in self._params), TrainedParameter)
+        _serving.update((number, own) for number in self._places)
         return self
 
     def remove(self) -> None:
         self.clear()
-        for param, _, _ in self._params:
-            _serving.pop(id(param), None)
-            param.__class__ = nn.Parameter
+        for number in self._places:
+            _serving.pop(number, None)
+        access.use_class((param for param, _, _ in self._params), nn.Parameter)
 
     # ------------------------------------------------------------- of scripts
 

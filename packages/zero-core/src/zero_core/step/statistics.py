@@ -19,7 +19,7 @@ from zero_core.comm.meter import FACTS, Meter
 from zero_core.sharded.norms import Norms
 from zero_core.step.agreement import NUM_WORDS
 
-_UNREDUCED, _TAIL_LATE, _WITH_GRAD, _HASH = 0, 1, 2, 3
+_UNREDUCED, _TAIL_LATE, _WITH_GRAD, _WRITTEN, _HASH = range(5)
 _SQUARES = _HASH + NUM_WORDS
 _FIRST_PARAM = _SQUARES + NUM_WORDS
 
@@ -71,6 +71,7 @@ class GradientStatistics:
         has_unreduced: bool,
         is_tail_late: bool,
         left_out: Collection[int],
+        num_written: int = 0,
         words: Sequence[float] = (0.0,) * NUM_WORDS,
     ) -> None:
         """Start to sum the statistics over all ranks. Every rank must call it.
@@ -89,6 +90,7 @@ class GradientStatistics:
         sent[_UNREDUCED] = float(has_unreduced)
         sent[_TAIL_LATE] = float(is_tail_late)
         sent[_WITH_GRAD] = float(bool(params))
+        sent[_WRITTEN] = num_written
         hashed = torch.tensor(words, dtype=torch.float64)
         sent[_HASH:_SQUARES] = hashed
         sent[_SQUARES:_FIRST_PARAM] = hashed.square()
@@ -144,6 +146,11 @@ class GradientStatistics:
         return bool(self._has_one_hash(self._known()))
 
     @property
+    def is_any_written(self) -> bool:
+        """Whether a program has written a parameter on any rank: see `zero_core.sharded.edits`."""
+        return bool(self._known()[_WRITTEN] > 0)
+
+    @property
     def num_active_ranks(self) -> int:
         """Number of ranks with a gradient of any parameter: the others had no data."""
         return int(self._known()[_WITH_GRAD])
@@ -168,8 +175,12 @@ class GradientStatistics:
 
     @property
     def device_is_void(self) -> Tensor:
-        """Whether `has_unreduced` or not `is_hash_agreed`, as on the device: 0-dim, bool."""
-        return (self._total[_UNREDUCED] > 0) | ~self._has_one_hash(self._total)
+        """Whether the host has more to do before the update, as on the device: 0-dim, bool.
+
+        That is `has_unreduced`, `is_any_written`, or not `is_hash_agreed`.
+        """
+        is_late = (self._total[_UNREDUCED] > 0) | (self._total[_WRITTEN] > 0)
+        return is_late | ~self._has_one_hash(self._total)
 
     def _has_one_hash(self, total: Tensor) -> Tensor:
         sums, squares = total[_HASH:_SQUARES], total[_SQUARES:_FIRST_PARAM]

@@ -1,0 +1,132 @@
+"""Values that programs write into parameters past the engine, between its steps.
+
+[Note: edits past the engine]
+``p.clamp_()``, ``p.data.copy_()`` or ``module.load_state_dict()`` change what a parameter shows.
+The next update starts from the master weight, and would undo them where that is other memory. So
+they are taken over before it. (At stage 3 a parameter that is not gathered cannot be written.)
+
+A mark is a suspicion: a version that moved (an operator in place), or a read of ``data``, which may
+have been for a norm. Of a marked parameter this rank compares its own slice with the rounding of
+its master weights, and takes over the elements that differ, no others.
+
+Every rank must write the same, as with DDP. The step's all-reduce counts the parameters that were
+written (`num_written`). If there are any, ranks compare them before the update, and refuse the step
+where they differ. What a rank writes through ``data`` alone, and only into elements that others
+update, is not seen if these do not write it too.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import wait
+
+import torch
+from torch import Tensor
+
+from zero_core.core import access
+from zero_core.errors import RankMismatchError
+from zero_core.layout.arithmetic import Piece
+from zero_core.sharded.sharded_state import MASTER, ShardedState
+
+
+class Edits:
+    """Keeps what programs write past the engine. See [Note: edits past the engine]."""
+
+    def __init__(self, state: ShardedState) -> None:
+        self._state = state
+        self._kept = [flat for flat in state.params if flat.is_watched]
+        # By name of what was marked since the last step: a checksum if it was written, else None.
+        self._marked: dict[str, int | None] = {}
+
+    def begin(self) -> Edits:
+        """Mark what is written from now on, until `remove`."""
+        for flat in self._kept:
+            access.watch(flat.read_params)
+            flat.forget_marks()
+        return self
+
+    def remove(self) -> None:
+        for flat in self._kept:
+            access.stop_watching(flat.read_params)
+
+    @property
+    def num_written(self) -> int:
+        """Number of parameters that were written since the last step."""
+        return sum(checksum is not None for checksum in self._marked.values())
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Bring what was written into the parameters to their master weights."""
+        for flat in self._kept:
+            for position, is_written in flat.take_marks():
+                slot = flat.segment.slots[position]
+                assert flat.full is not None, "it is kept"
+                elements = flat.full[slot.start : slot.stop]
+                piece = self._state.piece_of(slot.param)
+                if piece is not None and self._take_piece(piece, elements):
+                    is_written = True
+                    flat.edited.add(position)
+                name = self._state.layout.params[slot.param].name
+                if is_written:
+                    self._marked[name] = zlib.crc32(bytes(elements.cpu().view(torch.uint8).numpy()))
+                else:
+                    self._marked.setdefault(name, None)
+
+    def _take_piece(self, piece: Piece, elements: Tensor) -> bool:
+        """Overwrite master weights that ``elements`` are no rounding of. Return whether any was."""
+        own = elements[piece.offset : piece.offset + piece.stop - piece.start].cpu()
+        old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
+        changed = _differs_from_rounded(own, old)
+        if not changed.any():
+            return False
+        wait(self._state.readers)
+        new = torch.where(changed, own.to(old.dtype), old)
+        self._state.tier.write_state(MASTER, piece.start, new)
+        return True
+
+    def compare(self, step: int) -> None:
+        """Compare what ranks have written. Every rank must call it, if any has `num_written`.
+
+        Raises:
+            RankMismatchError: they have not written the same, with names. All ranks raise it.
+        """
+        rows = self._state.control.gather_bytes(json.dumps(self._marked).encode())
+        found = [json.loads(row) for row in rows]
+        written = sorted({name for row in found for name, sum_ in row.items() if sum_ is not None})
+        differing = list(_differing(written, found))
+        if differing:
+            more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+            raise RankMismatchError(
+                f"rank {self._state.control.rank}, step {step}: not updated, as ranks have written "
+                f"different values into {', '.join(differing[:4])}{more} since the last step: "
+                "write the same on every rank, or one rank's within "
+                "engine.gathered(modifier_rank=...)"
+            )
+
+    def forget(self) -> None:
+        """Forget what was compared."""
+        self._marked.clear()
+
+
+def _differing(names: Iterable[str], rows: Sequence[dict[str, int | None]]) -> Iterator[str]:
+    for name in names:
+        sums = {row[name] for row in rows if row.get(name) is not None}
+        if len(sums) > 1 or any(name not in row for row in rows):
+            yield name
+
+
+def _differs(now: Tensor, before: Tensor) -> Tensor:
+    return (now != before) & ~(now.isnan() & before.isnan())
+
+
+def _differs_from_rounded(values: Tensor, masters: Tensor) -> Tensor:
+    """Return where ``values`` are no rounding of ``masters``.
+
+    Of a tie both neighbours are: a tier may round it as it likes.
+    """
+    rounded = masters.to(values.dtype)
+    wide, kept = values.to(masters.dtype), rounded.to(masters.dtype)
+    is_tie = (wide - masters).abs() == (kept - masters).abs()
+    return _differs(values, rounded) & ~is_tie
