@@ -115,8 +115,10 @@ def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
     for stage in range(4):
         engine = zero_core.build(_Net(), _config(stage, **VARIANTS[0]))
         _train(engine, 1)
+        engine.publish()
         postman.bytes.clear()
         _train(engine, 1)
+        engine.publish()
         rows = engine.comm_report()
         within = sum(row.within_node_bytes for row in rows)
         between = sum(row.between_nodes_bytes for row in rows)

@@ -1,1 +1,1 @@
-"""What every engine does, whatever its features."""
+"""The core of every engine, which no feature changes."""

@@ -269,10 +269,10 @@ class SavedWeights:
             found = self.gathered.get(tensor.untyped_storage().data_ptr())
         if found is None:  # most by far: activations
             if not tensor.is_leaf:
-                cast = self._pack_cast(tensor) if self._is_autocast else None
+                packed = self._pack_cast(tensor) if self._is_autocast else None
                 # A node that saves its own output would otherwise keep itself alive if no backward
                 # comes.
-                return tensor.detach() if cast is None else cast
+                return tensor.detach() if packed is None else packed
             reference = refer(tensor) if isinstance(tensor, nn.Parameter) else None
             return tensor if reference is None else reference
         unit, flat = found
