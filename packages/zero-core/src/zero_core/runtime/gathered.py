@@ -60,6 +60,7 @@ class GatheredParams:
         self._state = state
         self._num_open = 0
         self._edited: set[int] = set()  # ids of parameters that a context may change
+        self._versions: dict[int, int] = {}  # by id, of those that contexts only read
 
     @property
     def is_open(self) -> bool:
@@ -130,7 +131,8 @@ class GatheredParams:
             self._edited.update(id(p.param) for p in full)
         # What is changed in these is lost, unless a context around this one takes it over.
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
-        before = [p.param._version for p in lost]
+        noted = {id(p.param): p.param._version for p in lost if id(p.param) not in self._versions}
+        self._versions |= noted
         self._num_open += 1
         try:
             with self._watching(lost):
@@ -138,10 +140,14 @@ class GatheredParams:
             if edit is not None:
                 edit.publish()
                 self._runtime.values_replaced()
+                known = {id(p.param): p.param._version for p in full}
+                self._versions |= {key: known[key] for key in known.keys() & self._versions.keys()}
             else:
                 self._keep_replaced(full)
-                _check_unwritten(lost, before, self._state)
+                self._check_unwritten(lost)
         finally:
+            for key in noted:
+                del self._versions[key]
             if edit is not None:
                 self._edited.difference_update(id(p.param) for p in full)
             self._num_open -= 1
@@ -161,6 +167,27 @@ class GatheredParams:
         for p in full:
             if p.flat.is_kept and p.param.data_ptr() != p.tensor.data_ptr():
                 p.tensor.copy_(p.param.data)
+
+    def _check_unwritten(self, full: Sequence[_FullParam]) -> None:
+        """Refuse changes within a context that only reads, of which nothing would be left.
+
+        Raises:
+            RuntimeError: with the names of the parameters.
+        """
+        changed = [
+            self._state.layout.params[p.slot.param].name
+            for p in full
+            if p.param._version != self._versions[id(p.param)]
+            or p.param.data_ptr() != p.tensor.data_ptr()
+            or not _has_own_slice(p)
+        ]
+        if changed:
+            more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+            raise RuntimeError(
+                f"rank {self._state.control.rank}: {', '.join(changed[:4])}{more} changed within "
+                "gathered(), which only reads: at stage 3 the new values would be lost. Change "
+                "them within gathered(modifier_rank=0), whose rank's values reach all others"
+            )
 
     def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:
         """Refuse ranks that gather something else: they would wait for each other."""
@@ -311,30 +338,6 @@ class _Edit:
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
         new = values[own].cpu().to(old.dtype)
         self._state.tier.write_state(MASTER, piece.start, torch.where(mask[own].cpu(), new, old))
-
-
-def _check_unwritten(
-    full: Sequence[_FullParam], versions: Sequence[int], state: ShardedState
-) -> None:
-    """Refuse changes within a context that only reads, of which nothing would be left.
-
-    Raises:
-        RuntimeError: with the names of the parameters.
-    """
-    changed = [
-        state.layout.params[p.slot.param].name
-        for p, version in zip(full, versions, strict=True)
-        if p.param._version != version
-        or p.param.data_ptr() != p.tensor.data_ptr()
-        or not _has_own_slice(p)
-    ]
-    if changed:
-        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-        raise RuntimeError(
-            f"rank {state.control.rank}: {', '.join(changed[:4])}{more} changed within gathered(), "
-            "which only reads: at stage 3 the new values would be lost. Change them within "
-            "gathered(modifier_rank=0), whose rank's values reach all others"
-        )
 
 
 def _has_own_slice(full: _FullParam) -> bool:
