@@ -84,7 +84,7 @@ def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("RANK", rank)
         stream = _Terminal() if is_terminal else io.StringIO()
         with contextlib.redirect_stderr(stream), working("saving") as show:
-            show(completed=1, total=2)
+            show(1, 2)
         shown[is_terminal, rank] = stream.getvalue()
     assert "saving" in shown.pop((True, "0"))
     assert set(shown.values()) == {""}
