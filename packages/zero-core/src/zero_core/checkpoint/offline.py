@@ -22,7 +22,7 @@ from zero_core.sharded.sharded_state import MASTER
 
 
 class Progress(Protocol):
-    """Function that is told how far a long call has come."""
+    """Callback of a call that takes long."""
 
     def __call__(self, done: int, total: int, /) -> None:
         """Take note of ``done`` of ``total``."""
