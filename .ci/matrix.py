@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "benchmarks" / "matrix.json"
 PAGE = ROOT / "docs" / "matrix.md"
 COUNTS = ("passed", "skipped", "failed")
+PARTS = ("cpu-adam", "zero-core", "zero-comm", "zero-offload", "integration")
 HEAD = """# Tested releases
 
     nox -s "matrix(torch-2.15.0-cuda-13.2, python='3.13')"   # another torch or Python
@@ -31,6 +32,9 @@ HEAD = """# Tested releases
 These sessions write this page from [their results](benchmarks/matrix.json). CI's other sessions
 use the releases in `constraints.txt`. Where the table has no device, the tests ran on the CPU: a
 build of torch for CUDA was imported and its kernels for CUDA were not used.
+
+A row is a run of the code of its date. Combinations without a row are not recorded. Failures are
+listed by test: those of `test_doc_runs` are commands of these pages, those of `bench` benchmarks.
 """
 
 
@@ -146,6 +150,9 @@ def _minimum(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _table("package", "torch", "Python", "date", *COUNTS, "time")
     for row in rows:
         yield _row(row["part"], row.get("torch", "-"), row["python"], *_numbers(row))
+    missing = [part for part in PARTS if part not in found.get("minimum", {})]
+    if missing:
+        yield f"\nNot recorded: {', '.join(missing)}."
     yield from _details(rows, "part")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import io
 import json
@@ -41,7 +42,8 @@ def test_config_prints_the_default_configuration() -> None:
 
 def test_version_is_that_of_the_distribution() -> None:
     assert CliRunner().invoke(app, ["version"]).output.strip() == zero_engine.__version__
-    assert importlib.metadata.version("zero-engine") == zero_engine.__version__
+    for name in ("cpu_adam", "zero_comm", "zero_core", "zero_engine", "zero_offload"):
+        assert importlib.import_module(name).__version__ == importlib.metadata.version(name)
 
 
 @pytest.mark.parametrize("verb", ["plan --layers=1", "doctor", "version"])
@@ -84,7 +86,7 @@ def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("RANK", rank)
         stream = _Terminal() if is_terminal else io.StringIO()
         with contextlib.redirect_stderr(stream), working("saving") as show:
-            show(completed=1, total=2)
+            show(1, 2)
         shown[is_terminal, rank] = stream.getvalue()
     assert "saving" in shown.pop((True, "0"))
     assert set(shown.values()) == {""}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from zero_core import ConfigError
 from zero_core.testing import Case, batch, make_model, run_ddp, spawn
@@ -203,6 +203,24 @@ def test_returns_engine_optimizer_loader_and_scheduler() -> None:
     assert sorted(seen[:, 0].tolist()) == [0.0, 3.0, 6.0, 9.0]
     assert optimizer is engine.optimizer
     assert scheduler is engine.lr_scheduler
+    engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the loader's workers
+def test_the_loader_is_torchs_with_its_sampler() -> None:
+    data = TensorDataset(torch.arange(8.0).view(8, 1))
+    engine, _, loader, _ = deepspeed.initialize(
+        model=_linear(), config=_config(), training_data=data
+    )
+    assert loader is not None
+    torchs = DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+    for epoch in range(2):
+        for one in (loader, torchs):
+            one.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for (found,), (expected,) in zip(loader, torchs, strict=True):
+            assert torch.equal(found, expected)
+    facts = "batch_size", "collate_fn", "dataset", "drop_last"
+    assert [getattr(loader, fact) for fact in facts] == [getattr(torchs, fact) for fact in facts]
     engine.destroy()
 
 

@@ -20,16 +20,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def verify(directory: str, tag: str | None, *, as_json: bool) -> int:
     """Check every byte of a checkpoint, with progress on stderr."""
-    done = 0
     try:
         found = zero_core.inspect_checkpoint(directory, tag)  # a live run may save a newer one
         with working("verifying") as show:
-            for done, total in zero_core.verify_checkpoint(directory, found["tag"]):
-                show(completed=done, total=total)
+            checked = zero_core.verify_checkpoint(directory, found["tag"], progress=show)
     except CheckpointError as error:
         return refuse(error, as_json=as_json)
-    text = f"{found['folder']}: all {found['files']} files are intact ({done} bytes)"
-    say({"is_whole": True, "folder": found["folder"], "bytes": done}, text, as_json=as_json)
+    text = f"{found['folder']}: all {found['files']} files are intact ({checked} bytes)"
+    say({"is_whole": True, "folder": found["folder"], "bytes": checked}, text, as_json=as_json)
     return 0
 
 
@@ -55,18 +53,17 @@ def export(
     if dtype is not None and dtype not in _DTYPES:
         error = CheckpointError(f"--dtype {dtype}: expected one of {', '.join(_DTYPES)}")
         return refuse(error, as_json=as_json)
-    count = 0
     try:
         chosen = None if dtype is None else _DTYPES[dtype]
         found = zero_core.inspect_checkpoint(directory, tag)
         with working("exporting") as show:
-            for _ in zero_core.export_checkpoint(directory, output, found["tag"], dtype=chosen):
-                count += 1
-                show(completed=count, total=found["parameters"])
+            written = zero_core.export_checkpoint(
+                directory, output, found["tag"], dtype=chosen, progress=show
+            )
     except CheckpointError as error:
         return refuse(error, as_json=as_json)
-    text = f"{output}: {count} parameters"
-    say({"output": output, "parameters": count}, text, as_json=as_json)
+    text = f"{output}: {len(written)} parameters"
+    say({"output": output, "parameters": len(written)}, text, as_json=as_json)
     return 0
 
 

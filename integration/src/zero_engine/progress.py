@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from rich.console import Console
 from rich.progress import (
@@ -20,13 +19,13 @@ from rich.progress import (
 
 
 @contextmanager
-def working(what: str) -> Iterator[Callable[..., None]]:
+def working(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show on stderr that ``what`` is under way, and for how long.
 
     Nothing is shown where stderr is no terminal, and by ranks other than the first.
 
     Yields:
-        A function that shows how much is done: ``show(completed=3, total=8)``.
+        A function that shows how much is done: ``show(3, 8)`` is three of eight.
     """
     console = Console(stderr=True)
     is_shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
@@ -34,7 +33,8 @@ def working(what: str) -> Iterator[Callable[..., None]]:
     with Progress(
         *columns, TimeElapsedColumn(), console=console, transient=True, disable=not is_shown
     ) as progress:
-        yield partial(progress.update, progress.add_task(what, total=None))
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @contextmanager

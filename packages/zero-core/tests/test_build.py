@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import zero_core
 from zero_core import ConfigError, MissingPartError
@@ -115,13 +118,14 @@ def test_a_pattern_without_a_trainable_parameter_is_refused_with_names_near_it()
         assert near in str(error.value)
 
 
-def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers():
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers(is_made):
     model = make_model()
     decay = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     rest = [p for p in model.parameters() if p.requires_grad and p.ndim == 1]
     groups = [{"params": decay, "weight_decay": 0.3}, {"params": rest, "lr": 1e-3}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    scheduler = partial(StepLR, step_size=1, gamma=0.5)
 
     twin = make_model()
     twin_decay = [p for p in twin.parameters() if p.requires_grad and p.ndim > 1]
@@ -131,9 +135,10 @@ def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers():
         lr=1e-2,
         weight_decay=0.0,
     )
-    plain_scheduler = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
+    plain_scheduler = scheduler(plain)
 
-    engine = zero_core.build(model, BASE, optimizer=optimizer, lr_scheduler=scheduler)
+    given = scheduler if is_made else scheduler(optimizer)
+    engine = zero_core.build(model, BASE, optimizer=optimizer, lr_scheduler=given)
     for step in range(4):
         engine.backward(engine(**batch(step, 0, 0))["loss"])
         engine.step()
@@ -144,6 +149,23 @@ def test_a_given_optimizer_is_driven_with_its_groups_and_schedulers():
     full = engine.full_state_dict()
     assert all(torch.equal(full[k], v) for k, v in twin.state_dict().items())
     assert [g["lr"] for g in engine.optimizer.param_groups] == [g["lr"] for g in plain.param_groups]
+
+
+def test_a_factory_of_schedules_gets_the_configured_optimizer_and_wins_over_the_configured_one():
+    made = []
+    engine = zero_core.build(
+        nn.Linear(3, 2),
+        BASE | ADAMW | {"scheduler": {"type": "WarmupLR", "params": {}}},
+        lr_scheduler=lambda optimizer: made.append(optimizer) or StepLR(optimizer, 1),
+    )
+    assert made == [engine.optimizer.given]
+    assert type(engine.lr_scheduler) is StepLR
+
+
+@pytest.mark.parametrize("wrong", ["WarmupLR", lambda optimizer: None])
+def test_what_is_no_schedule_is_refused_at_build(wrong):
+    with pytest.raises(ConfigError, match=r"lr_scheduler is or makes .* lacks step, state_dict"):
+        zero_core.build(nn.Linear(3, 2), BASE | ADAMW, lr_scheduler=wrong)
 
 
 def test_stepping_the_optimizer_by_hand_is_refused():

@@ -32,6 +32,17 @@ class _Alone(nn.Module):
         return x.square().mean()
 
 
+class _AtRoot(Mixture):
+    """A list of experts directly under the root."""
+
+    def __init__(self) -> None:
+        with seeded(3):
+            super().__init__()
+
+    def forward(self, x: Tensor, allowed: list[list[int]]) -> Tensor:
+        return super().forward(x, allowed[0]).square().mean()
+
+
 def _config(stage: int, **top: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -87,7 +98,7 @@ def _follow(
     torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("kind", [MixtureModel, _Alone])
+@pytest.mark.parametrize("kind", [MixtureModel, _Alone, _AtRoot])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_route_differently_follow_ddp(stage, kind):
     simulate(_follow, 3, kind, stage, [8, 1, 2], {})

@@ -31,6 +31,7 @@ def _plan(**changed: Any) -> GradientPlan:
         "is_summed": False,
         "communicated": BF16,
         "accumulated": FP32,
+        "is_communicated_given": False,
         "is_accumulated_given": False,
     }
     return plan_gradient(**{**given, **changed})

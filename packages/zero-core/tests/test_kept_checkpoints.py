@@ -218,7 +218,7 @@ def test_readers_without_an_engine_check_what_they_read(tmp_path: Path, name: st
     with pytest.raises(CheckpointCorruptError, match="is damaged between the bytes 0 and"):
         read(tmp_path)
     with pytest.raises(CheckpointCorruptError):
-        list(zero_core.verify_checkpoint(tmp_path))
+        zero_core.verify_checkpoint(tmp_path)
     rewrite(place, lambda content: content.update(files={}))
     with pytest.raises(CheckpointCorruptError, match="files has no buffers"):
         read(tmp_path)
@@ -228,12 +228,19 @@ def test_checkpoint_is_verified_described_and_exported_without_an_engine(tmp_pat
     engine = _build()
     _train(engine)
     engine.save_checkpoint(tmp_path, "t", {"epoch": 3})
-    *_, (done, total) = zero_core.verify_checkpoint(tmp_path)
+    told: list[tuple[int, int]] = []
+
+    def note(done: int, total: int) -> None:
+        told.append((done, total))
+
     found = zero_core.inspect_checkpoint(tmp_path)
-    assert done == total == found["bytes"]
+    assert zero_core.verify_checkpoint(tmp_path, progress=note) == found["bytes"]
+    assert told[-1] == (found["bytes"], found["bytes"])
     assert (found["step"], found["tags"], found["client_state"]) == (1, ["t"], ["epoch"])
-    for _ in zero_core.export_checkpoint(tmp_path, tmp_path / "hf", dtype=torch.bfloat16):
-        pass
+    written = zero_core.export_checkpoint(
+        tmp_path, tmp_path / "hf", dtype=torch.bfloat16, progress=note
+    )
+    assert told[-1] == (len(written), found["parameters"])
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     expected = engine.full_state_dict(dtype=torch.bfloat16)
     assert exported.keys() == expected.keys()

@@ -15,6 +15,7 @@ from zero_core.optim.train_state import LossScaler
 from zero_core.step.gradient import clip_factor
 from zero_core.testing import (
     Case,
+    SimulatedDDP,
     SimulatedRanks,
     batch,
     make_model,
@@ -222,6 +223,32 @@ def _dtypes(ranks: SimulatedRanks, stage: int) -> None:
     for other in finals[1:]:
         assert not torch.equal(finals[0], other)  # the setting has an effect
         torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
+
+
+def _declared(ranks: SimulatedRanks, name: str, dtype: torch.dtype) -> None:
+    plain = make_model()
+    ddp, params = SimulatedDDP(plain, ranks), list(plain.parameters())
+    optimizer = torch.optim.SGD((p for p in params if p.requires_grad), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(3):
+            (ddp(**batch(step, micro, ranks.rank))["loss"] / 3).backward()
+        for param in params:
+            if param.grad is not None:
+                param.grad = (param.grad / 2).to(dtype).float() * 2
+        ddp.average_gradients()
+        optimizer.step()
+    expected = plain.state_dict()
+    top = {"communication_data_type": name, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    for stage in range(4):
+        case = Case(stage, accumulation=3, is_local=True, top=top)
+        found = run_engine(case, ranks.rank, 3, process_group=ranks).values
+        assert all(torch.equal(found[key], expected[key]) for key in found), stage
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_declared_dtype_is_communicated_after_no_sync(name, dtype):
+    simulate(_declared, 2, name, dtype)
 
 
 @pytest.mark.parametrize("stage", range(4))

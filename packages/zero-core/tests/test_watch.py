@@ -208,6 +208,7 @@ def _leave(ranks: _Ranks) -> None:
             "last seen in forward of unit 2 (blocks.1) of step 6, waiting",
         ),
         (_turn, logging.ERROR, "branches: they wait"),
+        (_turn, logging.ERROR, "name the module that holds them in zero_optimization.leaf_module"),
         (_turn, logging.ERROR, "rank 1 in reduce_scatter of unit 2 (blocks.1) of step 6"),
         (_stay, logging.WARNING, "rank 1 has been in forward of unit 3 (blocks.2) of step 6 for"),
         (_leave, logging.WARNING, "rank 1 has been in the program outside of the engine, after s"),

@@ -61,7 +61,7 @@ FP32 = States("fp32", BYTES_PER_UPDATE, log=24, keep=8, undo=36)
 INT8 = States("8 bit", 14, log=12, keep=6, undo=12, is_eight_bit=True)
 """Moments of a byte each, and a master weight whose upper half is the parameter."""
 FUSED = States("fp32, log in the kernel's pass", BYTES_PER_UPDATE, log=12, keep=8, undo=36)
-"""Modelled: a kernel that writes the log itself, past the caches. There is none."""
+"""Modelled: a kernel that writes the log itself, past the caches, as cpu-adam's do."""
 BESIDE = States("fp32, new states beside the old", BYTES_PER_UPDATE, log=0, keep=8, undo=0)
 """Modelled: a kernel that writes new states to other memory, past the caches. There is none."""
 

@@ -8,16 +8,14 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 
-class DeepSpeedDataLoader:
-    """Micro-batches of this rank's part of a dataset.
+class DeepSpeedDataLoader(DataLoader[Any]):
+    """Torch's loader of micro-batches of this rank's part of a dataset.
 
-    As in DeepSpeed every pass has the same order unless ``data_sampler.set_epoch`` is called.
+    As in DeepSpeed every pass has the same order unless ``sampler.set_epoch`` is called, and
+    ``next`` works on the loader itself.
 
     Attributes:
-        dataset: what was given.
-        batch_size: samples per micro-batch.
-        data_sampler: what chooses this rank's samples; None for an iterable dataset.
-        dataloader: torch's loader.
+        data_sampler: ``sampler`` by DeepSpeed's name; None for an iterable dataset.
     """
 
     def __init__(
@@ -35,14 +33,13 @@ class DeepSpeedDataLoader:
         drop_last: bool = False,
     ) -> None:
         """Load rank ``rank``'s part of ``dataset``. An iterable dataset splits itself."""
-        self.dataset = dataset
-        self.batch_size = batch_size
         if data_sampler is None and not isinstance(dataset, IterableDataset):
             data_sampler = DistributedSampler(
                 dataset, num_replicas=world_size, rank=rank, shuffle=is_shuffled
             )
         self.data_sampler = data_sampler
-        self.dataloader: DataLoader[Any] = DataLoader(
+        self._batches: Iterator[Any] | None = None
+        super().__init__(
             dataset,
             batch_size=batch_size,
             sampler=data_sampler,
@@ -51,19 +48,20 @@ class DeepSpeedDataLoader:
             num_workers=2 if num_workers is None else num_workers,
             drop_last=drop_last,
         )
-        self._iterator: Iterator[Any] | None = None
 
-    def __len__(self) -> int:
-        return len(self.dataloader)
+    @property
+    def dataloader(self) -> DeepSpeedDataLoader:
+        """This loader, by DeepSpeed's name for the one of torch."""
+        return self
 
-    def __iter__(self) -> DeepSpeedDataLoader:
-        self._iterator = iter(self.dataloader)
+    def __iter__(self) -> DeepSpeedDataLoader:  # type: ignore[override]
+        self._batches = super().__iter__()
         return self
 
     def __next__(self) -> Any:
-        if self._iterator is None:
-            self._iterator = iter(self.dataloader)
-        return next(self._iterator)
+        if self._batches is None:
+            self._batches = super().__iter__()
+        return next(self._batches)
 
 
 class RepeatingLoader:

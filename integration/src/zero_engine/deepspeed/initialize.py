@@ -141,7 +141,12 @@ def initialize(
     if given is not None:
         _freeze_others(model, given)
     core = zero_core.build(
-        model, of_core, optimizer=given, process_group=group, is_training=is_training
+        model,
+        of_core,
+        optimizer=given,
+        lr_scheduler=lr_scheduler if is_training else None,
+        process_group=group,
+        is_training=is_training,
     )
     mark_configured(model, core.config.zero_optimization.leaf_module)
     if core.config.zero_optimization.stage == 3:
@@ -152,9 +157,6 @@ def initialize(
             EMPTY_ENTRIES
         )  # as DeepSpeed's: OpenRLHF reads the names on rank 0
     announce(settings, core.config, rank=core.rank, world_size=core.world_size)
-    if lr_scheduler is not None and isinstance(core, zero_core.Engine):
-        is_made = not callable(lr_scheduler)
-        core.lr_scheduler = lr_scheduler if is_made else lr_scheduler(core.optimizer.given)
     engine = DeepSpeedEngine(
         core,
         settings,

@@ -7,6 +7,7 @@ plug-in of an engine that supports quantized weights and gradients and secondary
 """
 
 import importlib
+from importlib.metadata import version as _version
 from types import ModuleType
 
 from zero_comm.collectives.feedback import LocoSettings
@@ -35,6 +36,7 @@ __all__ = [
     "CorruptMessageError",
     "LocoSettings",
     "TorchCollectives",
+    "__version__",
     "apply_difference",
     "backend",
     "create_collectives",
@@ -51,6 +53,8 @@ __all__ = [
     "quantized_nbytes",
     "quantized_reduce_scatter",
 ]
+
+__version__ = _version("zero-comm")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -29,7 +29,7 @@ from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.values import InitialValues
 from zero_core.layout.buffers import CommonBuffers
 from zero_core.lifecycle import check_is_free
-from zero_core.optim.schedules.base import Schedule
+from zero_core.optim.schedules.base import Schedule, ScheduleFactory
 from zero_core.optim.schedules.factory import make_scheduler
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
@@ -66,7 +66,7 @@ def build(
     config: Mapping[str, Any] | str | Path,
     *,
     optimizer: torch.optim.Optimizer | None = ...,
-    lr_scheduler: Schedule | None = ...,
+    lr_scheduler: Schedule | ScheduleFactory | None = ...,
     collectives: Collectives | CollectivesFactory | None = ...,
     state_tier: StateTierFactory | None = ...,
     param_tier: ParamTierFactory | None = ...,
@@ -81,7 +81,7 @@ def build(
     config: Mapping[str, Any] | str | Path,
     *,
     optimizer: torch.optim.Optimizer | None = ...,
-    lr_scheduler: Schedule | None = ...,
+    lr_scheduler: Schedule | ScheduleFactory | None = ...,
     collectives: Collectives | CollectivesFactory | None = ...,
     state_tier: StateTierFactory | None = ...,
     param_tier: ParamTierFactory | None = ...,
@@ -95,7 +95,7 @@ def build(
     config: Mapping[str, Any] | str | Path,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    lr_scheduler: Schedule | None = None,
+    lr_scheduler: Schedule | ScheduleFactory | None = None,
     collectives: Collectives | CollectivesFactory | None = None,
     state_tier: StateTierFactory | None = None,
     param_tier: ParamTierFactory | None = None,
@@ -120,7 +120,8 @@ def build(
         optimizer: a torch optimizer over parameters of ``model`` that steps on gradients; wins over
             the configuration's. It is driven by ``engine.step()`` from now on. One that is not
             known to be elementwise updates whole parameters (`zero_core.optim.whole_tier`).
-        lr_scheduler: a torch scheduler over ``optimizer``; stepped by ``engine.step()``.
+        lr_scheduler: a torch scheduler over ``optimizer``, or a function that makes one of the
+            optimizer; wins over the configuration's. It is stepped by ``engine.step()``.
         collectives: collectives, or a factory of them; wins over what the configuration names.
         state_tier: a factory of the state tier; wins over what the configuration names.
         param_tier: a factory of what holds parameter shards off the device, at stage 3; wins over
@@ -228,11 +229,18 @@ def build(
                 tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
         initial.give_attributes()
 
-        if lr_scheduler is None and resolved.scheduler is not None:
-            lr_scheduler = make_scheduler(
-                optimizer, resolved.scheduler.type, resolved.scheduler.params
-            )
-        train = TrainState(resolved, optimizer.param_groups, lr_scheduler, rank=ranks.rank)
+        schedule: Schedule | None = None
+        if lr_scheduler is not None:
+            schedule = lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler
+            if not isinstance(schedule, Schedule):
+                raise ConfigError(
+                    f"lr_scheduler is or makes {schedule!r:.100}, which lacks step, state_dict or "
+                    "load_state_dict: pass a scheduler as of torch.optim.lr_scheduler, or a "
+                    "function of the optimizer that returns one"
+                )
+        elif resolved.scheduler is not None:
+            schedule = make_scheduler(optimizer, resolved.scheduler.type, resolved.scheduler.params)
+        train = TrainState(resolved, optimizer.param_groups, schedule, rank=ranks.rank)
         seeds = None
         if is_invariant and is_training:
             seeds = MicroBatchSeeds(model, train, resolved.seed or 0, ranks)

@@ -592,7 +592,7 @@ def engine_of(param: nn.Parameter) -> ShardedModel | None:
 
 
 def for_evaluation(
-    config: Config, optimizer: torch.optim.Optimizer | None, lr_scheduler: Schedule | None
+    config: Config, optimizer: torch.optim.Optimizer | None, lr_scheduler: object
 ) -> Config:
     """Return ``config`` without what only a training uses, and log which keys these are.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,15 +21,28 @@ from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER
 
 
-def verify_checkpoint(directory: str | Path, tag: str | None = None) -> Iterator[tuple[int, int]]:
+class Progress(Protocol):
+    """Callback of a call that takes long."""
+
+    def __call__(self, done: int, total: int, /) -> None:
+        """Take note of ``done`` of ``total``."""
+
+
+def verify_checkpoint(
+    directory: str | Path, tag: str | None = None, *, progress: Progress | None = None
+) -> int:
     """Check every byte of checkpoint ``tag``, or of the newest, and that nothing is missing.
 
     Whatever a load checks that needs no engine: weights, optimizer states and their numbers, states
-    of random generators, counters and hyperparameters. Iterate to the end: the check is done as you
-    go.
+    of random generators, counters and hyperparameters.
 
-    Yields:
-        Bytes checked so far, and bytes in all.
+    Args:
+        directory: the folder of all checkpoints.
+        tag: of the checkpoint; None is the newest.
+        progress: called with the bytes checked so far, and with the bytes in all.
+
+    Returns:
+        The bytes that were checked.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was removed or replaced meanwhile.
@@ -43,7 +56,8 @@ def verify_checkpoint(directory: str | Path, tag: str | None = None) -> Iterator
             reader.check([(name, index)])
             chunk, size = manifest.crcs(name)[0], manifest.files[name].bytes
             done += min(chunk, size - index * chunk)
-            yield done, total
+            if progress is not None:
+                progress(done, total)
         for name in manifest.files:
             reader.tensors(name)
         for param in manifest.params:
@@ -58,6 +72,7 @@ def verify_checkpoint(directory: str | Path, tag: str | None = None) -> Iterator
         for rank in range(manifest.world_size):
             check_rng(reader, reader.read_tensor(file_name(RNG, rank), "torch"))
         read_progress(reader)
+    return done
 
 
 def _states_of(reader: Reader, param: Param) -> Sequence[str]:
@@ -131,20 +146,22 @@ def export_checkpoint(
     tag: str | None = None,
     *,
     dtype: torch.dtype | None = None,
-) -> Iterator[str]:
+    progress: Progress | None = None,
+) -> list[str]:
     """Write the model of a checkpoint as ``model.safetensors``, in Hugging Face's layout.
 
-    Iterate to the end: parameters are written as you go, one at a time. Tied weights are stored
-    once. Nothing stands under the final names before the end.
+    Parameters are written one at a time. Tied weights are stored once. Nothing stands under the
+    final names before the end.
 
     Args:
         directory: the folder of all checkpoints.
         output: a folder; it is made.
         tag: of the checkpoint; None is the newest.
         dtype: of floating values; None is each parameter's own.
+        progress: called with the parameters written so far, and with the parameters in all.
 
-    Yields:
-        The name of each parameter that was written.
+    Returns:
+        The names of the parameters that were written.
 
     Raises:
         CheckpointError: there is no such checkpoint, it lacks frozen values, or there is no room.
@@ -158,6 +175,7 @@ def export_checkpoint(
             "engine of the model, and export that"
         )
     files = ModelFiles(local_path(output, "an export"))
+    written = []
     try:
         with _staying(reader):
             for weight in reader.weights():
@@ -165,13 +183,16 @@ def export_checkpoint(
                 if value.is_floating_point() and weight.dtype.is_floating_point:
                     value = value.to(dtype or weight.dtype)
                 files.add(weight.names[0], value)
-                yield weight.names[0]
+                written.append(weight.names[0])
+                if progress is not None:
+                    progress(len(written), len(manifest.params))
             for name, buffer in reader.read_buffers().items():
                 files.add(name, buffer)
         files.finish()
     except BaseException:
         files.discard()
         raise
+    return written
 
 
 def prune_checkpoints(

@@ -25,7 +25,7 @@ from zero_core.errors import (
     CollectiveError,
     ConfigError,
 )
-from zero_core.watch.beats import count_ranks
+from zero_core.watch.beats import OTHER_BLOCKS, count_ranks
 from zero_core.watch.error_file import write_error_file
 from zero_core.watch.place import Place
 from zero_core.watch.watch import Watch
@@ -223,7 +223,7 @@ class ControlGroup(Exchange, Protocol):
                 f"{named}: {error}. If the ranks took different branches or one of them died, the "
                 "first rank to report another error is the cause. A rank without data for a "
                 "forward of the others must call engine.idle_step() in its place, or "
-                "engine.idle_forward() without gradients"
+                f"engine.idle_forward() without gradients. {OTHER_BLOCKS}"
             )
         write_error_file(CollectiveError.__name__, message)
         return CollectiveError(message)

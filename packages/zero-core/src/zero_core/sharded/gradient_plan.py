@@ -46,6 +46,7 @@ class GradientPlan:
         is_sum_in_full: whether ``grad_sum`` takes the memory of ``full_grad``.
         predivide: factor on each rank's gradient before it is reduced.
         communicated: dtype in which gradients are reduced.
+        communicated_sums: dtype in which sums over several backwards (``no_sync``) are reduced.
         accumulated: dtype in which reduced gradients add up.
         rounded: dtype to which each micro-step's reduced gradient is rounded before that.
         offered: dtype in which the state tier gets them, each or their sum.
@@ -59,6 +60,7 @@ class GradientPlan:
     is_sum_in_full: bool
     predivide: float
     communicated: torch.dtype
+    communicated_sums: torch.dtype
     accumulated: torch.dtype
     rounded: torch.dtype
     offered: torch.dtype
@@ -91,6 +93,7 @@ def plan_gradient(
     is_summed: bool,
     communicated: torch.dtype,
     accumulated: torch.dtype,
+    is_communicated_given: bool,
     is_accumulated_given: bool,
     is_sequential: bool = False,
 ) -> GradientPlan:
@@ -105,6 +108,8 @@ def plan_gradient(
         is_summed: whether the gradient is the ranks' sum, not their mean.
         communicated: see `GradientPlan`.
         accumulated: see `GradientPlan`.
+        is_communicated_given: whether ``communicated`` is the user's choice. Otherwise sums over
+            several backwards are reduced in ``accumulated``, and lose no bit.
         is_accumulated_given: whether ``accumulated`` is the user's choice. Otherwise a micro-step's
             gradient may be rounded to ``communicated`` before it is added.
         is_sequential: see `GradientPlan`.
@@ -149,6 +154,7 @@ def plan_gradient(
         is_sum_in_full=case is GradientCase.WHOLE_SUM and communicated == accumulated,
         predivide=1.0 if is_summed or is_sequential else 1.0 / world_size,
         communicated=communicated,
+        communicated_sums=communicated if is_communicated_given else accumulated,
         accumulated=accumulated,
         rounded=rounded,
         offered=offered,
@@ -169,6 +175,7 @@ def plan_segment_gradient(
         is_summed=config.gradient_allreduce_op == "sum",
         communicated=communicated_dtype(segment, config),
         accumulated=accumulated_dtype(segment, config),
+        is_communicated_given=config.communication_data_type is not None,
         is_accumulated_given=config.data_types.grad_accum_dtype is not None,
         is_sequential=config.world_size_invariant,
     )

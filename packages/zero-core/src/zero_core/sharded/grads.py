@@ -143,7 +143,8 @@ class FlatGrads:
     def accumulate_locally(self) -> None:
         """Let gradients of the following backwards add up until the next reduction (``no_sync``).
 
-        Every rank must call it, those without a gradient too: it decides the dtype that is reduced.
+        They add up in the accumulation dtype. Every rank must call it, those without a gradient
+        too: it decides the dtype that is reduced.
         """
         self._is_wide = True
 
@@ -214,6 +215,10 @@ class FlatGrads:
             self._has_grad = [True] * len(self.params)
             return
         self._has_grad = self._no_grad.copy()
+        if self._is_wide and full.dtype is not self.plan.communicated_sums:
+            self._full = self._acquire(self.plan.communicated_sums).copy_(full)
+            self._buffers.full_pools[full.dtype].release(full, None)
+            full = self._full
         self._target = self._find_target()
         self._work = self._start_reduction(self._target, full)
 
@@ -535,20 +540,24 @@ class FlatGrads:
 
     def _open(self) -> None:
         self.wait()  # of a step that was dropped, or reduced again
-        plan, kept = self.plan, self._buffers.full
-        dtype = plan.accumulated if self._is_wide else plan.communicated
+        plan = self.plan
         if plan.case is GradientCase.ALONE:
             self._wait_until_copied()
             full = self._shard
             assert full is not None
-        elif kept is not None and kept.dtype == dtype:
-            self._wait_until_read()
-            full = kept
         else:
-            pool = self._buffers.full_pools[dtype]
-            full = pool.acquire(self._padded_numel, dtype, self.segment.index)
+            full = self._acquire(plan.accumulated if self._is_wide else plan.communicated)
         self._full = full
         self._slots, self._gaps = self._views.of(full)
+
+    def _acquire(self, dtype: torch.dtype) -> Tensor:
+        """Return memory for ``full_grad`` in ``dtype``: what is kept, or what a pool lends."""
+        kept = self._buffers.full
+        if kept is not None and kept.dtype == dtype:
+            self._wait_until_read()
+            return kept
+        pool = self._buffers.full_pools[dtype]
+        return pool.acquire(self._padded_numel, dtype, self.segment.index)
 
     def _close(self) -> None:
         self._is_wide = False

@@ -22,6 +22,10 @@ from typing import NamedTuple
 from zero_core.watch.place import OUTSIDE
 from zero_core.watch.processes import process_namespace, process_state
 
+OTHER_BLOCKS = (
+    "If a rank calls blocks that others do not call, as experts, name the module that holds them "
+    "in zero_optimization.leaf_module"
+)
 _MAX_RANKS = 4
 _ENDED = ("Z", "X")
 _STOPPED = {"T": "its process is stopped", "t": "a debugger holds its process"}
@@ -166,7 +170,7 @@ class Beats:
         if len(waits) < 2:
             return None
         said = [f"{count_ranks(ranks)} in {what}" for what, ranks in waits.items()]
-        text = f"the ranks took different branches: they wait {_join(said)}"
+        text = f"the ranks took different branches: they wait {_join(said)}. {OTHER_BLOCKS}"
         return Verdict(text, logging.ERROR, True)
 
     def dead(self, ranks: Collection[int], silence_s: float) -> str:

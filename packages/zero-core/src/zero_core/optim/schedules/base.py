@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 Rate = float | Tensor
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """Schedule as the engine uses it: of torch.optim.lr_scheduler or of this package."""
 
@@ -31,6 +32,13 @@ class Schedule(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
+
+
+class ScheduleFactory(Protocol):
+    """Function that makes a schedule of an optimizer."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, /) -> Schedule:
+        """Return a schedule that sets the rates of ``optimizer``."""
 
 
 @runtime_checkable
