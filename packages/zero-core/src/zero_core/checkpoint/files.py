@@ -330,11 +330,13 @@ class Reader(CheckedFiles):
         return self.read_parts(self.parts(state, param, start, stop))
 
     def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the numbers in the optimizer's state of a trained parameter.
+        """Return the numbers in a parameter's optimizer state. A frozen one was never updated.
 
         Raises:
-            CheckpointCorruptError: there are none.
+            CheckpointCorruptError: there are none of a trained parameter.
         """
+        if not self.manifest.by_name[param].is_trainable:
+            return {"num_steps": 0}
         if param not in self.manifest.scalars:
             raise CheckpointCorruptError(
                 f"{self.folder}: the optimizer's numbers of {param} are missing"

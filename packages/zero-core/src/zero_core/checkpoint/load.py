@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -34,10 +35,12 @@ from zero_core.optim.train_state import TrainState, check_progress
 from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
+_log = logging.getLogger(__name__)
+
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
-were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer and
-other frozen parameters. "progress" are the counters, the loss scale and the states of random
+were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer.
+"progress" are the counters, the loss scale and the states of random
 generators."""
 
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
@@ -121,6 +124,8 @@ def restore_from(
     state.control.together("checkpoint: check", restoring.check)
     state.quiesce()
     state.control.together("checkpoint: restore", restoring.write)
+    if state.control.rank == 0 and "optimizer" not in without:
+        _warn_of_frozen(state, reader)
     progress.load_state_dict(decode(reader.manifest.progress), without)
     return dict(decode(reader.manifest.client_state))
 
@@ -153,21 +158,26 @@ def _match(
     state: ShardedState, manifest: Manifest, place: Location, without: Collection[str]
 ) -> None:
     """Refuse a checkpoint of another model, naming the first difference."""
-    is_any = "optimizer" in without  # trained or frozen, by whatever optimizer
-    saved = {p.name: (p.shape, p.is_trainable or is_any) for p in manifest.params}
-    own = {p.name: (p.shape, p.is_trainable or is_any) for p in state.layout.params}
-    missing, extra = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    is_any = "optimizer" in without
+    saved, own = manifest.by_name, {spec.name: spec for spec in state.layout.params}
+    missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or extra:
         raise CheckpointError(
             f"{place} belongs to another model: it lacks {missing[:3]} and has {extra[:3]} besides"
         )
     for name, mine in own.items():
-        if saved[name] != mine:
+        if saved[name].shape != mine.shape:
             raise CheckpointError(
-                f"{place}: parameter {name} has (shape, is_trainable) {saved[name]} there and "
-                f"{mine} in the model" + _HINT * (saved[name][0] == mine[0])
+                f"{place}: parameter {name} has shape {saved[name].shape} there and {mine.shape} "
+                "in the model"
             )
-    if not is_any and manifest.optimizer != state.optimizer:
+        if saved[name].memory_order is not None and not mine.is_opaque:
+            raise CheckpointError(
+                f"{place}: parameter {name} is quantized there ({saved[name].dtype}) and "
+                f"{mine.dtype} in the model: quantize the model as the saved one was"
+            )
+    kinds = [text.rpartition(" with ")[0] for text in (manifest.optimizer, state.optimizer)]
+    if not is_any and kinds[0] != kinds[1]:
         raise CheckpointError(
             f"{place} was trained by {manifest.optimizer}, this engine has {state.optimizer}: "
             "build it with the same optimizer" + _HINT
@@ -178,6 +188,23 @@ def _match(
             f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
             "engine updates slices: was is_elementwise declared since?" + _HINT
         )
+
+
+def _warn_of_frozen(state: ShardedState, reader: Reader) -> None:
+    """Warn of parameters that are trained here and were frozen in the checkpoint, or the reverse.
+
+    Those trained now start as ones that torch's optimizer has never seen: their states are those
+    before a first step, with a count of steps of their own, and their master weights are the values
+    that were saved, in the compute dtype. Those frozen now keep their master weights, rounded.
+    """
+    saved = reader.manifest.by_name
+    changed = [p for p in state.layout.params if p.is_trainable != saved[p.name].is_trainable]
+    fresh = ", ".join(p.name for p in changed if p.is_trainable)
+    frozen = ", ".join(p.name for p in changed if not p.is_trainable)
+    told = [f"trained now, they start with fresh optimizer states: {fresh}"] * bool(fresh)
+    told += [f"frozen now, they keep their values: {frozen}"] * bool(frozen)
+    if told:
+        _log.warning("%s has other parameters frozen; %s", reader.folder, "; ".join(told))
 
 
 def _is_sliced(state: ShardedState, param: int) -> bool:
@@ -351,8 +378,9 @@ class Restoring:
             state.tier.write_scalars(index, self._numbers[index])
         if isinstance(state.tier, WholeStateTier):
             for param in state.tier.updated_params():
-                whole = self._whole_state(state.layout.params[param])
-                state.tier.write_whole_state(param, whole)
+                spec = state.layout.params[param]
+                if self._sources[spec.name] == MASTER:
+                    state.tier.write_whole_state(param, self._whole_state(spec))
 
     def _whole_state(self, spec: ParamSpec) -> Mapping[str, Any]:
         """Return the state of a whole parameter, empty before its first update.

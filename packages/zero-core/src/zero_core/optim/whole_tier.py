@@ -26,6 +26,7 @@ Unlike in other tiers, ``step`` is a collective: every rank calls it once per st
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -103,12 +104,15 @@ class WholeTier(FlatTier):
             )
             for dtype, members in rounds
         ]
+        self._initial: dict[int, dict[str, Any]] = {}  # what the optimizer's constructor has made
         for number, param in enumerate(model_params):
             state = optimizer.state.pop(param, None)
             if state and number in self._updated:
-                self.write_whole_state(number, state)
+                self._initial[number] = state
             elif state and number in sliced and number in self._piece_of:
-                self._give_state(number, self._sliced_state(number, state))
+                self._initial[number] = self._sliced_state(number, state)
+        for number in self._initial:
+            self._clear_state(number)
 
     # ------------------------------------------------------------------- step
 
@@ -266,7 +270,7 @@ class WholeTier(FlatTier):
         self._num_steps[piece] = int(scalars["num_steps"])
         param = self._pieces[piece].param
         if not self._num_steps[piece]:
-            self._optimizer.state.pop(self._model_params[param], None)
+            self._clear_state(param)
         elif param not in self._owners:
             values = {
                 name: value if isinstance(value, int) else torch.tensor(value)
@@ -293,6 +297,12 @@ class WholeTier(FlatTier):
 
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
         self._give_state(param, state)
+
+    def _clear_state(self, param: int) -> None:
+        """Give the optimizer the state that a parameter has before its first step."""
+        self._optimizer.state.pop(self._model_params[param], None)
+        if param in self._initial:
+            self._give_state(param, copy.deepcopy(self._initial[param]))
 
     def _give_state(self, param: int, state: Mapping[str, Any]) -> None:
         """Give the optimizer the state of a parameter. Its tensors move to the tier's device."""
