@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -552,6 +553,41 @@ def test_refused_initialize_leaves_the_earlier_engine_stepping() -> None:
     assert _train(engine, 2, first=1) == _train(undisturbed, 2, first=1)
     engine.destroy()
     undisturbed.destroy()
+
+
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+_GIVEN: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "parameters": lambda model: {"model_parameters": model.parameters()},
+    "groups": lambda model: {"model_parameters": [{"params": list(model.parameters())}]},
+    "optimizer": lambda model: {"optimizer": _adamw(model.parameters())},
+    "callable": lambda model: {"optimizer": _adamw, "model_parameters": model.parameters()},
+}
+
+
+@pytest.mark.parametrize("given", _GIVEN)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_that_the_optimizer_has_is_frozen_and_unfrozen_as_in_torch(
+    stage: int, given: str
+) -> None:
+    plain, model = _linear(), _linear()
+    optimizer = _adamw(plain.parameters())
+    model[0].requires_grad_(False)
+    config = _config(stage, gradient_clipping=0.0)
+    engine, *_ = deepspeed.initialize(model=model, config=config, **_GIVEN[given](model))
+    assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
+    for phase, is_frozen in enumerate((True, False, True, False)):
+        for module in (plain, engine.module):
+            module[0].requires_grad_(not is_frozen)
+        losses = _train(engine, 2, first=2 * phase)
+        for step in range(2):
+            loss = plain(_inputs(2 * phase + step)).square().mean()
+            assert loss.item() == losses[step]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 # --------------------------------------------------------------------- evaluation
