@@ -89,7 +89,7 @@ def initialize(
         optimizer: a torch optimizer, or what makes one out of ``model_parameters``; wins over the
             configuration's.
         model_parameters: what to train: parameters or groups; default: all that require a gradient.
-            Those that are frozen for now can be unfrozen later, and take the memory of trained ones.
+            Those that are frozen for now can be unfrozen later, and take memory as trained ones.
         training_data: a dataset, of which the third value returned is a loader.
         lr_scheduler: a scheduler, or what makes one out of the optimizer; wins over the
             configuration's.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.files import Part, Reader, find
+from zero_core.checkpoint.files import Reader, find
 from zero_core.checkpoint.json_values import decode
 from zero_core.checkpoint.manifest import (
     BUFFERS,
@@ -31,6 +31,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.arithmetic import ParamSpec, Piece
 from zero_core.layout.discovery import plain_name
+from zero_core.layout.stored import unflatten
 from zero_core.optim.train_state import TrainState, check_progress
 from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
@@ -91,7 +92,7 @@ def check_fits(
         CheckpointError: it belongs to another model, optimizer or schedule.
     """
     manifest, place = reader.manifest, reader.folder
-    _match(state, manifest, place, without)
+    _match(state, reader, without)
     _check_frozen(manifest, place, without)
     progress.check(read_progress(reader), without)
 
@@ -154,10 +155,9 @@ def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
         ) from error
 
 
-def _match(
-    state: ShardedState, manifest: Manifest, place: Location, without: Collection[str]
-) -> None:
+def _match(state: ShardedState, reader: Reader, without: Collection[str]) -> None:
     """Refuse a checkpoint of another model, naming the first difference."""
+    manifest, place = reader.manifest, reader.folder
     is_any = "optimizer" in without
     saved, own = manifest.by_name, {spec.name: spec for spec in state.layout.params}
     missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
@@ -171,7 +171,7 @@ def _match(
                 f"{place}: parameter {name} has shape {saved[name].shape} there and {mine.shape} "
                 "in the model"
             )
-        if saved[name].memory_order is not None and not mine.is_opaque:
+        if reader.is_quantized(saved[name]) and not mine.is_opaque:
             raise CheckpointError(
                 f"{place}: parameter {name} is quantized there ({saved[name].dtype}) and "
                 f"{mine.dtype} in the model: quantize the model as the saved one was"
@@ -272,7 +272,7 @@ class Restoring:
         self._manifest = manifest = reader.manifest
         self._without = without
         self._sources = {p.name: MASTER if p.is_trainable else VALUE for p in manifest.params}
-        self._parts: list[tuple[Callable[[Tensor], None], list[Part]]] = []
+        self._parts: list[tuple[Callable[[Tensor], None], Callable[[], Tensor]]] = []
         self._sliced: set[str] = set()  # names of the states that are written in slices
         self._numbers: list[Mapping[str, float]] = []  # of each piece
 
@@ -288,11 +288,9 @@ class Restoring:
         self._reader.trust()  # every chunk was compared, by one of the ranks
         state = self._state
         self._find_slices()
-        for store, name, low, high in state.frozen_parts():
-            if self._sources[name] == MASTER or "frozen" not in self._without:
-                self._parts.append(
-                    (store, self._reader.parts(self._sources[name], name, low, high))
-                )
+        for store, spec, low, high in state.frozen_parts():
+            if self._sources[spec.name] == MASTER or "frozen" not in self._without:
+                self._parts.append((store, self._find(self._sources[spec.name], spec, low, high)))
         if "optimizer" not in self._without:
             self._check_optimizer()
         _match_buffers(state, self._reader, self._reader.folder)
@@ -310,10 +308,21 @@ class Restoring:
                 if name != MASTER and not self._has_slices(spec, piece):
                     continue
                 stop = piece.offset + piece.stop - piece.start
-                parts = self._reader.parts(source, spec.name, piece.offset, stop)
                 store = partial(self._state.tier.write_state, name, piece.start)
-                self._parts.append((store, parts))
+                self._parts.append((store, self._find(source, spec, piece.offset, stop)))
                 self._sliced.add(name)
+
+    def _find(self, state: str, spec: ParamSpec, low: int, high: int) -> Callable[[], Tensor]:
+        """Find ``[low, high)`` of a parameter's slot, of its ``state``. Returns their reader."""
+        read = self._reader.read_parts
+        if self._reader.has_order_of(spec):
+            return partial(read, self._reader.parts(state, spec.name, low, high))
+        whole = self._reader.parts(state, spec.name, 0, spec.numel)  # in another order
+        return lambda: spec.to_elements(self._shaped(spec, read(whole)))[low:high]
+
+    def _shaped(self, spec: ParamSpec, values: Tensor) -> Tensor:
+        """Return all saved elements of a parameter's state, 1-D, in its shape."""
+        return unflatten(values, spec.shape, self._manifest.by_name[spec.name].memory_order or ())
 
     def _has_slices(self, spec: ParamSpec, piece: Piece) -> bool:
         """Whether the checkpoint has this rank's slice of the states of a parameter."""
@@ -357,8 +366,8 @@ class Restoring:
     def write(self) -> None:
         """Write what `check` found into the engine's state."""
         state, reader = self._state, self._reader
-        for store, parts in self._parts:
-            store(reader.read_parts(parts))
+        for store, read in self._parts:
+            store(read())
         if "optimizer" not in self._without:
             self._write_optimizer()
         load_buffers(state.module, reader.read_buffers())
@@ -400,7 +409,7 @@ class Restoring:
         read = self._reader.read
         return {
             **numbers,
-            **{n: read(n, spec.name, 0, spec.numel).view(spec.shape) for n in names},
+            **{n: self._shaped(spec, read(n, spec.name, 0, spec.numel)) for n in names},
         }
 
     def _names_of_slices(self, spec: ParamSpec) -> list[str]:
@@ -444,7 +453,7 @@ def _split(spec: ParamSpec, whole: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     numbers: dict[str, float] = {}
     for name, value in whole.items():
         if isinstance(value, Tensor) and value.shape == spec.shape and name != "step":
-            tensors[name] = value.reshape(-1)
+            tensors[name] = spec.to_elements(value)
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             numbers[name] = value if isinstance(value, int) else float(value)
         else:

@@ -272,8 +272,9 @@ class _Edit:
         self._state.control.broadcast(values, source=self._rank)
         (full.flat.edit if is_changed else full.flat.write)(full.slot.start, values)
         if is_changed and full.flat.local_span is not None:
-            self._state.control.broadcast(mask, source=self._rank)
-            self._write_master(full.slot, values, mask.reshape(-1).bool())
+            changed = self._spec_of(full).to_elements(mask)  # a view
+            self._state.control.broadcast(changed, source=self._rank)
+            self._write_master(full.slot, values, changed.bool())
 
     def _spec_of(self, full: _FullParam) -> ParamSpec:
         return self._state.layout.params[full.slot.param]
