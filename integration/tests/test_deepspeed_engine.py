@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -570,6 +571,73 @@ def test_refused_initialize_leaves_the_earlier_engine_stepping() -> None:
     assert _train(engine, 2, first=1) == _train(undisturbed, 2, first=1)
     engine.destroy()
     undisturbed.destroy()
+
+
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+_GIVEN: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "parameters": lambda model: {"model_parameters": model.parameters()},
+    "groups": lambda model: {"model_parameters": [{"params": list(model.parameters())}]},
+    "optimizer": lambda model: {"optimizer": _adamw(model.parameters())},
+    "callable": lambda model: {"optimizer": _adamw, "model_parameters": model.parameters()},
+}
+
+
+@pytest.mark.parametrize("given", _GIVEN)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_that_the_optimizer_has_is_frozen_and_unfrozen_as_in_torch(
+    stage: int, given: str
+) -> None:
+    plain, model = _linear(), _linear()
+    optimizer = _adamw(plain.parameters())
+    model[0].requires_grad_(False)
+    config = _config(stage, gradient_clipping=0.0)
+    engine, *_ = deepspeed.initialize(model=model, config=config, **_GIVEN[given](model))
+    assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
+    for phase, is_frozen in enumerate((True, False, True, False)):
+        for module in (plain, engine.module):
+            module[0].requires_grad_(not is_frozen)
+        losses = _train(engine, 2, first=2 * phase)
+        for step in range(2):
+            loss = plain(_inputs(2 * phase + step)).square().mean()
+            assert loss.item() == losses[step]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_channels_last_model_trains_and_changes_engines_as_in_torch(stage: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    plain, model = make(), make()
+    optimizer = _adamw(plain.parameters())
+    for phase in range(2):
+        config = _config(stage, gradient_clipping=0.0)
+        engine, *_ = deepspeed.initialize(
+            model=model, config=config, optimizer=_adamw(model.parameters())
+        )
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(phase))
+        for module, step in ((engine, engine.step), (plain, optimizer.step)):
+            loss = module(x).square().mean()
+            engine.backward(loss) if module is engine else loss.backward()
+            step()
+        for param, own in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(own), param)
+            if stage == 0:
+                states = engine.optimizer.state[own], optimizer.state[param]
+                assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"])
+        optimizer = _adamw(plain.parameters())  # as of the next engine
+        optimizer.zero_grad()
+    engine.destroy()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for param, own in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(own, param)
 
 
 # --------------------------------------------------------------------- evaluation

@@ -257,8 +257,6 @@ def _weights_alone(ranks: SimulatedRanks, folder: str) -> None:
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("frozen"))
     tuned = zero_core.build(model, Case(3).config(), process_group=ranks)
-    with pytest.raises(CheckpointError, match=r'is_trainable.*load without=\("optimizer", "lr'):
-        tuned.load_checkpoint(folder)
     tuned.load_checkpoint(folder, without=WEIGHTS_ALONE)
     assert all(torch.equal(v, expected[n]) for n, v in _values(tuned).items())
     for stage, dtype in ((0, "fp32"), (3, "bf16")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -171,6 +172,118 @@ def _resumes(ranks: SimulatedRanks, folder: str) -> None:
 
 def test_a_checkpoint_of_a_frozen_phase_resumes_unfrozen(tmp_path):
     simulate(_resumes, 2, str(tmp_path))
+
+
+_OPTIMIZERS: Mapping[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=0.1, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=LR, initial_accumulator_value=0.5),
+    "whole AdamW": lambda params: type("Mine", (torch.optim.AdamW,), {})(params, lr=LR),
+    "whole Adagrad": lambda params: type("Mine", (torch.optim.Adagrad,), {})(
+        params, lr=LR, initial_accumulator_value=0.5
+    ),
+}
+
+
+def _in_phase(phase: int, optimizer: str) -> tuple[_Net, torch.optim.Optimizer]:
+    model = _Net()
+    _freeze(model, phase)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if phase == 3:
+        trained = [{"params": trained[:9], "lr": LR / 3}, {"params": trained[9:]}]
+    return model, _OPTIMIZERS[optimizer](trained)
+
+
+def _staged_in_torch(ranks: SimulatedRanks, name: str) -> dict[str, Tensor]:
+    """Have an optimizer per phase, each with the states that the last one has."""
+    values, states = _Net().state_dict(), dict[str, Any]()
+    for phase in range(4):
+        model, optimizer = _in_phase(phase, name)
+        model.load_state_dict(values)
+        for path, param in model.named_parameters():
+            if param.requires_grad and path in states:
+                optimizer.state[param] = states[path]
+        ddp = SimulatedDDP(model, ranks)
+        for step in range(phase * STEPS_PER_PHASE, (phase + 1) * STEPS_PER_PHASE):
+            optimizer.zero_grad()
+            ddp(_x(step, 0, ranks.rank)).backward()
+            ddp.average_gradients()
+            optimizer.step()
+        values = model.state_dict()
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        states = {path: optimizer.state[param] for path, param in trained}
+    return {name: value.clone() for name, value in values.items()}
+
+
+def _resumes_in_stages(ranks: SimulatedRanks, stage: int, name: str, folder: str) -> None:
+    for phase in range(4):
+        model, optimizer = _in_phase(phase, name)
+        config = Case(stage=(stage + phase) % 4 if name == "AdamW" else stage).config()
+        engine = zero_core.build(model, config, optimizer=optimizer, process_group=ranks)
+        if phase:
+            _run(engine, ranks.rank, phase)  # its states are not the checkpoint's
+            engine.load_checkpoint(folder)
+        _run(engine, ranks.rank, phase)
+        engine.save_checkpoint(folder)
+    found = engine.full_state_dict()
+    torch.testing.assert_close(found, _staged_in_torch(ranks, name), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+@pytest.mark.parametrize("stage", range(4))
+def test_runs_that_freeze_other_parameters_resume_with_the_states_that_pair_by_name(
+    tmp_path, caplog, stage, optimizer
+):
+    simulate(_resumes_in_stages, 2, stage, optimizer, str(tmp_path))
+    first, second, third = (m for m in caplog.messages if "other parameters frozen" in m)
+    assert "start with fresh optimizer states: encoder.0.0.weight, encoder.0.0.bias" in first
+    assert "keep their values" not in first
+    assert "keep their values: gain, decoder.1.0.weight" in second
+    assert "fresh" not in second
+    assert "fresh optimizer states: gain, decoder.1.0.weight" in third
+    (groups,) = (m for m in caplog.messages if "parameter groups" in m)
+    assert groups.startswith("1 parameter groups were saved, the engine has 2: it keeps its own")
+
+
+_PAIRED = ("encoder.1.0.weight", "decoder.1.0.weight", "decoder.0.0.weight")
+"""New in phase 2, frozen in it, and trained in both phases."""
+
+
+def _read_after(
+    ranks: SimulatedRanks, phase: int, stage: int, name: str, folder: str, memory: str | None
+) -> tuple[list[Tensor], Tensor]:
+    """Return values and a moment after the resuming and two steps that are saved."""
+    model, optimizer = _in_phase(phase, name)
+    config = Case(stage, "bf16").config()
+    if memory is not None:
+        config["memory_checkpoint"] = {"path": memory}
+    engine = zero_core.build(model, config, optimizer=optimizer, process_group=ranks)
+    was_found = engine.resume(folder) is not None
+    assert was_found == bool(phase)
+    if not was_found:
+        _run(engine, ranks.rank, phase)
+        if memory is None:
+            engine.save_checkpoint(folder)
+    states = engine.states
+    found = [states.get_full(path) for path in _PAIRED], states.get_full(_PAIRED[2], "exp_avg")
+    if phase:
+        assert states.scalars(_PAIRED[0])["num_steps"] == 0
+        _run(engine, ranks.rank, phase)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "whole AdamW"])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 3)])
+@pytest.mark.parametrize("in_memory", [False, True], ids=["disk", "memory"])
+def test_states_pair_by_name_at_another_number_of_ranks(
+    tmp_path, world_size, stage, optimizer, in_memory
+):
+    place = str(tmp_path / "disk"), str(tmp_path / "memory") if in_memory else None
+    (values, moment), _ = simulate(_read_after, 2, 0, 2, optimizer, *place)
+    values[1] = values[1].bfloat16().float()
+    for found, own in simulate(_read_after, world_size, 2, stage, optimizer, *place):
+        torch.testing.assert_close([*found, own], [*values, moment], rtol=0.0, atol=0.0)
 
 
 def _refuses(ranks: SimulatedRanks, stage: int) -> None:

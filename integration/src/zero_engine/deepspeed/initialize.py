@@ -89,6 +89,7 @@ def initialize(
         optimizer: a torch optimizer, or what makes one out of ``model_parameters``; wins over the
             configuration's.
         model_parameters: what to train: parameters or groups; default: all that require a gradient.
+            Those that are frozen for now can be unfrozen later, and take memory as trained ones.
         training_data: a dataset, of which the third value returned is a loader.
         lr_scheduler: a scheduler, or what makes one out of the optimizer; wins over the
             configuration's.
@@ -127,7 +128,7 @@ def initialize(
     if isinstance(given, DeepSpeedCPUAdam) and not given.fp32_optimizer_states:
         keep_bf16_moments(settings.core)
     is_training = given is not None or "optimizer" in settings.core
-    left_out = {"optimizer"} if given is not None else set()
+    left_out = {"optimizer"} if optimizer is not None else set()
     if lr_scheduler is not None or not is_training:
         left_out.add("scheduler")
     of_core = {k: v for k, v in settings.core.items() if k not in left_out}
@@ -165,7 +166,7 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
     )
-    if given is None and engine.optimizer is not None:
+    if optimizer is None and engine.optimizer is not None:
         _name_optimizer(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -247,8 +248,7 @@ def _make_optimizer(
         return given(groups if groups is not None else trainable)
     if groups is None or "optimizer" not in settings.core:
         return None
-    wanted = [p for p in groups if isinstance(p, nn.Parameter) and p.requires_grad]
-    if {id(p) for p in wanted} == {id(p) for p in trainable}:
+    if {id(p) for p in groups} == {id(p) for p in trainable}:
         return None
     block = settings.core["optimizer"]
     try:

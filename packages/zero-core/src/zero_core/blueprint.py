@@ -281,8 +281,9 @@ def _describe(found: Discovered, group_of: Mapping[int, int], config: Config) ->
             is_trainable=number in group_of and param.is_floating_point(),
             aliases=names[1:],
             is_opaque=number in found.opaque,
-            order=dim_order(param) if number in found.opaque else (),
+            order=() if order == tuple(range(len(order))) and number not in found.opaque else order,
             twin=found.twins.get(number),
         )
         for number, (param, names) in enumerate(zip(found.params, found.names, strict=True))
+        for order in (dim_order(param),)
     ]

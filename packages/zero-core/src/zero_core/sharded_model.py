@@ -292,7 +292,8 @@ class ShardedModel:
     def own_part(self, param: nn.Parameter) -> Tensor:
         """Return this rank's elements of ``param``, 1-D, in its dtype: a view, not to be changed.
 
-        At stage 0 each rank's part is a slice, too. It may be empty.
+        At stage 0 each rank's part is a slice, too. It may be empty. Elements are in the order of
+        the parameter's strides.
         """
         self._device_states.check("own_part()", frozenset({StatePart.PARAMETERS}))
         return self.sharded_state.own_part(param)

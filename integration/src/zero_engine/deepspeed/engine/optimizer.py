@@ -75,7 +75,9 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         scalars = dict(self._core.states.scalars(name))
         step = torch.tensor(float(scalars.pop("num_steps")))
         if self._core.config.zero_optimization.stage == 0:
-            states = {what: part.view(param.shape) for what, part in states.items()}
+            # In the order of the parameter's strides, as it is in memory.
+            like = param.shape, param.stride()
+            states = {what: part.as_strided(*like) for what, part in states.items()}
         return {**scalars, "step": step, **states}
 
     def __setitem__(self, param: nn.Parameter, value: Any) -> NoReturn:

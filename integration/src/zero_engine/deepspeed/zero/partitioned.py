@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 from zero_core import RankMismatchError, ShardedModel, engine_of
 from zero_core.comm.control import ControlGroup
 from zero_core.init.tape import Recording, zeroed
+from zero_core.layout.arithmetic import ParamSpec
 
 _CASTS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "xpu"}
 _DESCRIBES = {"dim", "dtype", "element_size", "ndim", "nelement", "numel", "shape", "size"}
@@ -61,7 +62,8 @@ class PartitionedValue:
         control: the ranks that share it.
         device: where their collectives run.
         recorded: the recording that computes the value, and the deferred tensor it is the value of.
-        spans: which elements of the flat value each rank's part has; None: slices of one length.
+        spans: which elements of its slot each rank's part has; None: slices of one length.
+        spec: with ``spans``, which makes the value of the slot's elements.
         part: this rank's slice.
         casts: dtypes that the recorded value is cast to, in order.
         shape: while gathered, that of the value that is kept, whatever shape the parameter gets.
@@ -72,6 +74,7 @@ class PartitionedValue:
     device: torch.device
     recorded: tuple[Recording, Tensor] | None = None
     spans: Sequence[tuple[int, int]] | None = None
+    spec: ParamSpec | None = None
     part: Tensor | None = None
     casts: list[torch.dtype] = field(default_factory=list)
     shape: tuple[int, ...] = ()
@@ -88,8 +91,8 @@ class PartitionedValue:
             self.send(value, source=0)
             return value
         assert self.part is not None, "a value is either recorded or in parts"
-        if self.spans is not None:
-            return self.joined(param.numel(), param.dtype).view(param.shape)
+        if self.spec is not None:
+            return self.spec.to_values(self.joined(param.numel(), param.dtype))
         rows = _empty_off_heap(self.part.numel() * self.control.world_size, param.dtype)
         if param.numel() > 0:
             self.control.gather_into(rows.view(torch.uint8), self.part.view(torch.uint8))
@@ -133,7 +136,7 @@ class PartitionedValue:
         low = self.control.rank * numel
         mine = value.detach().reshape(-1)[low : low + numel]
         self.part[: mine.numel()].copy_(mine)
-        self.recorded, self.casts, self.spans = None, [], None
+        self.recorded, self.casts, self.spans, self.spec = None, [], None, None
 
     def cast(self, dtype: torch.dtype) -> None:
         if self.part is not None:
@@ -144,7 +147,7 @@ class PartitionedValue:
     def copied(self) -> PartitionedValue:
         part = None if self.part is None else _copy_off_heap(self.part, self.part.dtype)
         return PartitionedValue(
-            self.control, self.device, self.recorded, self.spans, part, list(self.casts)
+            self.control, self.device, self.recorded, self.spans, self.spec, part, list(self.casts)
         )
 
 
@@ -306,7 +309,7 @@ def leave_partitioned(engine: ShardedModel) -> None:
     """
     for param, spec, control, spans, local in engine.leave_shards():
         part = _copy_off_heap(local, local.dtype)
-        value = PartitionedValue(control, engine.device, spans=spans, part=part)
+        value = PartitionedValue(control, engine.device, spans=spans, spec=spec, part=part)
         if isinstance(param, nn.Parameter) and can_partition(param):
             partition(param, value)
         else:

@@ -74,7 +74,7 @@ def _entries(
     found: dict[str, Tensor] = {}
     for spec, tensor in params:
         if spec.name not in waiting:
-            yield (spec.name, *spec.aliases), _cast(tensor, spec, dtype)
+            yield (spec.name, *spec.aliases), _cast(tensor, spec, dtype).contiguous()
             continue
         found[spec.name] = tensor
         for path, holder in list(holders.items()):

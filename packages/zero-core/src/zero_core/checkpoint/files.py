@@ -32,8 +32,9 @@ from zero_core.checkpoint.safetensors_files import StoredTensor, read_header
 from zero_core.checkpoint.storage import LATEST
 from zero_core.checkpoint.storage.location import Location, location_of, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
+from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.discovery import plain_name
-from zero_core.layout.stored import from_bytes
+from zero_core.layout.stored import unflatten
 from zero_core.sharded.sharded_state import MASTER
 
 __all__ = [
@@ -312,14 +313,15 @@ class Reader(CheckedFiles):
         state = MASTER if param.is_trainable else VALUE
         start, stop = self.span(param.name)
         flat = self.read(state, param.name, 0, stop - start)
-        if param.memory_order is not None:
-            return from_bytes(flat, param.torch_dtype, param.shape, param.memory_order)
+        if param.memory_order is not None and state == VALUE:
+            flat = flat.view(param.torch_dtype)
         if flat.numel() != param.numel:
             raise CheckpointError(
                 f"{self.folder}: {param.name} is quantized, and this version of the format does "
                 "not say how: load it with an engine"
             )
-        return flat.view(param.shape)
+        value = unflatten(flat, param.shape, param.memory_order or ())
+        return value if self.is_quantized(param) else value.contiguous()
 
     def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU.
@@ -330,16 +332,29 @@ class Reader(CheckedFiles):
         return self.read_parts(self.parts(state, param, start, stop))
 
     def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the numbers in the optimizer's state of a trained parameter.
+        """Return the numbers in a parameter's optimizer state. A frozen one was never updated.
 
         Raises:
-            CheckpointCorruptError: there are none.
+            CheckpointCorruptError: there are none of a trained parameter.
         """
+        if not self.manifest.by_name[param].is_trainable:
+            return {"num_steps": 0}
         if param not in self.manifest.scalars:
             raise CheckpointCorruptError(
                 f"{self.folder}: the optimizer's numbers of {param} are missing"
             )
         return self.manifest.scalars[param]
+
+    def is_quantized(self, param: Param) -> bool:
+        """Whether a frozen parameter was stored as bytes: a quantizer's, or integers."""
+        start, stop = self.span(param.name)
+        num_bytes = param.numel * param.torch_dtype.itemsize
+        return not param.is_trainable and stop - start == num_bytes > 0
+
+    def has_order_of(self, spec: ParamSpec) -> bool:
+        """Whether the saved slot of a parameter has the elements in the order of ``spec``'s."""
+        saved = self.manifest.by_name[spec.name]
+        return spec.is_opaque or (saved.memory_order or ()) == spec.order
 
     def span(self, param: str) -> tuple[int, int]:
         """Return a parameter's slot in its segment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_core.checkpoint.files import Part, Reader, find
+from zero_core.checkpoint.files import Reader, find
 from zero_core.checkpoint.json_values import decode
 from zero_core.checkpoint.manifest import (
     BUFFERS,
@@ -30,14 +31,17 @@ from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.arithmetic import ParamSpec, Piece
 from zero_core.layout.discovery import plain_name
+from zero_core.layout.stored import unflatten
 from zero_core.optim.train_state import TrainState, check_progress
 from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
+_log = logging.getLogger(__name__)
+
 PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 """Parts of a checkpoint that may be left out in loading. "frozen" are values of parameters that
-were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer and
-other frozen parameters. "progress" are the counters, the loss scale and the states of random
+were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer.
+"progress" are the counters, the loss scale and the states of random
 generators."""
 
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
@@ -88,7 +92,7 @@ def check_fits(
         CheckpointError: it belongs to another model, optimizer or schedule.
     """
     manifest, place = reader.manifest, reader.folder
-    _match(state, manifest, place, without)
+    _match(state, reader, without)
     _check_frozen(manifest, place, without)
     progress.check(read_progress(reader), without)
 
@@ -121,6 +125,8 @@ def restore_from(
     state.control.together("checkpoint: check", restoring.check)
     state.quiesce()
     state.control.together("checkpoint: restore", restoring.write)
+    if state.control.rank == 0 and "optimizer" not in without:
+        _warn_of_frozen(state, reader)
     progress.load_state_dict(decode(reader.manifest.progress), without)
     return dict(decode(reader.manifest.client_state))
 
@@ -149,25 +155,29 @@ def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
         ) from error
 
 
-def _match(
-    state: ShardedState, manifest: Manifest, place: Location, without: Collection[str]
-) -> None:
+def _match(state: ShardedState, reader: Reader, without: Collection[str]) -> None:
     """Refuse a checkpoint of another model, naming the first difference."""
-    is_any = "optimizer" in without  # trained or frozen, by whatever optimizer
-    saved = {p.name: (p.shape, p.is_trainable or is_any) for p in manifest.params}
-    own = {p.name: (p.shape, p.is_trainable or is_any) for p in state.layout.params}
-    missing, extra = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    manifest, place = reader.manifest, reader.folder
+    is_any = "optimizer" in without
+    saved, own = manifest.by_name, {spec.name: spec for spec in state.layout.params}
+    missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or extra:
         raise CheckpointError(
             f"{place} belongs to another model: it lacks {missing[:3]} and has {extra[:3]} besides"
         )
     for name, mine in own.items():
-        if saved[name] != mine:
+        if saved[name].shape != mine.shape:
             raise CheckpointError(
-                f"{place}: parameter {name} has (shape, is_trainable) {saved[name]} there and "
-                f"{mine} in the model" + _HINT * (saved[name][0] == mine[0])
+                f"{place}: parameter {name} has shape {saved[name].shape} there and {mine.shape} "
+                "in the model"
             )
-    if not is_any and manifest.optimizer != state.optimizer:
+        if reader.is_quantized(saved[name]) and not mine.is_opaque:
+            raise CheckpointError(
+                f"{place}: parameter {name} is quantized there ({saved[name].dtype}) and "
+                f"{mine.dtype} in the model: quantize the model as the saved one was"
+            )
+    kinds = [text.rpartition(" with ")[0] for text in (manifest.optimizer, state.optimizer)]
+    if not is_any and kinds[0] != kinds[1]:
         raise CheckpointError(
             f"{place} was trained by {manifest.optimizer}, this engine has {state.optimizer}: "
             "build it with the same optimizer" + _HINT
@@ -178,6 +188,23 @@ def _match(
             f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
             "engine updates slices: was is_elementwise declared since?" + _HINT
         )
+
+
+def _warn_of_frozen(state: ShardedState, reader: Reader) -> None:
+    """Warn of parameters that are trained here and were frozen in the checkpoint, or the reverse.
+
+    Those trained now start as ones that torch's optimizer has never seen: their states are those
+    before a first step, with a count of steps of their own, and their master weights are the values
+    that were saved, in the compute dtype. Those frozen now keep their master weights, rounded.
+    """
+    saved = reader.manifest.by_name
+    changed = [p for p in state.layout.params if p.is_trainable != saved[p.name].is_trainable]
+    fresh = ", ".join(p.name for p in changed if p.is_trainable)
+    frozen = ", ".join(p.name for p in changed if not p.is_trainable)
+    told = [f"trained now, they start with fresh optimizer states: {fresh}"] * bool(fresh)
+    told += [f"frozen now, they keep their values: {frozen}"] * bool(frozen)
+    if told:
+        _log.warning("%s has other parameters frozen; %s", reader.folder, "; ".join(told))
 
 
 def _is_sliced(state: ShardedState, param: int) -> bool:
@@ -245,7 +272,7 @@ class Restoring:
         self._manifest = manifest = reader.manifest
         self._without = without
         self._sources = {p.name: MASTER if p.is_trainable else VALUE for p in manifest.params}
-        self._parts: list[tuple[Callable[[Tensor], None], list[Part]]] = []
+        self._parts: list[tuple[Callable[[Tensor], None], Callable[[], Tensor]]] = []
         self._sliced: set[str] = set()  # names of the states that are written in slices
         self._numbers: list[Mapping[str, float]] = []  # of each piece
 
@@ -261,11 +288,9 @@ class Restoring:
         self._reader.trust()  # every chunk was compared, by one of the ranks
         state = self._state
         self._find_slices()
-        for store, name, low, high in state.frozen_parts():
-            if self._sources[name] == MASTER or "frozen" not in self._without:
-                self._parts.append(
-                    (store, self._reader.parts(self._sources[name], name, low, high))
-                )
+        for store, spec, low, high in state.frozen_parts():
+            if self._sources[spec.name] == MASTER or "frozen" not in self._without:
+                self._parts.append((store, self._find(self._sources[spec.name], spec, low, high)))
         if "optimizer" not in self._without:
             self._check_optimizer()
         _match_buffers(state, self._reader, self._reader.folder)
@@ -283,10 +308,21 @@ class Restoring:
                 if name != MASTER and not self._has_slices(spec, piece):
                     continue
                 stop = piece.offset + piece.stop - piece.start
-                parts = self._reader.parts(source, spec.name, piece.offset, stop)
                 store = partial(self._state.tier.write_state, name, piece.start)
-                self._parts.append((store, parts))
+                self._parts.append((store, self._find(source, spec, piece.offset, stop)))
                 self._sliced.add(name)
+
+    def _find(self, state: str, spec: ParamSpec, low: int, high: int) -> Callable[[], Tensor]:
+        """Find ``[low, high)`` of a parameter's slot, of its ``state``. Returns their reader."""
+        read = self._reader.read_parts
+        if self._reader.has_order_of(spec):
+            return partial(read, self._reader.parts(state, spec.name, low, high))
+        whole = self._reader.parts(state, spec.name, 0, spec.numel)  # in another order
+        return lambda: spec.to_elements(self._shaped(spec, read(whole)))[low:high]
+
+    def _shaped(self, spec: ParamSpec, values: Tensor) -> Tensor:
+        """Return all saved elements of a parameter's state, 1-D, in its shape."""
+        return unflatten(values, spec.shape, self._manifest.by_name[spec.name].memory_order or ())
 
     def _has_slices(self, spec: ParamSpec, piece: Piece) -> bool:
         """Whether the checkpoint has this rank's slice of the states of a parameter."""
@@ -330,8 +366,8 @@ class Restoring:
     def write(self) -> None:
         """Write what `check` found into the engine's state."""
         state, reader = self._state, self._reader
-        for store, parts in self._parts:
-            store(reader.read_parts(parts))
+        for store, read in self._parts:
+            store(read())
         if "optimizer" not in self._without:
             self._write_optimizer()
         load_buffers(state.module, reader.read_buffers())
@@ -351,8 +387,9 @@ class Restoring:
             state.tier.write_scalars(index, self._numbers[index])
         if isinstance(state.tier, WholeStateTier):
             for param in state.tier.updated_params():
-                whole = self._whole_state(state.layout.params[param])
-                state.tier.write_whole_state(param, whole)
+                spec = state.layout.params[param]
+                if self._sources[spec.name] == MASTER:
+                    state.tier.write_whole_state(param, self._whole_state(spec))
 
     def _whole_state(self, spec: ParamSpec) -> Mapping[str, Any]:
         """Return the state of a whole parameter, empty before its first update.
@@ -372,7 +409,7 @@ class Restoring:
         read = self._reader.read
         return {
             **numbers,
-            **{n: read(n, spec.name, 0, spec.numel).view(spec.shape) for n in names},
+            **{n: self._shaped(spec, read(n, spec.name, 0, spec.numel)) for n in names},
         }
 
     def _names_of_slices(self, spec: ParamSpec) -> list[str]:
@@ -416,7 +453,7 @@ def _split(spec: ParamSpec, whole: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     numbers: dict[str, float] = {}
     for name, value in whole.items():
         if isinstance(value, Tensor) and value.shape == spec.shape and name != "step":
-            tensors[name] = value.reshape(-1)
+            tensors[name] = spec.to_elements(value)
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             numbers[name] = value if isinstance(value, int) else float(value)
         else:

@@ -82,7 +82,8 @@ class Param(_Strict):
         shape: of the whole.
         dtype: compute dtype, as in ``torch.float32``.
         is_trainable: whether it is trained.
-        memory_order: of a component, whose segment has bytes: its dimensions from the slowest one.
+        memory_order: its dimensions from the slowest one in its slot, if that is not the order of
+            the shape, and of a component, whose slot has bytes.
     """
 
     name: str
@@ -244,8 +245,6 @@ def _check_layout(manifest: Manifest) -> None:
 def _slot_numels(param: Param) -> tuple[int, ...]:
     """Return the lengths that a slot may have: elements, of components bytes."""
     as_bytes = param.numel * param.torch_dtype.itemsize
-    if param.memory_order is not None:
-        return (as_bytes,)
     return (param.numel,) if param.is_trainable else (param.numel, as_bytes)
 
 

@@ -210,25 +210,28 @@ def _some(names: tuple[str, ...]) -> str:
 
 def _restore(state: ShardedState, match: _Match, *, rounds_masters: bool) -> None:
     for piece in state.pieces:
-        tensor = match.params.get(state.layout.params[piece.param].name)
+        spec = state.layout.params[piece.param]
+        tensor = match.params.get(spec.name)
         if tensor is not None:
-            values = tensor.read(piece.offset, piece.offset + piece.stop - piece.start)
+            values = _elements(tensor, spec, piece.offset, piece.offset + piece.stop - piece.start)
             if rounds_masters:
                 values = values.to(state.layout.segments[piece.segment].dtype)
             state.tier.write_state(MASTER, piece.start, values)
-    specs = {spec.name: spec for spec in state.layout.params}
-    for store, name, low, high in state.frozen_parts():
-        tensor = match.params.get(name)
+    for store, spec, low, high in state.frozen_parts():
+        tensor = match.params.get(spec.name)
         if tensor is not None:
-            store(_elements(tensor, specs[name], low, high))
+            store(_elements(tensor, spec, low, high))
     load_buffers(state.module, {name: tensor.value() for name, tensor in match.buffers.items()})
 
 
 def _elements(tensor: StoredTensor, spec: ParamSpec, low: int, high: int) -> Tensor:
-    """Read elements ``[low, high)`` of the parameter's slot: bytes of a component."""
+    """Read elements ``[low, high)`` of the parameter's slot: bytes of a component.
+
+    The file has them in the order of indices: of a slot in another order all are read.
+    """
+    if spec.order and spec.order != tuple(range(len(spec.shape))):
+        return spec.to_elements(tensor.value())[low:high]
     if not spec.is_opaque:
         return tensor.read(low, high)
-    if spec.order != tuple(range(len(spec.shape))):
-        return spec.to_elements(tensor.value())[low:high]
     size = spec.dtype.itemsize
     return tensor.read(low // size, high // size).view(torch.uint8)

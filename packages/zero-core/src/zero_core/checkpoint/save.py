@@ -496,7 +496,7 @@ def _describe(spec: ParamSpec) -> dict[str, Any]:
         "dtype": str(spec.dtype).removeprefix("torch."),
         "is_trainable": spec.is_trainable,
     }
-    return {**found, "memory_order": list(spec.order)} if spec.is_opaque else found
+    return {**found, "memory_order": list(spec.order)} if spec.order else found
 
 
 def write_manifest(staging: Staging, content: Mapping[str, Any]) -> None:

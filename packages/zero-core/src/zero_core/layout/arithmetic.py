@@ -31,7 +31,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zero_core.layout.stored import BYTES_ALIGNMENT, from_bytes, to_bytes
+from zero_core.layout.stored import BYTES_ALIGNMENT, flatten, from_bytes, to_bytes, unflatten
 
 ALIGNMENT = 32
 """Elements to which slots and shards are aligned: 64 bytes at 16 bits, a cache line and a vector
@@ -52,7 +52,8 @@ class ParamSpec:
         is_trainable: whether an optimizer may update it; see zero_core.runtime.param_guard.
         aliases: further names (tied weights).
         is_opaque: whether it is a component, whose segment holds bytes.
-        order: of a component: its dimensions as they lie in memory, the slowest first.
+        order: its dimensions as they lie in memory, the slowest first, as of channels-last
+            convolutions; () for the order of the shape. Its slot has the elements in this order.
         twin: number of the component that has the same memory under another object, or None.
     """
 
@@ -81,13 +82,13 @@ class ParamSpec:
 
     def to_elements(self, values: Tensor) -> Tensor:
         """Return the whole ``values`` as the segment has them, 1-D. A view where it can be."""
-        return to_bytes(values, self.order) if self.is_opaque else values.reshape(-1)
+        return (to_bytes if self.is_opaque else flatten)(values, self.order)
 
     def to_values(self, elements: Tensor) -> Tensor:
         """Return ``elements`` of a segment, 1-D, as a view in the parameter's shape and dtype."""
         if self.is_opaque:
             return from_bytes(elements, self.dtype, self.shape, self.order)
-        return elements.view(self.shape)
+        return unflatten(elements, self.shape, self.order)
 
 
 @dataclass(frozen=True)

@@ -176,11 +176,30 @@ def _view_of(tensor: Tensor) -> tuple[object, ...]:
 def dim_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions from the slowest to the fastest one in memory.
 
-    In their own order where elements overlap or leave gaps: a copy without is made of such.
+    In their own order where there are no elements, or they overlap or leave gaps: a copy without
+    is made of such.
     """
     dims, strides = tuple(range(tensor.ndim)), tensor.stride()
-    order = tuple(sorted(dims, key=lambda d: (-strides[d], d)))
-    return order if tensor.permute(order).is_contiguous() else dims
+    # Of equal strides all but one are of single elements, and that one comes first: so `unflatten`
+    # gives these the strides that they have in channels-last formats.
+    order = tuple(sorted(dims, key=lambda d: (-strides[d], -tensor.shape[d], d)))
+    return order if tensor.numel() and tensor.permute(order).is_contiguous() else dims
+
+
+def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return the elements, 1-D, with the dimensions in ``order``: a view where it is dense so.
+
+    () stands for the order of the shape, here and in `unflatten`.
+    """
+    return (tensor.permute(order) if order else tensor).reshape(-1)
+
+
+def unflatten(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """Return `flatten`'s argument as a view of its result."""
+    if not order:
+        return flat.view(shape)
+    dense = flat.view([shape[d] for d in order])
+    return dense.permute([order.index(d) for d in range(len(order))])
 
 
 def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
@@ -188,13 +207,11 @@ def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 
     ``order``: its `dim_order`.
     """
-    dense = tensor.detach().permute(order).contiguous()
-    return dense.view(-1).view(torch.uint8)
+    return flatten(tensor.detach(), order).view(torch.uint8)
 
 
 def from_bytes(
     flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]
 ) -> Tensor:
     """Return `to_bytes`'s tensor as a view of ``flat``."""
-    dense = flat.view(dtype).view([shape[d] for d in order])
-    return dense.permute([order.index(d) for d in range(len(order))])
+    return unflatten(flat.view(dtype), shape, order)

@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _NUMBER = int | float
 _MEANT = "; if that is meant, load without the schedule"
 _NO_SAVED = "the engine's schedule stays where it is: none was saved" + _MEANT
+_OWN_GROUPS = ": it keeps its own settings (learning rates, weight decay); states pair by name"
 _NO_OWN = "the schedule that was saved is not used: the engine has none" + _MEANT
 
 
@@ -279,10 +280,13 @@ class TrainState:
             self._check_schedule(saved["lr_scheduler"])
 
     def _check_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        if len(saved) != len(self._param_groups):
-            raise CheckpointCorruptError(
-                f"progress.param_groups must be {len(self._param_groups)} groups"
-            )
+        counts = len(saved), len(self._param_groups)
+        if counts[0] != counts[1]:
+            if self._rank == 0:
+                _log.warning(
+                    "%d parameter groups were saved, the engine has %d" + _OWN_GROUPS, *counts
+                )
+            return
         for number, (own, group) in enumerate(zip(self._param_groups, saved, strict=True)):
             # Others may be new: schedules and some optimizers (Prodigy) add theirs as they go.
             for key in own.keys() & group.keys():
@@ -333,6 +337,8 @@ class TrainState:
                 resume_rates(scheduler)
 
     def _load_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        if len(saved) != len(self._param_groups):
+            return  # `check` has warned
         for group, values in zip(self._param_groups, saved, strict=True):
             for key, value in values.items():
                 now = group.get(key)

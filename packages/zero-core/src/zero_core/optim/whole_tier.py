@@ -26,6 +26,7 @@ Unlike in other tiers, ``step`` is a collective: every rank calls it once per st
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -104,12 +105,15 @@ class WholeTier(FlatTier):
             )
             for dtype, members in rounds
         ]
+        self._initial: dict[int, dict[str, Any]] = {}  # what the optimizer's constructor has made
         for number, param in enumerate(model_params):
             state = optimizer.state.pop(param, None)
             if state and number in self._updated:
-                self.write_whole_state(number, state)
+                self._initial[number] = state
             elif state and number in sliced and number in self._piece_of:
-                self._give_state(number, self._sliced_state(number, state))
+                self._initial[number] = self._sliced_state(number, state)
+        for number in self._initial:
+            self._clear_state(number)
 
     # ------------------------------------------------------------------- step
 
@@ -160,8 +164,7 @@ class WholeTier(FlatTier):
         """Run the optimizer over 1-D values and gradients. Return the values, updated in place."""
         lent = {}
         for number, (values, grad) in found.items():
-            shape = self._lent_shape(number)
-            lent[self._model_params[number]] = values.view(shape), grad.view(shape)
+            lent[self._model_params[number]] = self._lent(number, values), self._lent(number, grad)
         with _lending(self._model_params, lent):
             self._optimizer.step()
             for param, (values, _) in lent.items():
@@ -169,11 +172,15 @@ class WholeTier(FlatTier):
                     values.copy_(param.detach())
         return {param: values for param, (values, _) in found.items()}
 
-    def _lent_shape(self, param: int) -> tuple[int, ...]:
-        """Return the shape in which the optimizer sees a parameter, or this rank's slice of it."""
-        piece, spec = self._piece_of[param], self._layout.params[param]
-        is_whole = param in self._owners or piece.stop - piece.start == spec.numel
-        return spec.shape if is_whole else (piece.stop - piece.start,)
+    def _lent(self, param: int, elements: Tensor) -> Tensor:
+        """Return a view of ``elements`` as the optimizer sees the parameter, or a slice of it."""
+        spec = self._layout.params[param]
+        return spec.to_values(elements) if elements.numel() == spec.numel else elements
+
+    def _elements(self, param: int, state: Tensor) -> Tensor:
+        """Return a state that is like what is `_lent`, 1-D: a view if it has its strides."""
+        spec = self._layout.params[param]
+        return spec.to_elements(state) if state.numel() == spec.numel else state
 
     def _return(self, used: set[int], values: Mapping[int, Tensor]) -> None:
         """Send the new values of divided parameters to the ranks that hold them."""
@@ -189,9 +196,9 @@ class WholeTier(FlatTier):
 
     def _states_of(self, piece: Piece) -> dict[str, Tensor]:
         """Return the elementwise states of a slice, 1-D."""
-        shape = self._lent_shape(piece.param)
+        shape = self._lent(piece.param, self._masters.one(piece.start, piece.stop)).shape
         return {
-            name: value.detach().view(-1)
+            name: self._elements(piece.param, value.detach())
             for name, value in self._kept(piece.param).items()
             if isinstance(value, Tensor) and value.shape == shape and name != "step"
         }
@@ -223,11 +230,11 @@ class WholeTier(FlatTier):
             kind = type(self._optimizer).__name__
             raise KeyError(f"{name!r}: states of {kind} are whole here, not sliced")
         piece = pieces[0]
-        if name not in self._states_of(piece):
-            master = self._masters.one(piece.start, piece.stop)
-            state = self._optimizer.state[self._model_params[piece.param]]
-            state[name] = torch.zeros_like(master).view(self._lent_shape(piece.param))
-        self._states_of(piece)[name][start - piece.start : stop - piece.start] = values
+        state, own = self._optimizer.state[self._model_params[piece.param]], self._states_of(piece)
+        if name not in own:
+            own[name] = torch.zeros_like(self._masters.one(piece.start, piece.stop))
+        own[name][start - piece.start : stop - piece.start] = values
+        state[name] = self._lent(piece.param, own[name])
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
         """Return all tensors: see `zero_core.protocols.DeviceMemory`."""
@@ -267,7 +274,7 @@ class WholeTier(FlatTier):
         self._num_steps[piece] = int(scalars["num_steps"])
         param = self._pieces[piece].param
         if not self._num_steps[piece]:
-            self._optimizer.state.pop(self._model_params[param], None)
+            self._clear_state(param)
         elif param not in self._owners:
             values = {
                 name: value if isinstance(value, int) else torch.tensor(value)
@@ -295,9 +302,24 @@ class WholeTier(FlatTier):
     def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
         self._give_state(param, state)
 
+    def _clear_state(self, param: int) -> None:
+        """Give the optimizer the state that a parameter has before its first step."""
+        self._optimizer.state.pop(self._model_params[param], None)
+        if param in self._initial:
+            self._give_state(param, copy.deepcopy(self._initial[param]))
+
     def _give_state(self, param: int, state: Mapping[str, Any]) -> None:
-        """Give the optimizer the state of a parameter. Its tensors move to the tier's device."""
-        owner = self._model_params[param]
+        """Give the optimizer the state of a parameter. Its tensors move to the tier's device.
+
+        Those of the parameter's shape get its strides, which files do not keep.
+        """
+        owner, shape = self._model_params[param], self._layout.params[param].shape
+        state = {
+            name: self._lent(param, self._elements(param, value))
+            if type(value) is Tensor and value.shape == shape and name != "step"
+            else value
+            for name, value in state.items()
+        }
         (group,) = [g for g in self._optimizer.param_groups if any(p is owner for p in g["params"])]
         # As torch's own load_state_dict does: these kernels read the count on the device.
         is_on_device = bool(group.get("fused") or group.get("capturable"))
@@ -308,11 +330,11 @@ class WholeTier(FlatTier):
 
     def _sliced_state(self, param: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a whole state."""
-        piece, shape = self._piece_of[param], self._layout.params[param].shape
+        piece, spec = self._piece_of[param], self._layout.params[param]
         stop = piece.offset + piece.stop - piece.start
         return {
-            name: value.reshape(-1)[piece.offset : stop].clone().view(self._lent_shape(param))
-            if isinstance(value, Tensor) and value.shape == shape and name != "step"
+            name: self._lent(param, spec.to_elements(value)[piece.offset : stop].clone())
+            if isinstance(value, Tensor) and value.shape == spec.shape and name != "step"
             else value
             for name, value in state.items()
         }

@@ -174,12 +174,13 @@ class GatheredParams:
         Raises:
             RuntimeError: with the names of the parameters.
         """
+        specs = self._state.layout.params
         changed = [
-            self._state.layout.params[p.slot.param].name
+            specs[p.slot.param].name
             for p in full
             if p.param._version != self._versions[id(p.param)]
             or p.param.data_ptr() != p.tensor.data_ptr()
-            or not _has_own_slice(p)
+            or not _has_own_slice(p, specs[p.slot.param])
         ]
         if changed:
             more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
@@ -324,8 +325,9 @@ class _Edit:
         self._state.control.broadcast(values, source=self._rank)
         (full.flat.edit if is_changed else full.flat.write)(full.slot.start, values)
         if is_changed and full.flat.local_span is not None:
-            self._state.control.broadcast(mask, source=self._rank)
-            self._write_master(full.slot, values, mask.reshape(-1).bool())
+            changed = self._spec_of(full).to_elements(mask)  # a view
+            self._state.control.broadcast(changed, source=self._rank)
+            self._write_master(full.slot, values, changed.bool())
 
     def _spec_of(self, full: _FullParam) -> ParamSpec:
         return self._state.layout.params[full.slot.param]
@@ -340,14 +342,14 @@ class _Edit:
         self._state.tier.write_state(MASTER, piece.start, torch.where(mask[own].cpu(), new, old))
 
 
-def _has_own_slice(full: _FullParam) -> bool:
+def _has_own_slice(full: _FullParam, spec: ParamSpec) -> bool:
     """Whether the value still has the bits of this rank's shard, where it has any."""
     flat = full.flat
     start, stop = full.slot.common(*flat.segment.shard_range(flat.rank))
     if start == stop:
         return True
     shard = flat.part_of(full.position, flat.read_shard())
-    own = flat.elements_of(full.tensor)[start:stop].to(shard.device)
+    own = spec.to_elements(full.tensor)[start:stop].to(shard.device)
     return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
 
 

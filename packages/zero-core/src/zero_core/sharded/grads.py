@@ -402,9 +402,9 @@ class FlatGrads:
         A view of what the state tier was offered, or a copy if it owns gradients. Only where its
         state covers the whole segment: at stage 0.
         """
-        slot, shape = self.segment.slots[position], self.params[position].shape
+        slot = self.segment.slots[position]
         with torch.inference_mode(False), torch.no_grad():
-            return self.covered()[slot.start : slot.stop].view(shape)
+            return self._views.to_values(position, self.covered()[slot.start : slot.stop])
 
     @property
     def is_sum_private(self) -> bool:
@@ -418,7 +418,7 @@ class FlatGrads:
         """
         total = self._buffers.total
         for position, grad in changes.items():
-            slot, values = self.segment.slots[position], grad.reshape(-1)
+            slot, values = self.segment.slots[position], self._views.to_elements(position, grad)
             if total is None:
                 self.replace(slot.start, values)
             else:
@@ -439,8 +439,8 @@ class FlatGrads:
             slot = self.segment.slots[position]
             start, stop = max(slot.start, low), min(slot.stop, high)
             if start < stop:
-                part = grad.reshape(-1)[start - slot.start : stop - slot.start]
-                kept[start - low : stop - low].copy_(part)
+                values = self._views.to_elements(position, grad)
+                kept[start - low : stop - low].copy_(values[start - slot.start : stop - slot.start])
         self._changed_shard = kept
 
     def covered_norm(self) -> Tensor:

@@ -17,6 +17,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import Discovered
+from zero_core.layout.stored import dim_order
 from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
 from zero_core.sharded.changes.log import ChangeLog
 from zero_core.sharded.gradient_plan import GradientPlan, plan_segment_gradient
@@ -295,7 +296,8 @@ class Memory:
     def _views_of(self, segment: Segment) -> SegmentViews:
         params = self._params_of(segment)
         slots = [
-            (slot.start, slot.stop, p.shape) for slot, p in zip(segment.slots, params, strict=True)
+            (slot.start, slot.stop, p.shape, dim_order(p))
+            for slot, p in zip(segment.slots, params, strict=True)
         ]
         key = segment.index if segment.is_opaque else (segment.dtype, segment.padded_numel, *slots)
         if key not in self._views:

@@ -20,7 +20,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.queues import HostQueues
 from zero_core.core import access
 from zero_core.layout.arithmetic import Segment
-from zero_core.layout.stored import dim_order, from_bytes, to_bytes
+from zero_core.layout.stored import dim_order, flatten, from_bytes, to_bytes, unflatten
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
 from zero_core.sharded.pool import BufferPool, CopyStream, RefilledBuffers
 from zero_core.watch.place import UPDATE
@@ -156,7 +156,7 @@ class BufferViews(NamedTuple):
     """Views of one buffer.
 
     Attributes:
-        slots: one per parameter, in its shape.
+        slots: one per parameter, in its shape and with its strides.
         gaps: of what belongs to no parameter.
     """
 
@@ -165,7 +165,7 @@ class BufferViews(NamedTuple):
 
 
 class SegmentViews:
-    """Views of buffers and placeholders, for all segments of equal slots and shapes.
+    """Views of buffers and placeholders, for all segments of equal slots, shapes and strides.
 
     The units of a model are mostly alike, and use the same few buffers in turn. What they share is
     in the processor's cache when the next one needs it.
@@ -174,15 +174,12 @@ class SegmentViews:
     def __init__(self, segment: Segment, params: Sequence[Tensor], device: torch.device) -> None:
         """Prepare for buffers of ``segment``'s length, and make the placeholders on ``device``."""
         self._is_opaque = segment.is_opaque
-        self._slots = [
-            (slot.start, slot.stop, param.shape)
-            for slot, param in zip(segment.slots, params, strict=True)
-        ]
-        # What components look like, as their parameters know them.
-        self._forms = [(p.dtype, dim_order(p)) for p in params] if self._is_opaque else []
+        self._slots = segment.slots
+        # What parameters and components look like, as the model knows them.
+        self._forms = [(p.dtype, p.shape, dim_order(p)) for p in params]
         self._gaps = list(segment.gaps())
         self._found: dict[tuple[int, torch.dtype], BufferViews] = {}
-        dtypes = [dtype for dtype, _ in self._forms] or [segment.dtype] * len(params)
+        dtypes = [p.dtype if self._is_opaque else segment.dtype for p in params]
         hole_of = {dtype: _hole(dtype, device) for dtype in dict.fromkeys(dtypes)}
         holes = [hole_of[d].expand(p.shape) for d, p in zip(dtypes, params, strict=True)]
         self.placeholders = BufferViews(holes, [])
@@ -204,12 +201,19 @@ class SegmentViews:
         return found
 
     def _slots_of(self, full: Tensor) -> list[Tensor]:
-        if not self._is_opaque:
-            return [full[start:stop].view(shape) for start, stop, shape in self._slots]
-        return [
-            from_bytes(full[start:stop], dtype, shape, order)
-            for (start, stop, shape), (dtype, order) in zip(self._slots, self._forms, strict=True)
-        ]
+        return [self.to_values(i, full[s.start : s.stop]) for i, s in enumerate(self._slots)]
+
+    def to_values(self, position: int, elements: Tensor) -> Tensor:
+        """Return the ``elements`` of a slot, 1-D, as a view like its parameter."""
+        dtype, shape, order = self._forms[position]
+        if self._is_opaque:
+            return from_bytes(elements, dtype, shape, order)
+        return unflatten(elements, shape, order)
+
+    def to_elements(self, position: int, values: Tensor) -> Tensor:
+        """Return ``values`` like a parameter, 1-D as its slot has them: a view where it can be."""
+        order = self._forms[position][-1]
+        return to_bytes(values, order) if self._is_opaque else flatten(values, order)
 
 
 def _hole(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -616,7 +620,7 @@ class FlatParams:
             slot = self.segment.slots[position]
             first, last = max(start, slot.start), min(stop, slot.stop)
             if first < last:
-                elements = self.elements_of(copy)
+                elements = self._views.to_elements(position, copy)
                 part = elements[first - slot.start : last - slot.start]
                 part.copy_(values[first - start : last - start])
         low, high = self.segment.shard_range(self.rank)
@@ -713,10 +717,6 @@ class FlatParams:
         if not self._are_views_set:
             self.params[position].data = self._placeholders.slots[position]
             access.refuse(self._read_at(position))
-
-    def elements_of(self, values: Tensor) -> Tensor:
-        """Return the elements of a parameter's dense ``values``, as a view."""
-        return to_bytes(values, dim_order(values)) if self.segment.is_opaque else values.view(-1)
 
     def _set_placeholders(self) -> None:
         access.open_all(self.read_params)

@@ -163,8 +163,8 @@ class ShardedState:
             flat.synchronize()
         self.control.barrier()
 
-    def frozen_parts(self) -> Iterator[tuple[Callable[[Tensor], None], str, int, int]]:
-        """Yield a writer of frozen values, the parameter's name and its ``[low, high)`` here."""
+    def frozen_parts(self) -> Iterator[tuple[Callable[[Tensor], None], ParamSpec, int, int]]:
+        """Yield a writer of frozen values, the parameter and ``[low, high)`` of its slot."""
         for segment in self.layout.segments:
             if segment.is_trainable:
                 continue
@@ -173,9 +173,9 @@ class ShardedState:
             for slot in segment.slots:
                 first, last = max(low, slot.start), min(high, slot.stop)
                 if first < last:
-                    name = self.layout.params[slot.param].name
                     store = partial(values.edit, first)
-                    yield store, name, first - slot.start, last - slot.start
+                    spec = self.layout.params[slot.param]
+                    yield store, spec, first - slot.start, last - slot.start
 
     def full_params(
         self, rank: int | None = None, *, dtype: torch.dtype | None = None

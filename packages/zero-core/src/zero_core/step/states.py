@@ -3,7 +3,8 @@
 [Note: full and local]
 full    the whole parameter in its shape; every rank must call
 local   the part that this rank's optimizer state covers, 1-D: at stage 0 the whole parameter, else
-        a slice, which may be empty. Of a state of whole parameters the owner has all, others none
+        a slice, which may be empty. Elements are in the order of the parameter's strides. Of a
+        state of whole parameters the owner has all, others none
 
 A state of whole parameters may have another shape than the parameter, and is returned in its own.
 

@@ -120,7 +120,8 @@ class SimulatedDDP:
         for param, num in zip(params, num_users.tolist(), strict=True):
             if num:
                 grad = torch.zeros_like(param) if param.grad is None else param.grad
-                param.grad = self._control.sum(grad * (1.0 / self._control.world_size))
+                total = self._control.sum((grad * (1.0 / self._control.world_size)).reshape(-1))
+                param.grad = torch.empty_like(param).copy_(total.view(param.shape))
 
 
 def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = None) -> Trace:

@@ -154,16 +154,16 @@ def _needed(state: ShardedState, reader: Reader) -> set[str]:
     manifest = reader.manifest
     is_trained = {param.name: param.is_trainable for param in manifest.params}
     ranges = [
-        (state.layout.params[p.param].name, p.offset, p.offset + p.stop - p.start)
-        for p in state.pieces
+        (state.layout.params[p.param], p.offset, p.offset + p.stop - p.start) for p in state.pieces
     ]
-    ranges += [(name, low, high) for _, name, low, high in state.frozen_parts()]
+    ranges += [(spec, low, high) for _, spec, low, high in state.frozen_parts()]
     found = {BUFFERS, *(whole.file for whole in manifest.whole_states.values())}
     if manifest.world_size == state.control.world_size:
         found.add(file_name(RNG, state.control.rank))
-    for name, low, high in ranges:
-        for kind in manifest.states if is_trained[name] else (VALUE,):
-            found |= {file_name(kind, rank) for rank in reader.ranks_of(name, low, high)}
+    for spec, low, high in ranges:
+        span = (low, high) if reader.has_order_of(spec) else (0, spec.numel)
+        for kind in manifest.states if is_trained[spec.name] else (VALUE,):
+            found |= {file_name(kind, rank) for rank in reader.ranks_of(spec.name, *span)}
     found |= {name for name in manifest.files if name.startswith(WHOLE) and manifest.whole_states}
     return found
 

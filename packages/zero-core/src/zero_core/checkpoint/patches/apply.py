@@ -14,6 +14,7 @@ from zero_core.checkpoint.patches.versions import Version, check_version
 from zero_core.checkpoint.safetensors_files import DTYPES
 from zero_core.errors import CheckpointError
 from zero_core.layout.discovery import plain_name
+from zero_core.layout.stored import flatten, unflatten
 from zero_core.lifecycle import owner_of
 
 _VERSION = "_zero_patch_version"
@@ -68,10 +69,10 @@ def _patch_model(model: nn.Module, patch: ReceivedPatch, version: int | None) ->
         for is_trial in (True, False):
             for tensor in document.tensors:
                 for target in targets[tensor.names[0]]:
-                    flat = target.contiguous().view(-1)
+                    flat = flatten(target, tensor.order)
                     patch.apply(tensor, flat, is_trial=is_trial)
-                    if not (is_trial or target.is_contiguous()):
-                        target.copy_(flat.view(target.shape))
+                    if not is_trial and flat.data_ptr() != target.data_ptr():  # a copy
+                        target.copy_(unflatten(flat, tensor.shape, tensor.order))
     setattr(model, _VERSION, Version(engine=document.engine, version=document.version))
 
 

@@ -63,12 +63,15 @@ class PatchedTensor(_Part):
         shape: of the whole.
         dtype: as in safetensors.
         pieces: in the order of their starts.
+        order: the order of its dimensions in which elements count, the slowest first; () for that
+            of the shape.
     """
 
     names: Annotated[tuple[str, ...], Field(min_length=1)]
     shape: tuple[_Count, ...]
     dtype: str
     pieces: tuple[Piece, ...]
+    order: tuple[_Count, ...] = ()
 
 
 class Document(_Part):

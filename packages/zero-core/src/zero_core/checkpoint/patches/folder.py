@@ -37,6 +37,7 @@ from zero_core.checkpoint.storage.disk import (
     write_synced,
 )
 from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.layout.stored import flatten, unflatten
 
 _KEY = "zero_patch_version"
 _VERSION_SUFFIX = re.compile(r"-patch(\d+)$")
@@ -179,8 +180,11 @@ def _rewrite(
     with create(new) as file:
         write_all(file, make_header(((n, t.dtype, t.shape) for n, t in ordered), metadata))
         for name, tensor in ordered:
-            values = tensor.value().view(-1)
+            values = tensor.value()
             if name in changed:
-                patch.apply(changed[name], values)
+                order = changed[name].order
+                flat = flatten(values, order)
+                patch.apply(changed[name], flat)
+                values = unflatten(flat, tensor.shape, order).contiguous()
             write_all(file, bytes_of(values))
         os.fsync(file.fileno())

@@ -76,6 +76,9 @@ class ReceivedPatch:
             CheckpointCorruptError: something is not as it was written.
         """
         for tensor in self.document.tensors:
+            with self._named(tensor):
+                if tensor.order and sorted(tensor.order) != list(range(len(tensor.shape))):
+                    raise ValueError(f"order {tensor.order} of shape {tensor.shape}")
             for piece in tensor.pieces:
                 with self._named(tensor):
                     self._content(tensor, piece)

@@ -270,6 +270,7 @@ class PatchWriter:
                 shape=spec.shape,
                 dtype=dtype_name(spec.dtype, spec.name),
                 pieces=(),
+                order=spec.order,
             )
             positions, values = next(parts).clone(), next(parts).clone()
             first, start, numel, kind, form, data_crc, result_crc = facts

@@ -1,0 +1,260 @@
+"""Parameters keep their strides: channels-last convolutions and transposed matrices."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.checkpoint.files import read_weights
+from zero_core.layout.stored import dim_order, flatten, unflatten
+from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, seeded, simulate
+
+STEPS = 3
+
+
+class _Convolutions(nn.Module):
+    """Convolutions, two of them in blocks, and a matrix that is stored by columns."""
+
+    def __init__(self, *, is_channels_last: bool = True) -> None:
+        super().__init__()
+        with seeded(7):
+            self.first = nn.Conv2d(3, 8, 3)
+            self.blocks = nn.ModuleList(
+                nn.Sequential(
+                    nn.Conv2d(8, 8, 3, padding=1, groups=g), nn.ReLU(), nn.Conv2d(8, 8, 1)
+                )
+                for g in (1, 8)
+            )
+            self.head = nn.Parameter(torch.randn(5, 8))
+            self.frozen = nn.Conv2d(8, 8, 3, padding=1).requires_grad_(False)
+        if is_channels_last:
+            self.head.data = self.head.data.t().contiguous().t()
+            self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(self.head.dtype))
+        for block in self.blocks:
+            x = x + block(x)
+        return (self.frozen(x).mean((2, 3)) @ self.head.T).square().mean()
+
+
+def _x(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(2, 3, 9, 9, generator=generator)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: param.stride() for name, param in model.named_parameters()}
+
+
+class _Whole(torch.optim.AdamW):
+    """Not known to be elementwise."""
+
+
+def _adamw(model: nn.Module, kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return kind(trained, lr=1e-2, fused=True)  # type: ignore[call-arg]
+
+
+OPTIMIZERS = pytest.mark.parametrize("optimizer", [torch.optim.AdamW, _Whole])
+
+
+def _build(
+    ranks: SimulatedRanks,
+    stage: int,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    dtype: str = "fp32",
+    **model: Any,
+) -> zero_core.Engine:
+    net = _Convolutions(**model)
+    return zero_core.build(
+        net, Case(stage, dtype).config(), optimizer=_adamw(net, optimizer), process_group=ranks
+    )
+
+
+def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        losses.append(engine(_x(step, rank)).detach())
+        engine.backward(engine(_x(step, rank)))
+        engine.step()
+    return losses
+
+
+def _follows_ddp(ranks: SimulatedRanks, stage: int, kind: type[torch.optim.Optimizer]) -> None:
+    model = _Convolutions()
+    optimizer, ddp = _adamw(model, kind), SimulatedDDP(model, ranks)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = ddp(_x(step, ranks.rank))
+        loss.backward()
+        losses.append(loss.detach())
+        ddp.average_gradients()
+        optimizer.step()
+    engine = _build(ranks, stage, kind)
+    with engine.gathered():
+        assert _strides(engine.module) == _strides(model)
+    found = _train(engine, ranks.rank, range(STEPS))
+    torch.testing.assert_close(found, losses, rtol=0.0, atol=0.0)
+    full = engine.full_state_dict()
+    assert all(value.is_contiguous() for value in full.values())  # as files of safetensors need
+    torch.testing.assert_close(full, dict(model.state_dict()), rtol=0.0, atol=0.0)
+    for param, name in ((p, n) for n, p in model.named_parameters() if p.requires_grad):
+        moment = optimizer.state[param]["exp_avg"]
+        assert torch.equal(engine.states.get_full(name, "exp_avg"), moment), name
+    with engine.gathered():
+        copied = copy.deepcopy(engine.module)
+    assert _strides(copied) == _strides(model)
+    left = engine.unwrap()
+    assert _strides(left) == _strides(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(left.state_dict()[name], value), name
+        assert torch.equal(copied.state_dict()[name], value), name
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("stage", range(4))
+def test_losses_weights_and_strides_are_those_of_ddp(
+    stage: int, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    simulate(_follows_ddp, 2, stage, optimizer)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_views_of_memory_have_the_strides_that_torch_gives(
+    memory_format: torch.memory_format,
+) -> None:
+    for shape in itertools.product((1, 2, 3), repeat=4):
+        values = torch.randn(shape).contiguous(memory_format=memory_format)
+        order = dim_order(values)
+        found = unflatten(flatten(values, order), shape, order)
+        assert found.stride() == values.stride(), shape
+        assert found.data_ptr() == values.data_ptr()
+
+
+# ----------------------------------------------------------------------- by index
+
+
+def _saves(ranks: SimulatedRanks, folder: Path, kind: type, is_channels_last: bool) -> _Values:
+    engine = _build(ranks, 2, kind, "bf16", is_channels_last=is_channels_last)
+    _train(engine, ranks.rank, range(2))
+    engine.save_checkpoint(folder)
+    engine.export_safetensors(folder / "export")
+    return _values(engine)
+
+
+_Values = dict[str, Tensor]
+
+
+def _values(engine: zero_core.Engine) -> _Values:
+    found = {
+        f"{spec.name}.{what}": engine.states.get_full(spec.name, what)
+        for spec in engine.layout.params
+        for what in (("master_weight", "exp_avg") if spec.is_trainable else ("master_weight",))
+    }
+    return found | {n: v.float() for n, v in engine.full_state_dict().items()}
+
+
+def _loads(
+    ranks: SimulatedRanks, folder: Path, stage: int, kind: type, is_channels_last: bool
+) -> tuple[_Values, _Values]:
+    engine = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
+    _train(engine, ranks.rank, range(1))
+    engine.load_checkpoint(folder)
+    loaded = _values(engine)
+    with engine.gathered():
+        module = {n: v.float() for n, v in engine.module.state_dict().items()}
+    assert _equal(module, {n: loaded[n] for n in module})
+    _train(engine, ranks.rank, range(2, 3))  # states fit the kernels
+    fresh = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
+    zero_core.load_pretrained(fresh, folder / "export")
+    return loaded, {n: v.float() for n, v in fresh.full_state_dict().items()}
+
+
+def _equal(found: _Values, expected: _Values) -> bool:
+    assert found.keys() == expected.keys()
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 3)])
+@pytest.mark.parametrize(
+    ("was_channels_last", "is_channels_last"), [(False, True), (True, False), (True, True)]
+)
+def test_checkpoints_and_exports_have_values_by_index_whatever_the_strides(
+    tmp_path: Path,
+    optimizer: type[torch.optim.Optimizer],
+    world_size: int,
+    stage: int,
+    was_channels_last: bool,
+    is_channels_last: bool,
+) -> None:
+    expected = simulate(_saves, 2, tmp_path, optimizer, was_channels_last)[0]
+    for weight in read_weights(tmp_path):
+        value = weight.value.float()
+        assert torch.equal(value, expected[f"{weight.names[0]}.master_weight"]), weight.names
+        assert weight.value.is_contiguous()
+    zero_core.verify_checkpoint(tmp_path)
+    args = tmp_path, stage, optimizer, is_channels_last
+    for loaded, exported in simulate(_loads, world_size, *args):
+        assert _equal(loaded, expected)
+        assert _equal(exported, {n: expected[n] for n in exported})
+
+
+def _edits(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
+    net, plain = _Convolutions(), _Convolutions()
+    config = Case(stage, dtype).config() | {"weight_patches": {}}
+    engine = zero_core.build(
+        net, config, optimizer=_adamw(net, torch.optim.AdamW), process_group=ranks
+    )
+    if dtype == "bf16":
+        plain = plain.bfloat16()
+    name, other = "blocks.0.0.weight", "head"
+    value = torch.arange(8 * 8 * 9.0).view(8, 8, 3, 3)
+    engine.states.set_full(name, value)
+    with torch.no_grad(), engine.gathered(modifier_rank=0):
+        engine.module.get_parameter(other)[1, 2] = 5.0
+        engine.module.frozen.weight[3, 4, 1, 2] = 7.0
+    assert torch.equal(engine.states.get_full(name), value)
+    assert engine.states.get_full(other)[1, 2] == 5.0
+    assert engine.full_state_dict()["frozen.weight"][3, 4, 1, 2] == 7.0
+    patch = engine.weight_patch(since=0)
+    for target in (plain, _Convolutions(is_channels_last=False).to(plain.head.dtype)):
+        if ranks.rank == 0:
+            zero_core.apply_patch(target, patch, version=0)
+            for path, found in engine.full_state_dict(rank=0).items():
+                assert torch.equal(target.state_dict()[path], found), path
+        else:
+            engine.full_state_dict(rank=0)
+    with engine.no_sync():
+        engine.backward(engine(_x(0, ranks.rank)))
+    unreduced = engine.states.get_unreduced(name)
+    assert unreduced is not None
+    assert unreduced.stride() == plain.blocks[0][0].weight.stride()
+    engine.backward(engine(_x(0, ranks.rank)))
+    grad = engine.states.get_full(name, "grad")
+    if stage == 0:
+        found = net.blocks[0][0].weight.grad
+        assert found is not None
+        assert torch.equal(found, grad.to(found.dtype))
+        net.blocks[0][0].weight.grad[1, 2, 0, 1] = 0.5
+    else:
+        grad[1, 2, 0, 1] = 0.5
+        engine.states.set_full(name, grad, "grad")
+    assert engine.states.get_full(name, "grad")[1, 2, 0, 1] == 0.5
+    engine.step()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_values_and_gradients_are_read_and_set_by_index(stage: int, dtype: str) -> None:
+    simulate(_edits, 2, stage, dtype)
