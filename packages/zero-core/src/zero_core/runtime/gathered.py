@@ -15,7 +15,7 @@ were changed are overwritten: one that was not touched keeps the bits that its r
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -60,7 +60,8 @@ class GatheredParams:
         self._state = state
         self._num_open = 0
         self._edited: set[int] = set()  # ids of parameters that a context may change
-        self._versions: dict[int, int] = {}  # by id, of those that contexts only read
+        # Versions, by id, of the parameters that each context only reads.
+        self._reading: list[dict[int, int]] = []
 
     @property
     def is_open(self) -> bool:
@@ -131,8 +132,8 @@ class GatheredParams:
             self._edited.update(id(p.param) for p in full)
         # What is changed in these is lost, unless a context around this one takes it over.
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
-        noted = {id(p.param): p.param._version for p in lost if id(p.param) not in self._versions}
-        self._versions |= noted
+        before = {id(p.param): p.param._version for p in lost}
+        self._reading.append(before)
         self._num_open += 1
         try:
             with self._watching(lost):
@@ -141,13 +142,13 @@ class GatheredParams:
                 edit.publish()
                 self._runtime.values_replaced()
                 known = {id(p.param): p.param._version for p in full}
-                self._versions |= {key: known[key] for key in known.keys() & self._versions.keys()}
+                for read in self._reading:
+                    read.update((key, known[key]) for key in read.keys() & known.keys())
             else:
                 self._keep_replaced(full)
-                self._check_unwritten(lost)
+                self._check_unwritten(lost, before)
         finally:
-            for key in noted:
-                del self._versions[key]
+            self._reading = [read for read in self._reading if read is not before]
             if edit is not None:
                 self._edited.difference_update(id(p.param) for p in full)
             self._num_open -= 1
@@ -168,7 +169,7 @@ class GatheredParams:
             if p.flat.is_kept and p.param.data_ptr() != p.tensor.data_ptr():
                 p.tensor.copy_(p.param.data)
 
-    def _check_unwritten(self, full: Sequence[_FullParam]) -> None:
+    def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
         """Refuse changes within a context that only reads, of which nothing would be left.
 
         Raises:
@@ -178,7 +179,7 @@ class GatheredParams:
         changed = [
             specs[p.slot.param].name
             for p in full
-            if p.param._version != self._versions[id(p.param)]
+            if p.param._version != versions[id(p.param)]
             or p.param.data_ptr() != p.tensor.data_ptr()
             or not _has_own_slice(p, specs[p.slot.param])
         ]
