@@ -115,6 +115,9 @@ class Stepping(Protocol):
     def optimizer_step(self) -> None:
         """End a step, at an accumulation boundary."""
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step."""
+
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
@@ -220,19 +223,20 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("step(closure) cannot call the model again: run it before, and step()")
+        self._live_engine("step").optimizer_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
+        self._live_engine("zero_grad").zero_grad(set_to_none)
+
+    def _live_engine(self, what: str) -> Stepping:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(
-                "optimizer.step() of an engine that is gone: keep what initialize() returned, as "
-                "the engine steps its optimizer"
+                f"optimizer.{what}() of an engine that is gone: keep what initialize() returned, "
+                "as the engine steps its optimizer"
             )
-        engine.optimizer_step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the parameters' ``grad``: at stage 0 the step's gradient. Others stay."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
+        return engine
 
     def get_lr(self) -> float:
         return float(self.param_groups[0]["lr"])
