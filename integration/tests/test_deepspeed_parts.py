@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -317,16 +318,31 @@ def test_init_that_cannot_begin_leaves_none_active() -> None:
     assert is_zero_param(made.weight)
 
 
-def test_the_loss_scaler_follows_the_engine() -> None:
-    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
-    engine = make(config=config(2, fp16=fp16))
-    scaler = engine.optimizer.loss_scaler
-    assert (scaler.cur_scale, scaler.dynamic, scaler.scale_window) == (256, True, 2)
-    for value in (float("inf"), 1.0, 1.0):
-        engine.backward(engine(x(0).half()).mean() * value)
+# Powers of two after each step, as DeepSpeed 0.19.8's scalers give them for the same overflows (x).
+OVERFLOWS = "....x...x.xx......."
+AT_STAGE_0 = (8, 8, 9, 9, 8, 8, 8, 9, 8, 8, 7, 6, 6, 6, 7, 7, 8, 8, 9)
+DELAYED = (8, 8, 9, 9, 9, 9, 9, 10, 10, 10, 9, 8, 8, 8, 9, 9, 10, 10, 11)
+CONSECUTIVE = (8, 8, 9, 9, 9, 9, 9, 10, 10, 10, 10, 9, 9, 9, 10, 10, 11, 11, 12)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("is_consecutive", "scales"), [(False, DELAYED), (True, CONSECUTIVE)])
+def test_the_loss_scale_changes_when_deepspeeds_does(
+    stage: int, is_consecutive: bool, scales: tuple[int, ...]
+) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+    engine = make(config=config(stage, fp16={**fp16, "consecutive_hysteresis": is_consecutive}))
+    scaler = engine.optimizer.loss_scaler if stage else engine.optimizer.loss_scale_config
+    assert (scaler.dynamic_loss_scale, scaler.scale_window, scaler.min_loss_scale) == (True, 2, 1)
+    found = []
+    for step, kind in enumerate(OVERFLOWS):
+        engine.backward(engine(x(0).half()).mean() * (math.inf if kind == "x" else 1e-3))
         engine.step()
-    assert scaler.cur_scale == scaler.loss_scale == engine.optimizer.cur_scale == 256
-    assert not hasattr(scaler, "last_overflow_iter")  # not known: better none than a wrong one
+        assert scaler.cur_iter == step + 1
+        assert scaler.cur_scale == scaler.loss_scale == engine.optimizer.cur_scale
+        found.append(round(math.log2(scaler.cur_scale)))
+    assert found == list(scales if stage else AT_STAGE_0)
+    assert scaler.last_overflow_iter == OVERFLOWS.rindex("x")
     assert not make().optimizer.loss_scaler.dynamic
 
 

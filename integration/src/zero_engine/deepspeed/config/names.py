@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from zero_core.config.schema import shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import REFUSED, UNNEEDED, check_refused
+from zero_engine.deepspeed.refusal import VERSION
 
 _ZERO = "zero_optimization"
 _OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
@@ -146,6 +147,12 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             found = core["fp16"]["auto_cast"]
             raise ConfigError(f"fp16.auto_cast: expected true or false, found {shown(found)}")
         core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
+        if not core.get(_ZERO, {}).get("stage", 0):
+            asked = core["fp16"].get("hysteresis", 1)
+            core["fp16"]["hysteresis"] = 1
+            if asked != 1:
+                text = f"DeepSpeed {VERSION} has none at stage 0: each overflow halves the scale"
+                tell("fp16.hysteresis", asked, text)
     for block in ("optimizer", "scheduler"):
         if block in core and "type" not in core[block]:
             tell(block, core.pop(block), "without a type there is none")

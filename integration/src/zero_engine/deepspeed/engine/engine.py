@@ -79,6 +79,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.client_lr_scheduler = client_lr_scheduler
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
+        if isinstance(core, Engine) and core.config.fp16.enabled:
+            core.loss_scaler.growth_delay = 1  # by autocast DeepSpeed uses torch's GradScaler
         self.global_samples = 0
         self._was_step_applied = False
         self.watch = Watch(settings, core)

@@ -129,6 +129,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         optimizer: the one that was given, or made as the configuration says.
         state: this rank's optimizer state, by parameter; see `OptimizerState`.
         loss_scaler: the loss scale, its settings and state.
+        loss_scale_config: the same, at stage 0 in 16 bits alone, as in DeepSpeed.
         parameter_offload: see `ParameterOffload`; at stage 3 alone, as in DeepSpeed.
     """
 
@@ -144,6 +145,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._engine = weakref.ref(engine)
         self.state: Any = OptimizerState(core, self.param_groups)
         self.loss_scaler = LossScaler(core)
+        if not core.config.zero_optimization.stage and core.config.compute_dtype:
+            self.loss_scale_config = self.loss_scaler
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
             core.remove_at_end([self.parameter_offload])
