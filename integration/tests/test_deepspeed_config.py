@@ -121,7 +121,7 @@ def test_broken_hjson_is_refused_by_line_and_column(text, match):
         (base64.urlsafe_b64encode(b"[1]").decode(), "line 1, column 1: expected an object"),
         ({**BASE, "wandb": {"enabled": True, "projekt": "x"}}, "wandb.projekt: unknown key"),
         ({**BASE, "wandb": True}, "wandb: expected a block"),
-        ({**BASE, "dump_state": 1}, "dump_state: expected true or false"),
+        ({**BASE, "dump_state": 2}, "dump_state: expected true or false"),
         ({**BASE, "log_level": "loud"}, "log_level: expected one of DEBUG"),
         ({**BASE, "bf16": {}, "bfloat16": {}}, "are the same key"),
         (
