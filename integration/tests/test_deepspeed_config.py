@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gc
 import json
 import logging
@@ -87,6 +88,41 @@ def test_braces_of_an_hjson_file_may_be_missing(tmp_path):
     path = tmp_path / "ds.hjson"
     path.write_text("train_batch_size: 4\nzero_optimization: {\n  stage: 2\n}\n")
     assert read(path).raw == {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
+
+
+def test_texts_are_read_as_what_they_stand_for():
+    offload = {"device": "cpu", "pin_memory": True, "ratio": 0.5}
+    zero = {"stage": 3, "reduce_bucket_size": 500_000_000, "overlap_comm": True}
+    typed = {
+        "train_batch_size": 4,
+        "gradient_allreduce_op": "sum",
+        "zero_optimization": {**zero, "offload_optimizer": offload},
+        "fp16": {"enabled": False, "loss_scale_window": 7, "auto_cast": True},
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "wall_clock_breakdown": True,
+        "sparse_gradients": False,
+        "aio": {"use_gds": False},
+    }
+    texts = {
+        "train_batch_size": "4",
+        "gradient_allreduce_op": "SUM",
+        "zero_optimization": {
+            **{"stage": "3", "reduce_bucket_size": "500000000", "overlap_comm": 1},
+            "offload_optimizer": {"device": "cpu", "pin_memory": "true", "ratio": "0.5"},
+        },
+        "fp16": {"enabled": "false", "loss_scale_window": "7", "auto_cast": "True"},
+        "bf16": {"enabled": 1, "check_grad_overflow": "0"},
+        "wall_clock_breakdown": "1",
+        "sparse_gradients": 0,
+        "aio": {"use_gds": "false"},
+    }
+    found, expected = (dataclasses.replace(read(one), raw={}) for one in (texts, typed))
+    assert dataclasses.replace(found, notes=(), core={}) == dataclasses.replace(
+        expected, notes=(), core={}
+    )
+    assert load_config(found.core, world_size=1) == load_config(expected.core, world_size=1)
+    old = {"train_batch_size": 4, "zero_optimization": {"stage": 2, "cpu_offload": "true"}}
+    assert read(old).core["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def test_parameters_in_no_group_are_not_trained() -> None:
         config=_config(),
     )
     _train(engine, 1)
-    assert engine.get_lr() == [0.5]
+    assert engine.get_lr() == [0.5, 1e-2]
     assert torch.equal(engine.module[0].weight, before)
     engine.destroy()
 
@@ -407,7 +407,7 @@ def test_step_is_told_as_skipped_when_a_gradient_is_not_finite() -> None:
     engine.destroy()
 
 
-def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward() -> None:
+def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(caplog) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
     engine, other = _engine(_config(fp16=fp16)), _linear().half()
     masters = [nn.Parameter(param.detach().float()) for param in _linear().parameters()]
@@ -421,6 +421,7 @@ def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(
             optimizer.step()
         engine.step()
         assert engine.core.loss_scale == scale
+    assert caplog.text.count("not finite (param.grad was changed to values that are not") == 2
     for (name, _), master in zip(engine.module.named_parameters(), masters, strict=True):
         found = engine.core.states.get_full(name)
         torch.testing.assert_close(found, master.detach(), rtol=1e-6, atol=1e-7)

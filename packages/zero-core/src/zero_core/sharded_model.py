@@ -9,7 +9,7 @@ leaves them in the model, before another engine trains it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from zero_core._torch import cast_floats
 from zero_core.checkpoint import export
+from zero_core.checkpoint.background.saver import Saver
 from zero_core.checkpoint.load import load_checkpoint
+from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import Exchange
@@ -50,7 +52,7 @@ _TRAINING_VERBS = frozenset(
     {
         "patch_version",
         "weight_patch",
-        *("backward", "clip_grad_norm_", "no_sync", "optimizer", "save_checkpoint", "scale"),
+        *("backward", "clip_grad_norm_", "no_sync", "optimizer", "scale"),
         *("idle_backward", "idle_step", "set_gradient_accumulation_boundary", "step"),
         *("set_is_last_backward", "set_requires_gradient_sync", "async_save", "resume"),
         *("find_world_size_dependence", "record", "report", "train_batch"),
@@ -128,17 +130,17 @@ class ShardedModel:
             self.remove_at_end([Generation(state.module, self)])
         handles = (buffers.handles, self._ownership.hooks)
         self._copies = ModelCopies(state, handles)
-        self.remove_at_end([self._copies])
+        self._saver = Saver(state, parts.train, parts.beside)
+        self.remove_at_end([self._copies, self._saver])
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say how to make an engine that trains, where one is needed."""
             if name in _TRAINING_VERBS and type(self) is ShardedModel:
-                is_save = name == "save_checkpoint"
                 raise EvaluationOnlyError(
                     f"{name}: this engine was built for evaluation: build(is_training=True) makes "
-                    "one that trains" + "; export_safetensors() writes the values alone" * is_save
+                    "one that trains"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -331,6 +333,55 @@ class ShardedModel:
         with self.place.during("export_safetensors()"):
             place = local_path(directory, "an export")
             return export.export_safetensors(self.sharded_state, place, dtype=dtype)
+
+    def save_checkpoint(
+        self,
+        directory: str | Location,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        has_frozen: bool = True,
+        is_latest: bool = True,
+        drops_partial: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+    ) -> Location:
+        """Write the training's state, for any stage, world size, ratio and tier.
+
+        Every rank must call it between two steps. The previous checkpoint stays whole until the
+        new one is. An engine that only evaluates writes its values and buffers: load them
+        ``without=("optimizer", "lr_scheduler", "progress")``.
+
+        Args:
+            directory: the folder of all checkpoints: a path, or a URL for fsspec such as
+                ``s3://bucket/run``.
+            tag: name of this one; None is ``step-N``.
+            client_state: JSON and small tensors.
+            has_frozen: whether the values of frozen parameters are written.
+            is_latest: whether a load without a tag takes this one.
+            drops_partial: allow the middle of a step, and leave out its gradients.
+            keep_last: remove all but the last so many checkpoints. None keeps all. Only those
+                whose tags end with their step are removed.
+            keep_every: beside these keep the ones of steps that are multiples of it.
+
+        Raises:
+            CheckpointError: something cannot be stored, or a rank failed.
+        """
+        options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
+        with self._saving("save_checkpoint()", drops_partial=drops_partial):
+            return self._saver.save(
+                location_of(directory), self._tag(tag), client_state or {}, options
+            )
+
+    @contextmanager
+    def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
+        self._device_states.check(call)
+        self._communicator.forget_values()
+        with self.place.during(call):
+            yield
+
+    def _tag(self, tag: str | None) -> str:
+        return f"step-{self.global_steps}" if tag is None else tag
 
     def load_checkpoint(
         self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()

@@ -86,8 +86,9 @@ def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         new[_ZERO] = {"stage": int(zero)}
     elif isinstance(zero, Mapping):
         new[_ZERO] = _modern_zero(dict(zero), tell)
-    if isinstance(new.get("communication_data_type"), str):
-        new["communication_data_type"] = new["communication_data_type"].lower()
+    for key in ("communication_data_type", "gradient_allreduce_op"):
+        if isinstance(new.get(key), str):
+            new[key] = new[key].lower()
     return new
 
 

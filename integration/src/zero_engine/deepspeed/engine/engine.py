@@ -83,7 +83,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             core.loss_scaler.growth_delay = 1  # by autocast DeepSpeed uses torch's GradScaler
         self.global_samples = 0
         self._was_step_applied = False
-        self.watch = Watch(settings, core)
+        self.watch = Watch(settings, core, self.train_batch_size())
         self._config = DeepSpeedConfig.of(settings, core.config, core.rank, core.world_size)
         self._num_backwards = 0  # since the last step, where step() alone is the boundary
         self._is_quiet = self._is_coalescing = self._is_stepping = False  # within these contexts

@@ -55,8 +55,8 @@ class ParameterOffload:
 class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     """This rank's optimizer state, by parameter, copied to the CPU when it is read.
 
-    Parameters of which this rank updates no element, and those without a step, are left out. The
-    others have ``step``, other numbers of the optimizer, and their states: at stage 0 whole, in the
+    Parameters of which this rank updates no element, and those without a step, are left out: they
+    have {}. The others have ``step``, other numbers of the optimizer, and their states: at stage 0 whole, in the
     parameter's shape, otherwise this rank's part, 1-D. Of a parameter that one rank updates whole
     they are the optimizer's own, on that rank alone. Take no exchange.
     """
@@ -68,7 +68,7 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
         name = self._core.owns(param)
         if name is None or not self._has_state(param, name):
-            raise KeyError(param)
+            return {}  # as torch's optimizers
         states = self._core.states.of(name)
         if self._core.states.is_whole(name):
             return states
@@ -77,6 +77,9 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         if self._core.config.zero_optimization.stage == 0:
             states = {what: part.view(param.shape) for what, part in states.items()}
         return {**scalars, "step": step, **states}
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is found for found in self)
 
     def __setitem__(self, param: nn.Parameter, value: Any) -> NoReturn:
         self._refuse()
@@ -107,6 +110,18 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         if self._core.states.is_whole(name) and not self._core.optimizer.given.state.get(param):
             return False  # another rank updates it
         return self._core.states.scalars(name)["num_steps"] > 0
+
+
+class ShownState:
+    """`OptimizerState` as the ``state`` of the optimizer that was given, until `remove`."""
+
+    def __init__(self, given: torch.optim.Optimizer, state: Any) -> None:
+        self._given, self._own = given, given.state
+        given.state = state
+
+    def remove(self) -> None:
+        """Restore the optimizer's own state."""
+        self._given.state = self._own
 
 
 class Stepping(Protocol):
@@ -144,6 +159,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._core = core
         self._engine = weakref.ref(engine)
         self.state: Any = OptimizerState(core, self.param_groups)
+        trained = (core.owns(p) for group in self.param_groups for p in group["params"])
+        names = [name for name in trained if name is not None]
+        if not any(map(core.states.is_whole, names)):  # of those it holds the state itself
+            core.remove_at_end([ShownState(given, self.state)])
         self.loss_scaler = LossScaler(core)
         if not core.config.zero_optimization.stage and core.config.compute_dtype:
             self.loss_scale_config = self.loss_scaler
