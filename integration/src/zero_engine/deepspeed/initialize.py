@@ -146,6 +146,7 @@ def initialize(
     mark_configured(model, core.config.zero_optimization.leaf_module)
     if core.config.zero_optimization.stage == 3:
         core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold
+        core.keep_small_params()
         describe_engine(core)
         serve_saved(core)
         core.allow_empty_entries(

@@ -42,6 +42,7 @@ from zero_core.runtime.module_units import Generation, ModuleUnits
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.runtime import Runtime
 from zero_core.runtime.saved import Holding
+from zero_core.runtime.small_params import SmallParams
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.states import StateAccess
@@ -130,6 +131,7 @@ class ShardedModel:
             self.remove_at_end([Generation(state.module, self)])
         handles = (buffers.handles, self._ownership.hooks)
         self._copies = ModelCopies(state, handles)
+        self._small_params: SmallParams | None = None
         self._saver = Saver(state, parts.train, parts.beside)
         self.remove_at_end([self._copies, self._saver])
 
@@ -219,11 +221,25 @@ class ShardedModel:
         """Make parameters hold the current values now, where each rank has room for them all.
 
         At stages 0 to 2 a step leaves it to the next forward; then ``module.state_dict()`` works on
-        any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must call it.
+        any rank alone. At stage 3 they rest as shards: see `gathered`; copies by
+        `keep_small_params` are filled. Every rank must call it.
         """
         self._device_states.check("publish()", FORWARD_PARTS)
         with self.place.during("publish()"):
             self._gathering.publish()
+            if self._small_params is not None:
+                self._small_params.refresh()
+
+    def keep_small_params(self) -> None:
+        """Keep small parameters whole at stage 3, as DeepSpeed does: copies that `publish` fills.
+
+        Small is what ``stage3_param_persistence_threshold`` and
+        ``stage3_model_persistence_threshold`` say. Every rank must call it, once.
+        """
+        zero = self.config.zero_optimization
+        limits = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+        self._small_params = SmallParams(self.sharded_state, *limits)
+        self.remove_at_end([self._small_params])
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, modules: Iterable[nn.Module] | None = None

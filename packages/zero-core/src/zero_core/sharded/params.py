@@ -527,11 +527,10 @@ class FlatParams:
         return to_bytes(values, dim_order(values)) if self.segment.is_opaque else values.view(-1)
 
     def _set_placeholders(self) -> None:
+        values = self._placeholders.slots
         if self._copies:
-            for position, hole in enumerate(self._placeholders.slots):
-                self.params[position].data = self._copies.get(position, hole)
-        else:
-            list(map(_set_data, self.params, self._placeholders.slots))
+            values = [self._copies.get(position, hole) for position, hole in enumerate(values)]
+        list(map(_set_data, self.params, values))
         self._are_views_set = False
 
     def _current_views(self) -> BufferViews:
