@@ -107,7 +107,9 @@ def test_texts_are_read_as_what_they_stand_for():
         "train_batch_size": "4",
         "gradient_allreduce_op": "SUM",
         "zero_optimization": {
-            **{"stage": "3", "reduce_bucket_size": "500000000", "overlap_comm": 1},
+            "stage": "3",
+            "reduce_bucket_size": "500000000",
+            "overlap_comm": 1,
             "offload_optimizer": {"device": "cpu", "pin_memory": "true", "ratio": "0.5"},
         },
         "fp16": {"enabled": "false", "loss_scale_window": "7", "auto_cast": "True"},

@@ -16,7 +16,10 @@ from zero_engine.deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
-from zero_engine.deepspeed.runtime.zero.partition_parameters import is_zero_param
+from zero_engine.deepspeed.runtime.zero.partition_parameters import (
+    ZeroParamStatus,
+    is_zero_param,
+)
 from zero_engine.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 from zero_core import ConfigError
@@ -226,6 +229,71 @@ def _all(rank: int, world_size: int, folder: str) -> None:
 def test_steps_states_and_tiles_on_two_ranks(tmp_path: Path) -> None:
     spawn(_all, 2, str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 2
+
+
+class _Scaled(nn.Module):
+    """A block that multiplies by another block's parameter, too, if it is given one."""
+
+    def __init__(self, other: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.full((5,), 1.3))
+        self.others = [other] if other is not None else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self, *self.others):
+            x = x * block.scale
+        y: Tensor = self.linear(x)
+        return y
+
+
+class _Similar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first = _Scaled()
+        self.blocks = nn.ModuleList([_Scaled(first), first])
+        self.logit_scale = nn.Parameter(torch.tensor(2.6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x * self.logit_scale).square().mean()
+
+
+def _small_parameters(rank: int, world_size: int) -> None:
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for threshold, further in ((100_000, {}), (10, {}), (10, offload)):
+        plain = _Similar()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, **further}
+        settings = config(optimizer={"type": "SGD", "params": {"lr": 0.1}})
+        engine = make(_Similar(), config={**settings, "zero_optimization": zero})
+        for step in range(STEPS):
+            inputs = [
+                torch.randn(2, 5, generator=torch.Generator().manual_seed(7 * step + r))
+                for r in range(world_size)
+            ]
+            torch.stack([plain(x) for x in inputs]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(engine(inputs[rank]))
+            engine.step()
+            for (name, param), expected in zip(
+                engine.module.named_parameters(), plain.parameters(), strict=True
+            ):
+                is_small = expected.numel() <= threshold
+                assert (param.ds_status == ZeroParamStatus.AVAILABLE) == is_small, name
+                if is_small:
+                    torch.testing.assert_close(param.detach(), expected.detach())
+        with deepspeed.zero.GatheredParameters([engine.module.logit_scale], modifier_rank=0):
+            engine.module.logit_scale.data.fill_(rank)
+        assert engine.module.logit_scale.item() == 0
+        engine.destroy()
+
+
+def test_small_parameters_read_their_values_at_stage_3() -> None:
+    spawn(_small_parameters, 3)
 
 
 # -------------------------------------------------------------------- tiles

@@ -56,9 +56,9 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     """This rank's optimizer state, by parameter, copied to the CPU when it is read.
 
     Parameters of which this rank updates no element, and those without a step, are left out: they
-    have {}. The others have ``step``, other numbers of the optimizer, and their states: at stage 0 whole, in the
-    parameter's shape, otherwise this rank's part, 1-D. Of a parameter that one rank updates whole
-    they are the optimizer's own, on that rank alone. Take no exchange.
+    have {}. The others have ``step``, other numbers of the optimizer, and their states: at stage 0
+    whole, in the parameter's shape, otherwise this rank's part, 1-D. Of a parameter that one rank
+    updates whole they are the optimizer's own, on that rank alone. Take no exchange.
     """
 
     def __init__(self, core: Engine, groups: Sequence[Mapping[str, Any]]) -> None:

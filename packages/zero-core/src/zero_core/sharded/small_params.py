@@ -31,11 +31,13 @@ class SmallParams:
         self._held: list[tuple[FlatParams, int]] = []
         self._bytes: list[Tensor] = []
         for flat, position in state.places.values():
-            numel = flat.params[position].numel()
+            like = flat.params[position]
+            numel = like.numel()
             if flat.is_kept or flat.segment.is_opaque or numel > min(max_numel, max_total):
                 continue
             max_total -= numel
-            copy = flat.hold(position, torch.empty_like(flat.params[position].data).contiguous())
+            empty = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            copy = flat.hold(position, empty)
             self._held.append((flat, position))
             self._bytes.append(copy.view(-1).view(torch.uint8))
         lengths = [sum(p.numel() for p in self._parts(r)) for r in range(self._control.world_size)]
