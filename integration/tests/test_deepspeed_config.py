@@ -437,3 +437,10 @@ def test_an_unknown_warm_up_is_warned_of_and_logarithmic_as_in_deepspeed() -> No
 def test_short_states_are_adams_alone() -> None:
     with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):
         read({"optimizer": {"type": "SGD", "params": {"fp32_optimizer_states": False}}})
+
+
+def test_missing_nvme_folder_is_made_as_by_deepspeed(tmp_path):
+    folder = tmp_path / "local" / "nvme"
+    block = {"device": "nvme", "nvme_path": str(folder)}
+    apply(read({**BASE, "zero_optimization": {"stage": 3, "offload_optimizer": block}}))
+    assert folder.is_dir()

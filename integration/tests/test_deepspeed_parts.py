@@ -289,6 +289,8 @@ def _small_parameters(rank: int, world_size: int) -> None:
         with deepspeed.zero.GatheredParameters([engine.module.logit_scale], modifier_rank=0):
             engine.module.logit_scale.data.fill_(rank)
         assert engine.module.logit_scale.item() == 0
+        deepspeed.utils.safe_set_full_fp32_param(engine.module.logit_scale, torch.tensor(0.5))
+        assert engine.module.logit_scale.item() == 0.5
         engine.destroy()
 
 

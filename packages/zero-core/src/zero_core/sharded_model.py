@@ -42,9 +42,9 @@ from zero_core.runtime.module_units import Generation, ModuleUnits
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.runtime import Runtime
 from zero_core.runtime.saved import Holding
+from zero_core.runtime.small_params import SmallParams
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded.small_params import SmallParams
 from zero_core.step.states import StateAccess
 
 _log = logging.getLogger(__name__)
