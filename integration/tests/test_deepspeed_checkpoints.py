@@ -197,8 +197,9 @@ def test_client_state_that_is_neither_json_nor_tensor_is_named(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"client_state\.ema is a tensor of shape \(70000,\)"):
         engine.save_checkpoint(tmp_path, client_state={"ema": torch.zeros(70_000)})
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="needs a directory"):
-        engine.save_checkpoint("")
+    for nowhere in ("", None):
+        with pytest.raises(ValueError, match="needs a directory"):
+            engine.save_checkpoint(nowhere)
     engine.destroy()
 
 
@@ -365,6 +366,29 @@ def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, load_module_only=True)
     other.destroy()
+
+
+def _teachers(rank: int, world_size: int, folder: str) -> None:
+    for stage in (0, 3):
+        config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
+        teacher, other = (
+            deepspeed.initialize(model=_Model(seed), config=config)[0] for seed in (0, 1)
+        )
+        expected = _Model(0).state_dict()
+        assert teacher.save_checkpoint(folder, f"teacher{stage}", {"epoch": 3})
+        student = _engine(stage, seed=2)
+        for engine, options in ((other, {}), (student, {"load_module_only": True})):
+            place, client_state = engine.load_checkpoint(folder, **options)
+            assert place == str(Path(folder, f"teacher{stage}"))
+            assert client_state == {"epoch": 3}
+            found = engine.core.full_state_dict()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            engine.destroy()
+        teacher.destroy()
+
+
+def test_checkpoint_of_an_engine_without_an_optimizer_has_its_values(tmp_path: Path) -> None:
+    spawn(_teachers, 2, str(tmp_path))
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gc
 import json
 import logging
@@ -89,6 +90,43 @@ def test_braces_of_an_hjson_file_may_be_missing(tmp_path):
     assert read(path).raw == {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
 
 
+def test_texts_are_read_as_what_they_stand_for():
+    offload = {"device": "cpu", "pin_memory": True, "ratio": 0.5}
+    zero = {"stage": 3, "reduce_bucket_size": 500_000_000, "overlap_comm": True}
+    typed = {
+        "train_batch_size": 4,
+        "gradient_allreduce_op": "sum",
+        "zero_optimization": {**zero, "offload_optimizer": offload},
+        "fp16": {"enabled": False, "loss_scale_window": 7, "auto_cast": True},
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "wall_clock_breakdown": True,
+        "sparse_gradients": False,
+        "aio": {"use_gds": False},
+    }
+    texts = {
+        "train_batch_size": "4",
+        "gradient_allreduce_op": "SUM",
+        "zero_optimization": {
+            "stage": "3",
+            "reduce_bucket_size": "500000000",
+            "overlap_comm": 1,
+            "offload_optimizer": {"device": "cpu", "pin_memory": "true", "ratio": "0.5"},
+        },
+        "fp16": {"enabled": "false", "loss_scale_window": "7", "auto_cast": "True"},
+        "bf16": {"enabled": 1, "check_grad_overflow": "0"},
+        "wall_clock_breakdown": "1",
+        "sparse_gradients": 0,
+        "aio": {"use_gds": "false"},
+    }
+    found, expected = (dataclasses.replace(read(one), raw={}) for one in (texts, typed))
+    assert dataclasses.replace(found, notes=(), core={}) == dataclasses.replace(
+        expected, notes=(), core={}
+    )
+    assert load_config(found.core, world_size=1) == load_config(expected.core, world_size=1)
+    old = {"train_batch_size": 4, "zero_optimization": {"stage": 2, "cpu_offload": "true"}}
+    assert read(old).core["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -121,7 +159,7 @@ def test_broken_hjson_is_refused_by_line_and_column(text, match):
         (base64.urlsafe_b64encode(b"[1]").decode(), "line 1, column 1: expected an object"),
         ({**BASE, "wandb": {"enabled": True, "projekt": "x"}}, "wandb.projekt: unknown key"),
         ({**BASE, "wandb": True}, "wandb: expected a block"),
-        ({**BASE, "dump_state": 1}, "dump_state: expected true or false"),
+        ({**BASE, "dump_state": 2}, "dump_state: expected true or false"),
         ({**BASE, "log_level": "loud"}, "log_level: expected one of DEBUG"),
         ({**BASE, "bf16": {}, "bfloat16": {}}, "are the same key"),
         (
@@ -399,3 +437,10 @@ def test_an_unknown_warm_up_is_warned_of_and_logarithmic_as_in_deepspeed() -> No
 def test_short_states_are_adams_alone() -> None:
     with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):
         read({"optimizer": {"type": "SGD", "params": {"fp32_optimizer_states": False}}})
+
+
+def test_missing_nvme_folder_is_made_as_by_deepspeed(tmp_path):
+    folder = tmp_path / "local" / "nvme"
+    block = {"device": "nvme", "nvme_path": str(folder)}
+    apply(read({**BASE, "zero_optimization": {"stage": 3, "offload_optimizer": block}}))
+    assert folder.is_dir()

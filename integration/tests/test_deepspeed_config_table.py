@@ -180,6 +180,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     },
     "fp16.": {"fp16": {"enabled": True}},
     "fp16.enabled": {},
+    "fp16.hysteresis": {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "bf16.": {"bf16": {"enabled": True}},
     "bf16.enabled": {},
     "bf16.bf16_master_weights_and_grads": ON_HOST,

@@ -287,7 +287,7 @@ def test_parameters_in_no_group_are_not_trained() -> None:
         config=_config(),
     )
     _train(engine, 1)
-    assert engine.get_lr() == [0.5]
+    assert engine.get_lr() == [0.5, 1e-2]
     assert torch.equal(engine.module[0].weight, before)
     engine.destroy()
 
@@ -426,7 +426,7 @@ def test_step_is_told_as_skipped_when_a_gradient_is_not_finite() -> None:
     engine.destroy()
 
 
-def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward() -> None:
+def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(caplog) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
     engine, other = _engine(_config(fp16=fp16)), _linear().half()
     masters = [nn.Parameter(param.detach().float()) for param in _linear().parameters()]
@@ -440,9 +440,103 @@ def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(
             optimizer.step()
         engine.step()
         assert engine.core.loss_scale == scale
+    assert caplog.text.count("not finite (param.grad was changed to values that are not") == 2
     for (name, _), master in zip(engine.module.named_parameters(), masters, strict=True):
         found = engine.core.states.get_full(name)
         torch.testing.assert_close(found, master.detach(), rtol=1e-6, atol=1e-7)
+    engine.destroy()
+
+
+def _adversaries(rank: int, world_size: int) -> None:
+    """Train a generator and a discriminator whose gradient of the other's loss is dropped."""
+    bce = nn.functional.binary_cross_entropy_with_logits
+    one, zero = torch.ones(2, 1), torch.zeros(2, 1)
+
+    def pair() -> tuple[nn.Module, nn.Module]:
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), _linear(1)
+
+    dropped = (
+        lambda engine: engine.zero_grad(),
+        lambda engine: engine.optimizer.zero_grad(),
+        lambda engine: engine.module.zero_grad(),
+    )
+    for drop, stage in itertools.product(dropped, range(4)):
+        torch.manual_seed(0)
+        plain = pair()
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in plain]
+        config = _config(stage, gradient_clipping=0.0)
+        torch.manual_seed(0)
+        engines = [deepspeed.initialize(model=m, config=config)[0] for m in pair()]
+        for step in range(STEPS):
+            noise, real = (torch.cat([_inputs(step + n, r) for r in (0, 1)]) for n in (0, 50))
+            mine = slice(2 * rank, 2 * rank + 2)
+            for trained in (0, 1):
+                optimizers[trained].zero_grad()
+                drop(engines[trained])
+                for (g, d), part in ((plain, slice(0, 4)), (engines, mine)):
+                    yes, no = (t.repeat(world_size, 1)[part] for t in (one, zero))
+                    if trained == 0:
+                        loss = bce(d(g(noise[part])), yes)
+                    else:
+                        loss = bce(d(real[part]), yes) + bce(d(g(noise[part]).detach()), no)
+                    (engines[trained].backward if g is engines[0] else Tensor.backward)(loss)
+                optimizers[trained].step()
+                engines[trained].step()
+        for model, engine in zip(plain, engines, strict=True):
+            found = engine.core.full_state_dict()
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+            engine.destroy()
+
+
+def test_zero_grad_drops_the_gradient_of_another_engines_loss() -> None:
+    spawn(_adversaries, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_zero_grad_within_an_accumulation_drops_its_part_and_says_so(stage: int, caplog) -> None:
+    engine, other = _engine(_config(stage, accumulation=2, gradient_clipping=0.0)), _linear()
+    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(STEPS):
+        for micro in (0, 1):
+            engine.backward(engine(_inputs(2 * step + micro)).square().mean())
+            engine.step()
+            if micro == 0:
+                engine.zero_grad()
+        (other(_inputs(2 * step + 1)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = engine.core.full_state_dict()
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    assert caplog.text.count("zero_grad() drops the gradient") == (stage >= 2)  # DeepSpeed differs
+    engine.destroy()
+
+
+@pytest.mark.parametrize("is_object", [True, False])
+def test_empty_group_keeps_its_place_in_the_schedule(is_object: bool) -> None:
+    engine_of = _linear(), _linear()
+    groups = [[{"params": [], "lr": 0.5}, {"params": [*m.parameters()]}] for m in engine_of]
+    optimizers = [torch.optim.AdamW(g, lr=1e-2, weight_decay=0.1) for g in groups]
+    schedules = [LambdaLR(o, [lambda s: 0.5**s, lambda s: 1 / (1 + s)]) for o in optimizers]
+    config = _config(2, gradient_clipping=0.0)
+    if is_object:
+        given = {"optimizer": optimizers[0], "lr_scheduler": schedules[0]}
+    else:
+        lambdas = schedules[0].lr_lambdas
+        given = {"model_parameters": groups[0], "lr_scheduler": lambda o: LambdaLR(o, lambdas)}
+    engine = deepspeed.initialize(model=engine_of[0], config=config, **given)[0]
+    for step in range(STEPS):
+        engine.backward(engine(_inputs(step)).square().mean())
+        engine.step()
+        engine_of[1](_inputs(step)).square().mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        schedules[1].step()
+        assert engine.get_lr() == schedules[1].get_last_lr()
+    found = engine.core.full_state_dict()
+    for name, value in engine_of[1].state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
     engine.destroy()
 
 

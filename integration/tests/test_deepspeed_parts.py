@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from zero_engine.deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
-from zero_engine.deepspeed.runtime.zero.partition_parameters import is_zero_param
+from zero_engine.deepspeed.runtime.zero.partition_parameters import (
+    ZeroParamStatus,
+    is_zero_param,
+)
 from zero_engine.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 from zero_core import ConfigError
@@ -227,6 +231,73 @@ def test_steps_states_and_tiles_on_two_ranks(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+class _Scaled(nn.Module):
+    """A block that multiplies by another block's parameter, too, if it is given one."""
+
+    def __init__(self, other: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.full((5,), 1.3))
+        self.others = [other] if other is not None else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self, *self.others):
+            x = x * block.scale
+        y: Tensor = self.linear(x)
+        return y
+
+
+class _Similar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first = _Scaled()
+        self.blocks = nn.ModuleList([_Scaled(first), first])
+        self.logit_scale = nn.Parameter(torch.tensor(2.6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x * self.logit_scale).square().mean()
+
+
+def _small_parameters(rank: int, world_size: int) -> None:
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for threshold, further in ((100_000, {}), (10, {}), (10, offload)):
+        plain = _Similar()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, **further}
+        settings = config(optimizer={"type": "SGD", "params": {"lr": 0.1}})
+        engine = make(_Similar(), config={**settings, "zero_optimization": zero})
+        for step in range(STEPS):
+            inputs = [
+                torch.randn(2, 5, generator=torch.Generator().manual_seed(7 * step + r))
+                for r in range(world_size)
+            ]
+            torch.stack([plain(x) for x in inputs]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.backward(engine(inputs[rank]))
+            engine.step()
+            for (name, param), expected in zip(
+                engine.module.named_parameters(), plain.parameters(), strict=True
+            ):
+                is_small = expected.numel() <= threshold
+                assert (param.ds_status == ZeroParamStatus.AVAILABLE) == is_small, name
+                if is_small:
+                    torch.testing.assert_close(param.detach(), expected.detach())
+        with deepspeed.zero.GatheredParameters([engine.module.logit_scale], modifier_rank=0):
+            engine.module.logit_scale.data.fill_(rank)
+        assert engine.module.logit_scale.item() == 0
+        deepspeed.utils.safe_set_full_fp32_param(engine.module.logit_scale, torch.tensor(0.5))
+        assert engine.module.logit_scale.item() == 0.5
+        engine.destroy()
+
+
+def test_small_parameters_read_their_values_at_stage_3() -> None:
+    spawn(_small_parameters, 3)
+
+
 # -------------------------------------------------------------------- tiles
 
 
@@ -317,16 +388,31 @@ def test_init_that_cannot_begin_leaves_none_active() -> None:
     assert is_zero_param(made.weight)
 
 
-def test_the_loss_scaler_follows_the_engine() -> None:
-    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
-    engine = make(config=config(2, fp16=fp16))
-    scaler = engine.optimizer.loss_scaler
-    assert (scaler.cur_scale, scaler.dynamic, scaler.scale_window) == (256, True, 2)
-    for value in (float("inf"), 1.0, 1.0):
-        engine.backward(engine(x(0).half()).mean() * value)
+# Powers of two after each step, as DeepSpeed 0.19.8's scalers give them for the same overflows (x).
+OVERFLOWS = "....x...x.xx......."
+AT_STAGE_0 = (8, 8, 9, 9, 8, 8, 8, 9, 8, 8, 7, 6, 6, 6, 7, 7, 8, 8, 9)
+DELAYED = (8, 8, 9, 9, 9, 9, 9, 10, 10, 10, 9, 8, 8, 8, 9, 9, 10, 10, 11)
+CONSECUTIVE = (8, 8, 9, 9, 9, 9, 9, 10, 10, 10, 10, 9, 9, 9, 10, 10, 11, 11, 12)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("is_consecutive", "scales"), [(False, DELAYED), (True, CONSECUTIVE)])
+def test_the_loss_scale_changes_when_deepspeeds_does(
+    stage: int, is_consecutive: bool, scales: tuple[int, ...]
+) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+    engine = make(config=config(stage, fp16={**fp16, "consecutive_hysteresis": is_consecutive}))
+    scaler = engine.optimizer.loss_scaler if stage else engine.optimizer.loss_scale_config
+    assert (scaler.dynamic_loss_scale, scaler.scale_window, scaler.min_loss_scale) == (True, 2, 1)
+    found = []
+    for step, kind in enumerate(OVERFLOWS):
+        engine.backward(engine(x(0).half()).mean() * (math.inf if kind == "x" else 1e-3))
         engine.step()
-    assert scaler.cur_scale == scaler.loss_scale == engine.optimizer.cur_scale == 256
-    assert not hasattr(scaler, "last_overflow_iter")  # not known: better none than a wrong one
+        assert scaler.cur_iter == step + 1
+        assert scaler.cur_scale == scaler.loss_scale == engine.optimizer.cur_scale
+        found.append(round(math.log2(scaler.cur_scale)))
+    assert found == list(scales if stage else AT_STAGE_0)
+    assert scaler.last_overflow_iter == OVERFLOWS.rindex("x")
     assert not make().optimizer.loss_scaler.dynamic
 
 

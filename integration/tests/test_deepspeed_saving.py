@@ -48,7 +48,11 @@ def _engine(stage: int, rank: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "stage3_param_persistence_threshold": 0,
+        },
         "gradient_clipping": 0.0,
     }
     engine = deepspeed.initialize(model=_model(), config=config)[0]

@@ -387,6 +387,25 @@ def test_view_at_stage_0_stands_for_the_driven_optimizer() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_given_optimizer_shows_the_state_until_the_engine_ends(stage: int) -> None:
+    model = _Model()
+    given = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    own, weight = given.state, model.body[0].weight
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    engine, view, *_ = deepspeed.initialize(model=model, optimizer=given, config=config)
+    assert view.optimizer.state[weight] == {}
+    engine.backward(engine(_inputs(0)))
+    engine.step()
+    found = view.optimizer.state[weight]
+    expected = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert set(found) == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(found["exp_avg"].flatten(), expected.flatten())
+    engine.destroy()
+    assert given.state is own
+    dist.destroy_process_group()
+
+
 def test_step_without_a_gradient_is_refused_where_unused_parameters_are() -> None:
     for stage, is_refused in ((1, True), (2, True), (3, False), (0, False)):
         engine = _engine(

@@ -231,7 +231,9 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     here = zero.ZeroParamStatus.AVAILABLE
     model = _model()
     model[1].bias = _Own(model[1].bias.detach())
-    engine = initialize(model=model, config=_config(3))[0]
+    config = _config(3)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine = initialize(model=model, config=config)[0]
     weight, own = engine.module[1].weight, engine.module[1].bias
     assert type(own) is _Own
     seen: list[Any] = []

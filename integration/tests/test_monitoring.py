@@ -320,7 +320,7 @@ def test_step_and_samples_per_second_are_told_every_so_many_steps(clock, capsys)
     timer = engine.tput_timer
     assert timer.avg_samples_per_sec() == pytest.approx(2 / 0.03)
     timer.update_epoch_count()  # as scripts do that print the rate themselves
-    assert (timer.epoch_count, timer.global_step_count) == (1, 5)
+    assert (timer.epoch_count, timer.global_step_count, timer.batch_size) == (1, 5, 2)
     off = _config(steps_per_print=2, timers={"throughput": {"enabled": False}})
     _train(off, steps=2)
     assert "samples/s" not in capsys.readouterr().out
@@ -369,7 +369,7 @@ def test_the_summary_of_communication_is_a_table_of_what_was_asked_for(capsys):
         comm_report=lambda: tuple(traffic),
     )
     block = {"enabled": True, "prof_all": False, "prof_ops": ["reduce_scatter_tensor"]}
-    watch = Watch(read(_config(comms_logger=block)), engine)
+    watch = Watch(read(_config(comms_logger=block)), engine, 1)
     for step in (1, 2):
         watch.step_done(StepFacts(step, 2 * step, [0.1], None))
     assert capsys.readouterr().out == "", "only verbose tells each step"
@@ -392,7 +392,7 @@ def test_other_ranks_than_0_write_and_print_nothing(tmp_path, capsys):
         wall_clock_breakdown=True,
         memory_breakdown=True,
     )
-    watch = Watch(read(config), engine)
+    watch = Watch(read(config), engine, 1)
     kinds = [type(one) for one in watch.observers]
     assert kinds == [Scalars, WallClock, MemoryBreakdown]
     with watch.part("step"):

@@ -88,9 +88,9 @@ def _case(path: str, value: Any, key: str | None = None) -> Malformed:
 _TAKEN = tuple(TAKEN_BY_DEEPSPEED)
 _LISTS_AND_BLOCKS: tuple[Any, ...] = ([], [1], {}, {"x": 1}, [[]])
 _WRONG: Mapping[Any, tuple[Any, ...]] = {
-    bool: (1, 0, "true", "", 0.5, NAN, *_LISTS_AND_BLOCKS),
-    int: (True, False, "2", "5e8", 1.5, NAN, INF, -INF, HUGE, 1e300, *_LISTS_AND_BLOCKS),
-    float: (True, "0.1", "", NAN, INF, -INF, 10**400, *_LISTS_AND_BLOCKS),
+    bool: (2, "maybe", "", 0.5, NAN, *_LISTS_AND_BLOCKS),
+    int: (True, False, "two", "5e8", 1.5, NAN, INF, -INF, HUGE, 1e300, *_LISTS_AND_BLOCKS),
+    float: (True, "half", "", NAN, INF, -INF, 10**400, *_LISTS_AND_BLOCKS),
     str: (3, True, 0.5, NAN, *_LISTS_AND_BLOCKS),
     Literal: ("nonsense", 7, True, NAN, *_LISTS_AND_BLOCKS),
     tuple: (3, True, [3], [None], [["x"]], {}, NAN),
@@ -335,7 +335,7 @@ def _contradictions() -> Iterator[Malformed]:
     for key, block in blocks:
         yield Malformed(key, {**BASE, **block})
     for key in ("sparse_gradients", "dump_state", "wall_clock_breakdown", "memory_breakdown"):
-        for value in (0, "x", NAN):
+        for value in (2, "x", NAN):
             yield Malformed(key, {**BASE, key: value}, key != "sparse_gradients" or value == "x")
     yield Malformed("train_batch_size", {}, is_for_deepspeed=True)
     yield Malformed("keys must be strings", {**BASE, 3: 4}, is_for_deepspeed=True)  # type: ignore[dict-item]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
+import pydantic
 import pytest
 import torch
 
@@ -60,7 +62,7 @@ def test_the_batch_triple_is_derived(given, expected):
             "does not multiply out",
         ),
         ({"train_batch_size": 0}, "whole number >= 1, found 0"),
-        ({"train_batch_size": "8"}, "whole number >= 1, found '8'"),
+        ({"train_batch_size": "8.5"}, "whole number >= 1, found '8.5'"),
         ({"train_batch_size": True}, "whole number >= 1, found True"),
         ({"train_batch_size": "auto"}, "auto"),
     ],
@@ -112,7 +114,7 @@ def quantized(stage: int = 3, **keys):
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
             "zero_optimization.offload_optimizer.ratio",
         ),
-        ({"zero_optimization": {"offload_optimizer": {"numa": "yes"}}}, "offload_optimizer.numa"),
+        ({"zero_optimization": {"offload_optimizer": {"numa": "maybe"}}}, "offload_optimizer.numa"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "needs .*nvme_path"),
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "needs device 'cpu'"),
         (offload(device="none", parameters=["*"]), "parameters needs device 'cpu'"),
@@ -147,7 +149,7 @@ def quantized(stage: int = 3, **keys):
         (quantized(zero_quantized_weights_format="int6"), "'int8', 'int4', .*'int4_difference'"),
         (quantized(zero_quantized_weight_format="int4"), "did you mean 'zero_quantized_weights_f"),
         (quantized(zero_quantized_gradients_between_nodes="int4_difference"), "found 'int4_diff"),
-        (quantized(zero_quantized_gradients_hadamard=1), "hadamard"),
+        (quantized(zero_quantized_gradients_hadamard=2), "hadamard"),
         (quantized(zeropp_loco_param={}), "needs zero_quantized_gradients, whose error"),
         (quantized(zeropp_loco_param={"err_beta": 1.5}), "zeropp_loco_param.err_beta"),
         (quantized(zeropp_loco_param={"reset_T": 0}), "zeropp_loco_param.reset_T"),
@@ -440,3 +442,31 @@ def test_folder_and_packages_are_looked_for_before_ranks_start(tmp_path):
 
     with pytest.raises(ConfigError, match=r"nvme_path = .* no such folder|zero-offload"):
         check_config({**SMALL, **nvme(tmp_path / "none")}, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [("overlap_comm", bool), ("reduce_bucket_size", int), ("stage", int), ("ratio", float)],
+)
+@pytest.mark.parametrize("value", [1, 0, 2, "true", "False", "on", "2", " 7 ", "0.5", "5e8", "x"])
+def test_texts_are_taken_as_by_pydantic_which_reads_deepspeeds_keys(key, kind, value):
+    try:
+        expected = pydantic.TypeAdapter(kind).validate_python(value)
+        load_config({**SMALL, **_zero_with(key, expected)}, world_size=1)
+    except (pydantic.ValidationError, ConfigError):
+        with pytest.raises(ConfigError, match=key):
+            load_config({**SMALL, **_zero_with(key, value)}, world_size=1)
+        return
+    written = _zero_with(key, value)
+    before = copy.deepcopy(written)
+    zero = load_config({**SMALL, **written}, world_size=1).zero_optimization
+    found = zero.offload_optimizer.ratio if key == "ratio" else getattr(zero, key)
+    assert (found, type(found)) == (expected, kind)
+    assert written == before
+
+
+def _zero_with(key, value):
+    if key == "ratio":
+        offloaded = {"device": "cpu", key: value}
+        return {"zero_optimization": {"stage": "2", "offload_optimizer": offloaded}}
+    return {"zero_optimization": {key: value}}

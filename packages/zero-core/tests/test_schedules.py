@@ -70,6 +70,18 @@ def test_no_warm_up_is_the_shortest(name):
     assert found == expected
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_unknown_warm_up_is_the_logarithmic_one_with_a_warning(name, caplog):
+    params = {} if name == "WarmupLR" else {"total_num_steps": 6}
+    params["warmup_num_steps"] = 4
+    found, expected = (
+        curve(optimizer_of(0.9), name, {**params, "warmup_type": kind}, 8)
+        for kind in ("cubic", "log")
+    )
+    assert found == expected
+    assert caplog.text.count("warmup_type = 'cubic' is neither") == 1
+
+
 def test_cosine_ends_at_its_smallest_ratio_and_stays_there():
     params = {"total_num_steps": 6, "warmup_num_steps": 2, "cos_min_ratio": 0.2}
     params |= {"warmup_min_ratio": 0.5, "warmup_type": "linear"}
@@ -209,7 +221,6 @@ def test_any_schedule_of_torch_is_made_by_its_name(name):
             {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_first_step_size": 0},
             "cycle_first_step_size must be positive, found 0",
         ),
-        ("WarmupLR", {"warmup_type": "cubic"}, "'log' or 'linear', found 'cubic'"),
         (
             "LRRangeTest",
             {"lr_range_test_step_size": 2.5},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pydantic
@@ -152,6 +152,7 @@ def initialize(
     mark_configured(model, core.config.zero_optimization.leaf_module)
     if core.config.zero_optimization.stage == 3:
         core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold
+        core.keep_small_params()
         describe_engine(core)
         serve_saved(core)
         core.allow_empty_entries(
@@ -239,10 +240,9 @@ def _make_optimizer(
     model_parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer to build with, None if the configuration's covers all parameters."""
-    groups = None if model_parameters is None else _without_empty(list(model_parameters))
+    groups = None if model_parameters is None else list(model_parameters)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, torch.optim.Optimizer):
-        given.param_groups[:] = _without_empty(given.param_groups)
         return given
     if given is not None:
         return given(groups if groups is not None else trainable)
@@ -258,18 +258,6 @@ def _make_optimizer(
     if named.type.lower() == "muon":
         tag_matrices(model.named_parameters())
     return make_optimizer(named, groups)
-
-
-def _without_empty(groups: Sequence[Any]) -> list[Any]:
-    found = []
-    for group in groups:
-        if isinstance(group, dict):
-            params = group["params"]
-            group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-            if not group["params"]:
-                continue
-        found.append(group)
-    return found
 
 
 def _freeze_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -9,29 +9,21 @@ from zero_engine.deepspeed_import.torch_files import Record
 
 
 def of_zero(state: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scale of a ZeRO optimizer's state: empty if it is constant.
-
-    DeepSpeed doubles when the steps since the last overflow are a multiple of the window.
-    """
+    """Return the scale of a ZeRO optimizer's state: empty if it is constant."""
     scaler = state.get("loss_scaler")
     if not state.get("dynamic_loss_scale") or not isinstance(scaler, Record):
         return {}
-    found = vars(scaler)
-    since = int(found["cur_iter"]) - int(found["last_overflow_iter"]) - 1
-    return {
-        "scale": float(found["cur_scale"]),
-        "hysteresis_left": int(found.get("cur_hysteresis", 1)),
-        "steps_since_change": since % int(found["scale_window"]),
-    }
+    return _scale(vars(scaler))
 
 
 def of_stage_0(state: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scale of a 16-bit optimizer's state without ZeRO, which doubles a step later."""
-    if not state.get("dynamic_loss_scale"):
-        return {}
-    since = int(state["cur_iter"]) - int(state["last_overflow_iter"]) - 2
+    """Return the scale of a 16-bit optimizer's state without ZeRO: empty if it is constant."""
+    return _scale(state) if state.get("dynamic_loss_scale") else {}
+
+
+def _scale(found: Mapping[str, Any]) -> dict[str, float]:
     return {
-        "scale": float(state["cur_scale"]),
-        "hysteresis_left": 1,
-        "steps_since_change": max(since, 0) % int(state["scale_window"]),
+        "scale": float(found["cur_scale"]),
+        "hysteresis_left": int(found.get("cur_hysteresis", 1)),
+        "steps_since_overflow": int(found["cur_iter"]) - int(found["last_overflow_iter"]) - 1,
     }

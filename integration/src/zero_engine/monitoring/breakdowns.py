@@ -139,9 +139,11 @@ class ThroughputTimer:
     Attributes:
         epoch_count: calls of `update_epoch_count`.
         global_step_count: steps so far.
+        batch_size: samples of a step, of all ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
         self.epoch_count = 0
         self.global_step_count = 0
         self._first: tuple[float, int] | None = None  # when the first step was over, and samples

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import cast_floats
-from zero_core.checkpoint.background.saver import OnPending, PendingSave, Saver
+from zero_core.checkpoint.background.saver import OnPending, PendingSave
 from zero_core.checkpoint.files import holds_checkpoint, newest_step
 from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
 from zero_core.checkpoint.patches.document import WeightPatch
@@ -87,8 +87,6 @@ class Engine(ShardedModel):
         self._why_skipped = ""
         self._seeds = seeds
         self._recorder: Recorder | None = None
-        self._saver = Saver(parts.state, parts.train, parts.beside)
-        self.remove_at_end([self._saver])
         self._heartbeat = HeartbeatFile()
         self._snapshots = copies
         self._patches = patches
@@ -588,44 +586,6 @@ class Engine(ShardedModel):
         with self.place.during("weight_patch()"):
             return self._patches.write(since, None if path is None else local_path(path, "a patch"))
 
-    def save_checkpoint(
-        self,
-        directory: str | Location,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        *,
-        has_frozen: bool = True,
-        is_latest: bool = True,
-        drops_partial: bool = False,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-    ) -> Location:
-        """Write the training's state, for any stage, world size, ratio and tier.
-
-        Every rank must call it between two steps. The previous checkpoint stays whole until the
-        new one is.
-
-        Args:
-            directory: the folder of all checkpoints: a path, or a URL for fsspec such as
-                ``s3://bucket/run``.
-            tag: name of this one; None is ``step-N``.
-            client_state: JSON and small tensors.
-            has_frozen: whether the values of frozen parameters are written.
-            is_latest: whether a load without a tag takes this one.
-            drops_partial: allow the middle of a step, and leave out its gradients.
-            keep_last: remove all but the last so many checkpoints. None keeps all. Only those
-                whose tags end with their step are removed.
-            keep_every: beside these keep the ones of steps that are multiples of it.
-
-        Raises:
-            CheckpointError: something cannot be stored, or a rank failed.
-        """
-        options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
-        with self._saving("save_checkpoint()", drops_partial=drops_partial):
-            return self._saver.save(
-                location_of(directory), self._tag(tag), client_state or {}, options
-            )
-
     def async_save(
         self,
         directory: str | Location,
@@ -688,18 +648,13 @@ class Engine(ShardedModel):
 
     @contextmanager
     def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
-        self._device_states.check(call)
         self._gradient.check_not_updated(f"{call.removesuffix('()')} between backward and step")
         self._train.accumulation.check_ended(or_dropped=drops_partial)
-        self._communicator.forget_values()
         began = perf_counter()
-        with self.place.during(call):
+        with super()._saving(call, drops_partial=drops_partial):
             yield
         if self._recorder is not None:
             self._recorder.note("saved", call, perf_counter() - began)
-
-    def _tag(self, tag: str | None) -> str:
-        return f"step-{self.global_steps}" if tag is None else tag
 
     def close(self) -> None:
         """End as `ShardedModel.close`, once the save under way has ended on this rank.

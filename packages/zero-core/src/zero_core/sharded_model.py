@@ -9,7 +9,7 @@ leaves them in the model, before another engine trains it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from zero_core._torch import cast_floats
 from zero_core.checkpoint import export
+from zero_core.checkpoint.background.saver import Saver
 from zero_core.checkpoint.load import load_checkpoint
+from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import Exchange
@@ -40,6 +42,7 @@ from zero_core.runtime.module_units import Generation, ModuleUnits
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.runtime import Runtime
 from zero_core.runtime.saved import Holding
+from zero_core.runtime.small_params import SmallParams
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.states import StateAccess
@@ -50,7 +53,7 @@ _TRAINING_VERBS = frozenset(
     {
         "patch_version",
         "weight_patch",
-        *("backward", "clip_grad_norm_", "no_sync", "optimizer", "save_checkpoint", "scale"),
+        *("backward", "clip_grad_norm_", "no_sync", "optimizer", "scale"),
         *("idle_backward", "idle_step", "set_gradient_accumulation_boundary", "step"),
         *("set_is_last_backward", "set_requires_gradient_sync", "async_save", "resume"),
         *("find_world_size_dependence", "record", "report", "train_batch"),
@@ -128,17 +131,18 @@ class ShardedModel:
             self.remove_at_end([Generation(state.module, self)])
         handles = (buffers.handles, self._ownership.hooks)
         self._copies = ModelCopies(state, handles)
-        self.remove_at_end([self._copies])
+        self._small_params: SmallParams | None = None
+        self._saver = Saver(state, parts.train, parts.beside)
+        self.remove_at_end([self._copies, self._saver])
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say how to make an engine that trains, where one is needed."""
             if name in _TRAINING_VERBS and type(self) is ShardedModel:
-                is_save = name == "save_checkpoint"
                 raise EvaluationOnlyError(
                     f"{name}: this engine was built for evaluation: build(is_training=True) makes "
-                    "one that trains" + "; export_safetensors() writes the values alone" * is_save
+                    "one that trains"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -217,11 +221,25 @@ class ShardedModel:
         """Make parameters hold the current values now, where each rank has room for them all.
 
         At stages 0 to 2 a step leaves it to the next forward; then ``module.state_dict()`` works on
-        any rank alone. At stage 3 they rest as shards: see `gathered`. Every rank must call it.
+        any rank alone. At stage 3 they rest as shards: see `gathered`; copies by
+        `keep_small_params` are filled. Every rank must call it.
         """
         self._device_states.check("publish()", FORWARD_PARTS)
         with self.place.during("publish()"):
             self._gathering.publish()
+            if self._small_params is not None:
+                self._small_params.refresh()
+
+    def keep_small_params(self) -> None:
+        """Keep small parameters whole at stage 3, as DeepSpeed does: copies that `publish` fills.
+
+        Small is what ``stage3_param_persistence_threshold`` and
+        ``stage3_model_persistence_threshold`` say. Every rank must call it, once.
+        """
+        zero = self.config.zero_optimization
+        limits = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+        self._small_params = SmallParams(self.sharded_state, *limits)
+        self.remove_at_end([self._small_params])
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, modules: Iterable[nn.Module] | None = None
@@ -332,6 +350,55 @@ class ShardedModel:
         with self.place.during("export_safetensors()"):
             place = local_path(directory, "an export")
             return export.export_safetensors(self.sharded_state, place, dtype=dtype)
+
+    def save_checkpoint(
+        self,
+        directory: str | Location,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        has_frozen: bool = True,
+        is_latest: bool = True,
+        drops_partial: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+    ) -> Location:
+        """Write the training's state, for any stage, world size, ratio and tier.
+
+        Every rank must call it between two steps. The previous checkpoint stays whole until the
+        new one is. An engine that only evaluates writes its values and buffers: load them
+        ``without=("optimizer", "lr_scheduler", "progress")``.
+
+        Args:
+            directory: the folder of all checkpoints: a path, or a URL for fsspec such as
+                ``s3://bucket/run``.
+            tag: name of this one; None is ``step-N``.
+            client_state: JSON and small tensors.
+            has_frozen: whether the values of frozen parameters are written.
+            is_latest: whether a load without a tag takes this one.
+            drops_partial: allow the middle of a step, and leave out its gradients.
+            keep_last: remove all but the last so many checkpoints. None keeps all. Only those
+                whose tags end with their step are removed.
+            keep_every: beside these keep the ones of steps that are multiples of it.
+
+        Raises:
+            CheckpointError: something cannot be stored, or a rank failed.
+        """
+        options = SaveOptions(has_frozen, is_latest, keep_last, keep_every)
+        with self._saving("save_checkpoint()", drops_partial=drops_partial):
+            return self._saver.save(
+                location_of(directory), self._tag(tag), client_state or {}, options
+            )
+
+    @contextmanager
+    def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
+        self._device_states.check(call)
+        self._communicator.forget_values()
+        with self.place.during(call):
+            yield
+
+    def _tag(self, tag: str | None) -> str:
+        return f"step-{self.global_steps}" if tag is None else tag
 
     def load_checkpoint(
         self, directory: str | Location, tag: str | None = None, *, without: Collection[str] = ()

@@ -6,8 +6,9 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,7 +26,7 @@ _LOGGERS = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload"
 
 
 def apply(settings: Settings) -> None:
-    """Apply the settings of the process: levels of loggers, and Python's garbage collector."""
+    """Apply the settings of the process: log levels, Python's garbage collector, NVMe folders."""
     if settings.steps_per_print is not None:
         speak("zero_core.optim.train_state", logging.INFO)
     if settings.log_level is not None:
@@ -34,6 +35,11 @@ def apply(settings: Settings) -> None:
     if settings.disable_python_gc:
         gc.collect()
         gc.disable()
+    zero = settings.core.get("zero_optimization", {})
+    for block in (zero.get("offload_optimizer", {}), zero.get("offload_param", {})):
+        is_file = isinstance(block, Mapping) and block.get("device") == "nvme"
+        if is_file and isinstance(block.get("nvme_path"), str):
+            Path(block["nvme_path"]).mkdir(parents=True, exist_ok=True)  # as DeepSpeed does
 
 
 def announce(settings: Settings, config: Config, *, rank: int, world_size: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from zero_core.config.params import as_kind
 from zero_core.errors import ConfigError
 
 
@@ -137,10 +138,11 @@ def check_refused(path: str, value: Any) -> None:
     """
     harmless, reason = REFUSED[path]
     if isinstance(value, Mapping):
-        asked = [value["enabled"]] if "enabled" in value else list(value.values())
+        is_block = "enabled" in value
+        asked = [as_kind(value["enabled"], bool)] if is_block else list(value.values())
         is_off = not any(map(_asks, asked))
     else:
-        is_off = value in harmless
+        is_off = as_kind(value, bool) in harmless
     if not is_off:
         raise ConfigError(f"{path} = {value!r} is not served: {reason}")
 

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from zero_core.config.params import LARGEST, as_kind, as_whole
 from zero_core.config.schema import shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import REFUSED, UNNEEDED, check_refused
+from zero_engine.deepspeed.refusal import VERSION
 
 _ZERO = "zero_optimization"
 _OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")
@@ -84,8 +86,9 @@ def modernise(config: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         new[_ZERO] = {"stage": int(zero)}
     elif isinstance(zero, Mapping):
         new[_ZERO] = _modern_zero(dict(zero), tell)
-    if isinstance(new.get("communication_data_type"), str):
-        new["communication_data_type"] = new["communication_data_type"].lower()
+    for key in ("communication_data_type", "gradient_allreduce_op"):
+        if isinstance(new.get(key), str):
+            new[key] = new[key].lower()
     return new
 
 
@@ -104,11 +107,21 @@ def _modern_zero(zero: dict[str, Any], tell: Tell) -> dict[str, Any]:
     return zero
 
 
+def as_bool(path: str, value: Any) -> bool:
+    """Return ``value`` as the boolean that DeepSpeed takes it for.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = as_kind(value, bool)
+    if not isinstance(found, bool):
+        raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
+    return found
+
+
 def _offload(zero: dict[str, Any], old: str, name: str, pins: bool | None, tell: Tell) -> None:
-    is_on = zero.pop(old)
+    is_on = as_bool(f"{_ZERO}.{old}", zero.pop(old))
     tell(f"{_ZERO}.{old}", is_on, f"an old key: {_ZERO}.{name}.device")
-    if not isinstance(is_on, bool):
-        raise ConfigError(f"{_ZERO}.{old}: expected true or false, found {shown(is_on)}")
     if not is_on:
         return
     if name in zero:
@@ -142,10 +155,15 @@ def core_config(given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         core[_ZERO] = _without_idle_offload(core[_ZERO], tell)
     core["data_types"] = _data_types(core)
     if "fp16" in core:  # the engine casts inputs itself, or doesn't
-        if not isinstance(core["fp16"].get("auto_cast", False), bool):
-            found = core["fp16"]["auto_cast"]
-            raise ConfigError(f"fp16.auto_cast: expected true or false, found {shown(found)}")
+        as_bool("fp16.auto_cast", core["fp16"].get("auto_cast", False))
         core["fp16"] = {k: v for k, v in core["fp16"].items() if k != "auto_cast"}
+        asked = as_whole(core["fp16"].get("hysteresis", 2))
+        is_at_0 = core.get(_ZERO, {}).get("stage", 0) == 0
+        if is_at_0 and isinstance(asked, int) and 1 < asked <= LARGEST:
+            if "hysteresis" in core["fp16"]:
+                text = f"DeepSpeed {VERSION} has none at stage 0: each overflow halves the scale"
+                tell("fp16.hysteresis", asked, text)
+            core["fp16"]["hysteresis"] = 1
     for block in ("optimizer", "scheduler"):
         if block in core and "type" not in core[block]:
             tell(block, core.pop(block), "without a type there is none")

@@ -17,11 +17,12 @@ import pydantic
 
 from zero_core.config import Config
 from zero_core.config.blocks import block_of
-from zero_core.config.schema import explain, shown
+from zero_core.config.schema import as_typed, explain, shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED, check_refused
 from zero_engine.deepspeed.config.names import (
     Tell,
+    as_bool,
     core_config,
     keep_updates_to_steps,
     modernise,
@@ -67,7 +68,7 @@ def read(config: Source) -> Settings:
     """
     raw = load(config)
     sorter = _Sorter()
-    sorter.sort(modernise(without_auto(raw, sorter.tell), sorter.tell))
+    sorter.sort(as_typed(modernise(without_auto(raw, sorter.tell), sorter.tell), Config))
     core, own = core_config(sorter.core, sorter.tell), sorter.own
     zero = core.get("zero_optimization", {})
     flops = _parse(FlopsProfilerSettings, own, "flops_profiler")
@@ -182,8 +183,8 @@ _BOOLEANS = _FLAGS | {"zero_allow_untested_optimizer"}
 
 def _checked(path: str, value: Any) -> Any:
     """Return the value of an honoured key if it is of the right kind."""
-    if path in _BOOLEANS and not isinstance(value, bool):
-        raise ConfigError(f"{path}: expected true or false, found {shown(value)}")
+    if path in _BOOLEANS:
+        return as_bool(path, value)
     if path in _CHOICES and str(value).upper() not in _CHOICES[path]:
         raise ConfigError(
             f"{path}: expected one of {', '.join(_CHOICES[path])}, found {shown(value)}"

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zero_core import CheckpointError
+from zero_core import CheckpointError, Engine
 from zero_core.checkpoint.files import find, read_latest, read_manifest
 from zero_core.checkpoint.manifest import MANIFEST
 from zero_core.checkpoint.storage.location import local_path
@@ -58,24 +58,25 @@ class Checkpoints(Facts):
         an accumulation what it has added up so far is left out, with a warning: after a load, the
         step begins anew. Where ranks give different tags, ``checkpoint.tag_validation`` says what
         is done about it: rank 0's is taken, by default with a warning. A program
-        ``zero_to_fp32.py`` is written beside the checkpoint.
+        ``zero_to_fp32.py`` is written beside the checkpoint. Of an engine without an optimizer it
+        has the values of all parameters, and the buffers.
 
         Raises:
-            ValueError: ``save_dir`` is empty.
+            ValueError: ``save_dir`` is empty or None.
             CheckpointError: ``save_dir`` is a URL, a value of the client state is neither JSON nor
                 a small tensor, or it is called between the last backward of a step and ``step``,
                 where that has begun to update.
         """
-        if not str(save_dir):
-            raise ValueError("save_checkpoint() needs a directory, found ''")
+        if not save_dir:
+            raise ValueError(f"save_checkpoint() needs a directory, found {save_dir!r}")
         place = local_path(save_dir, "a checkpoint of DeepSpeed's names")
         name = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
         self._warn_partial()
-        self._training_core("save_checkpoint").save_checkpoint(
+        self.core.save_checkpoint(
             save_dir,
             name,
             {**(client_state or {}), OWN_STATE: {"global_samples": self.global_samples}},
-            has_frozen=not exclude_frozen_parameters,
+            has_frozen=not exclude_frozen_parameters or not isinstance(self.core, Engine),
             is_latest=save_latest,
             drops_partial=True,
         )

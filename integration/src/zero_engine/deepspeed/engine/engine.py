@@ -6,14 +6,18 @@ order in which DeepSpeed counts and boundaries are set from outside.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero_core import Engine, ShardedModel
+from zero_core.object_methods import ObjectMethods
 from zero_engine.deepspeed.config.deepspeed_config import DeepSpeedConfig
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
@@ -30,6 +34,8 @@ from zero_engine.deepspeed.zero.offload_config import (
 )
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
 from zero_engine.monitoring import Monitor, StepFacts, ThroughputTimer
+
+_log = logging.getLogger(__name__)
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
@@ -73,17 +79,23 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.client_lr_scheduler = client_lr_scheduler
         self.collate_fn = collate_fn
         self.optimizer = DeepSpeedOptimizer(core, self) if isinstance(core, Engine) else None
+        if isinstance(core, Engine) and core.config.fp16.enabled:
+            core.loss_scaler.growth_delay = 1  # by autocast DeepSpeed uses torch's GradScaler
         self.global_samples = 0
         self._was_step_applied = False
-        self.watch = Watch(settings, core)
+        self.watch = Watch(settings, core, self.train_batch_size())
         self._config = DeepSpeedConfig.of(settings, core.config, core.rank, core.world_size)
         self._num_backwards = 0  # since the last step, where step() alone is the boundary
         self._is_quiet = self._is_coalescing = self._is_stepping = False  # within these contexts
         self._was_quiet = False  # since the last step
+        self._has_told_of_drop = False
         if not settings.managed_gradient_accumulation and isinstance(core, Engine):
             core.set_gradient_accumulation_boundary(True)
         trained = (core.module.get_parameter(p.name) for p in core.layout.params if p.is_trainable)
         core.remove_at_end(Averaging(trained, self.gradient_accumulation_steps).handles)
+        if self.zero_optimization_stage():  # at stage 0 torch's own drops what is on parameters
+            zero_grad = partial(_zero_grad, weakref.ref(self))
+            core.remove_at_end([ObjectMethods("zero_grad", [(core.module, zero_grad)])])
         self._is_compiled = False
         self.training_dataloader = (
             None if training_data is None else self.deepspeed_io(training_data)
@@ -266,15 +278,24 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         core.set_gradient_accumulation_boundary(is_boundary)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the step's gradients where DeepSpeed has them on the parameters.
+        """Drop the gradients since the last step, at every stage as plain torch does.
 
-        That is at stage 0, and at any stage if `no_sync` was entered since the last step. Elsewhere
-        they stay, as in DeepSpeed.
+        DeepSpeed does so at stages 0 and 1, and after `no_sync`. At stages 2 and 3 it may keep
+        what a backward has reduced: that difference is logged once, on rank 0.
         """
-        is_on_params = self._was_quiet or self.zero_optimization_stage() == 0
-        if is_on_params and isinstance(self.core, Engine):
-            self.core.optimizer.zero_grad()
-            self._was_quiet = self._is_quiet
+        if not isinstance(self.core, Engine):
+            return
+        stage, is_told = self.zero_optimization_stage(), self._has_told_of_drop or self.global_rank
+        if stage >= 2 and self.core.states.holds_gradient and not (self._was_quiet or is_told):
+            self._has_told_of_drop = True
+            _log.warning(
+                "zero_grad() drops the gradient since step %d, as plain torch does; DeepSpeed may "
+                "train on it at stage %d: to keep it, call zero_grad() after step() only",
+                self.global_steps,
+                stage,
+            )
+        self.core.optimizer.zero_grad()
+        self._was_quiet = self._is_quiet
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -486,6 +507,13 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
                     "set the precision in the configuration, and leave the device to it"
                 )
         return self
+
+
+def _zero_grad(engine: weakref.ref[DeepSpeedEngine], set_to_none: bool = True) -> None:
+    """Drop the gradients of ``engine``, as the ``zero_grad`` of its model."""
+    found = engine()
+    if found is not None:
+        found.zero_grad(set_to_none)
 
 
 class _SteppedWith:

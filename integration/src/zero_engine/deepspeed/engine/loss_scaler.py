@@ -8,7 +8,10 @@ from zero_core import Engine
 
 
 class LossScaler:
-    """View of an engine's loss scale. The engine changes it.
+    """View of an engine's loss scale. The engine changes it, when DeepSpeed would.
+
+    It has the names of DeepSpeed's ``loss_scaler``, at stages 1 to 3, and of its
+    ``loss_scale_config``, at stage 0.
 
     Attributes:
         scale_factor: what the scale is multiplied or divided by.
@@ -31,6 +34,13 @@ class LossScaler:
         """Whether the scale changes."""
         return self._core.loss_scaler.is_dynamic
 
+    dynamic_loss_scale = dynamic
+
+    @property
+    def use_grad_scaling(self) -> bool:
+        """Whether the loss is scaled at all."""
+        return self._core.config.fp16.enabled
+
     @property
     def scale_window(self) -> int:
         """Steps without overflow after which the scale is doubled."""
@@ -40,6 +50,8 @@ class LossScaler:
     def min_scale(self) -> float:
         """Smallest dynamic scale."""
         return self._core.loss_scaler.config.min_loss_scale
+
+    min_loss_scale = min_scale
 
     @property
     def delayed_shift(self) -> int:
@@ -60,6 +72,11 @@ class LossScaler:
     def cur_iter(self) -> int:
         """Steps so far."""
         return self._core.global_steps
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """Steps before the last one that overflowed, -1 if none did."""
+        return self.cur_iter - self._core.loss_scaler.steps_since_overflow - 1
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale, for a plain ``backward()``."""

@@ -38,15 +38,15 @@ class Watch:
         tput_timer: counts steps and epochs; ``engine.tput_timer``.
     """
 
-    def __init__(self, settings: Settings, engine: Observed) -> None:
-        """Watch ``engine``, a `zero_core.Engine`.
+    def __init__(self, settings: Settings, engine: Observed, batch_size: int) -> None:
+        """Watch ``engine``, a `zero_core.Engine`, whose steps have ``batch_size`` samples.
 
         Raises:
             ConfigError: a monitor needs a library that is not installed.
         """
         self.monitor = make_monitor(settings.monitors, rank=engine.rank)
         self.observers = make_observers(settings, engine, self.monitor)
-        self.tput_timer = ThroughputTimer()
+        self.tput_timer = ThroughputTimer(batch_size)
         self._is_in_backward = False
 
     @contextmanager

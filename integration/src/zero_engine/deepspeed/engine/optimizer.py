@@ -55,10 +55,10 @@ class ParameterOffload:
 class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     """This rank's optimizer state, by parameter, copied to the CPU when it is read.
 
-    Parameters of which this rank updates no element, and those without a step, are left out. The
-    others have ``step``, other numbers of the optimizer, and their states: at stage 0 whole, in the
-    parameter's shape, otherwise this rank's part, 1-D. Of a parameter that one rank updates whole
-    they are the optimizer's own, on that rank alone. Take no exchange.
+    Parameters of which this rank updates no element, and those without a step, are left out: they
+    have {}. The others have ``step``, other numbers of the optimizer, and their states: at stage 0
+    whole, in the parameter's shape, otherwise this rank's part, 1-D. Of a parameter that one rank
+    updates whole they are the optimizer's own, on that rank alone. Take no exchange.
     """
 
     def __init__(self, core: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -68,7 +68,7 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
         name = self._core.owns(param)
         if name is None or not self._has_state(param, name):
-            raise KeyError(param)
+            return {}  # as torch's optimizers
         states = self._core.states.of(name)
         if self._core.states.is_whole(name):
             return states
@@ -79,6 +79,9 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
             like = param.shape, param.stride()
             states = {what: part.as_strided(*like) for what, part in states.items()}
         return {**scalars, "step": step, **states}
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is found for found in self)
 
     def __setitem__(self, param: nn.Parameter, value: Any) -> NoReturn:
         self._refuse()
@@ -111,11 +114,26 @@ class OptimizerState(Mapping[nn.Parameter, dict[str, Any]]):
         return self._core.states.scalars(name)["num_steps"] > 0
 
 
+class ShownState:
+    """`OptimizerState` as the ``state`` of the optimizer that was given, until `remove`."""
+
+    def __init__(self, given: torch.optim.Optimizer, state: Any) -> None:
+        self._given, self._own = given, given.state
+        given.state = state
+
+    def remove(self) -> None:
+        """Restore the optimizer's own state."""
+        self._given.state = self._own
+
+
 class Stepping(Protocol):
     """Protocol of the engine that `DeepSpeedOptimizer` steps."""
 
     def optimizer_step(self) -> None:
         """End a step, at an accumulation boundary."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step."""
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -128,6 +146,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         optimizer: the one that was given, or made as the configuration says.
         state: this rank's optimizer state, by parameter; see `OptimizerState`.
         loss_scaler: the loss scale, its settings and state.
+        loss_scale_config: the same, at stage 0 in 16 bits alone, as in DeepSpeed.
         parameter_offload: see `ParameterOffload`; at stage 3 alone, as in DeepSpeed.
     """
 
@@ -142,7 +161,13 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._core = core
         self._engine = weakref.ref(engine)
         self.state: Any = OptimizerState(core, self.param_groups)
+        trained = (core.owns(p) for group in self.param_groups for p in group["params"])
+        names = [name for name in trained if name is not None]
+        if not any(map(core.states.is_whole, names)):  # of those it holds the state itself
+            core.remove_at_end([ShownState(given, self.state)])
         self.loss_scaler = LossScaler(core)
+        if not core.config.zero_optimization.stage and core.config.compute_dtype:
+            self.loss_scale_config = self.loss_scaler
         if core.config.zero_optimization.stage == 3:
             self.parameter_offload = ParameterOffload(core.module)
             core.remove_at_end([self.parameter_offload])
@@ -222,19 +247,20 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("step(closure) cannot call the model again: run it before, and step()")
+        self._live_engine("step").optimizer_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
+        self._live_engine("zero_grad").zero_grad(set_to_none)
+
+    def _live_engine(self, what: str) -> Stepping:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(
-                "optimizer.step() of an engine that is gone: keep what initialize() returned, as "
-                "the engine steps its optimizer"
+                f"optimizer.{what}() of an engine that is gone: keep what initialize() returned, "
+                "as the engine steps its optimizer"
             )
-        engine.optimizer_step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the parameters' ``grad``: at stage 0 the step's gradient. Others stay."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
+        return engine
 
     def get_lr(self) -> float:
         return float(self.param_groups[0]["lr"])

@@ -138,6 +138,8 @@ def _set(param: nn.Parameter, value: Tensor, what: str, *, is_local: bool = Fals
         wide = wide / engine.loss_scale
     write = engine.states.set_local if is_local else engine.states.set_full
     write(name, wide, what)
+    if what == _MASTER and engine.config.zero_optimization.stage == 3:
+        engine.publish()  # small parameters, which stay whole
 
 
 def _name(engine: ShardedModel, param: nn.Parameter) -> str:

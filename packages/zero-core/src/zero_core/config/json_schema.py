@@ -1,9 +1,9 @@
 """JSON Schema of the configuration, for editors and other programs.
 
 The file `SCHEMA_FILE` is made from the typed blocks by ``python -m zero_core.config.json_schema``.
-It accepts every configuration that `load_config` accepts, and "auto" in the ``params`` of an
-optimizer or a schedule, where the train program and Trainers fill it in. Rules between keys are
-checked by `load_config` alone.
+It accepts every configuration that `load_config` accepts, but for numbers and booleans in another
+form ("2", "true", 1), and "auto" in the ``params`` of an optimizer or a schedule, where the train
+program and Trainers fill it in. Rules between keys are checked by `load_config` alone.
 """
 
 from __future__ import annotations

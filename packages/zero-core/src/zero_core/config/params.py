@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
 
 LARGEST = 2**63
 """Largest whole number of a configuration, one more than `sys.maxsize`, DeepSpeed's largest."""
@@ -18,6 +26,19 @@ LARGEST = 2**63
 def as_whole(value: Any) -> Any:
     """Return ``value``, converted to int if it is a whole float: JSON's 5e8 is one in Python."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def as_kind(value: Any, *kinds: Any) -> Any:
+    """Return ``value`` as the first of ``kinds`` that it stands for in DeepSpeed, or as it is."""
+    if not isinstance(value, str | int | float) or type(value) in kinds:
+        return value
+    for kind in kinds:
+        if kind is bool or (kind in (int, float) and isinstance(value, str)):
+            try:
+                return TypeAdapter(kind).validate_python(value)
+            except ValidationError:
+                continue
+    return value
 
 
 _Whole = BeforeValidator(as_whole)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_core.config.blocks import UNNEEDED, Config, ZeroConfig
+from zero_core.config.params import as_kind
 from zero_core.errors import ConfigError
 
 _REFUSED_UNLESS: Mapping[str, Any] = {
@@ -41,10 +42,9 @@ def drop_further_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a key asks for more.
     """
     for key, same in _REFUSED_UNLESS.items():
-        value = raw.get(key, same)
-        is_off = value.get("enabled") is False if isinstance(value, Mapping) else False
-        is_same = type(value) is type(same) and value == same  # 0 is no false
-        if not (is_same or is_off or (value == {} and isinstance(same, Mapping))):
+        value = as_kind(raw.get(key, same), type(same))
+        is_off = isinstance(value, Mapping) and as_kind(value.get("enabled"), bool) is False
+        if not (value == same or is_off or (value == {} and isinstance(same, Mapping))):
             raise ConfigError(
                 f"{key} = {value!r} is not served; leave the key out (same as {same!r})"
             )

@@ -15,13 +15,14 @@ import math
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import pydantic
 from pydantic import BaseModel
 
 from zero_core.config.blocks import Config, block_of
-from zero_core.config.params import LARGEST, as_whole
+from zero_core.config.params import LARGEST, as_kind, as_whole
 from zero_core.config.rules import check_rules, drop_further_keys, find_unneeded
 from zero_core.errors import ConfigError
 
@@ -57,14 +58,14 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
         raise ConfigError(f"world_size = {world_size}: must be at least 1")
     raw = source if isinstance(source, Mapping) else _read_json(Path(source))
     check_plain(raw)
-    given = raw = _without_nulls(raw)
+    given = raw = as_typed(_without_nulls(raw), Config)
     # bf16.check_grad_overflow is DeepSpeed's place for it; here it holds at every precision.
     bf16 = raw.get("bf16")
     if isinstance(bf16, dict) and "check_grad_overflow" in bf16:
         raw = {**raw}
         raw["bf16"] = {k: v for k, v in bf16.items() if k != "check_grad_overflow"}
         if bf16.get("enabled"):
-            raw.setdefault("check_grad_overflow", bf16["check_grad_overflow"])
+            raw.setdefault("check_grad_overflow", as_kind(bf16["check_grad_overflow"], bool))
     if isinstance(bf16, dict) and bf16.get("bf16_optimizer_states"):
         raw = _with_bf16_moments(raw)
     _refuse_auto(raw)
@@ -236,6 +237,33 @@ def _without_nulls(block: Mapping[str, Any]) -> dict[str, Any]:
         for k, v in block.items()
         if v is not None
     }
+
+
+def as_typed(block: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
+    """Return ``block``, a ``kind``, with numbers and booleans in the place of their texts.
+
+    As in DeepSpeed, "2" is a number where one is meant, and "true", 1 and 0 are booleans: templates
+    and command lines write them. What is neither stays as it is, and is refused by its type.
+    """
+    typed: dict[str, Any] = {}
+    for key, value in block.items():
+        field = kind.model_fields.get(key)
+        inner = None if field is None else block_of(field)
+        if inner is not None and isinstance(value, Mapping):
+            value = as_typed(value, inner)
+        elif field is not None:
+            value = as_kind(value, *_kinds(field.annotation))
+        typed[key] = value
+    return typed
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Yield the types of values, none of lists, that a field of type ``annotation`` takes."""
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        for inner in get_args(annotation):
+            yield from _kinds(inner)
+    else:
+        yield annotation
 
 
 def _refuse_auto(block: Mapping[str, Any], *path: str) -> None:

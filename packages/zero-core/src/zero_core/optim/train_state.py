@@ -113,8 +113,9 @@ class Accumulation:
 class LossScaler:
     """The loss scale: constant, or dynamic as of Micikevicius et al. (arXiv 1710.03740), 3.2.
 
-    Dynamic: doubled after ``loss_scale_window`` steps without overflow; an overflow first uses up
-    ``hysteresis``, then each one halves the scale, down to ``min_loss_scale``.
+    Dynamic: doubled after every ``loss_scale_window`` steps without overflow, as by torch's
+    GradScaler; an overflow first uses up ``hysteresis``, then each one halves the scale, down to
+    ``min_loss_scale``.
 
     Attributes:
         is_dynamic: whether the scale changes.
@@ -122,7 +123,8 @@ class LossScaler:
         is_applied: whether a loss of the current micro-step has been scaled.
         config: the settings.
         hysteresis_left: overflows from now on of which the last one halves the scale.
-        steps_since_change: steps without overflow since the scale changed.
+        steps_since_overflow: steps without overflow since the last one, or since the start.
+        growth_delay: of these, how many come before the first window. DeepSpeed has one.
     """
 
     def __init__(self, config: Fp16Config) -> None:
@@ -136,7 +138,8 @@ class LossScaler:
             self.scale = config.loss_scale
         self.is_applied = False
         self.hysteresis_left = config.hysteresis
-        self.steps_since_change = 0
+        self.steps_since_overflow = 0
+        self.growth_delay = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.is_applied = True
@@ -148,7 +151,7 @@ class LossScaler:
             return
         config = self.config
         if is_overflow:
-            self.steps_since_change = 0
+            self.steps_since_overflow = 0
             if self.hysteresis_left > 1:
                 self.hysteresis_left -= 1
                 return
@@ -158,9 +161,9 @@ class LossScaler:
             return
         if config.consecutive_hysteresis:
             self.hysteresis_left = config.hysteresis
-        self.steps_since_change += 1
-        if self.steps_since_change >= config.loss_scale_window:
-            self.steps_since_change = 0
+        self.steps_since_overflow += 1
+        stable = self.steps_since_overflow - self.growth_delay
+        if stable > 0 and stable % config.loss_scale_window == 0:
             self.hysteresis_left = config.hysteresis
             self.scale *= 2.0
 
@@ -171,7 +174,7 @@ class LossScaler:
         return {
             "scale": self.scale,
             "hysteresis_left": self.hysteresis_left,
-            "steps_since_change": self.steps_since_change,
+            "steps_since_change": self.steps_since_overflow,  # the format's name
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,7 +182,7 @@ class LossScaler:
         if self.is_dynamic and state:
             self.scale = float(state["scale"])
             self.hysteresis_left = int(state["hysteresis_left"])
-            self.steps_since_change = int(state["steps_since_change"])
+            self.steps_since_overflow = int(state["steps_since_change"])
 
 
 class TrainState:

@@ -720,11 +720,10 @@ class FlatParams:
 
     def _set_placeholders(self) -> None:
         access.open_all(self.read_params)
+        values = self._placeholders.slots
         if self._copies:
-            for position, hole in enumerate(self._placeholders.slots):
-                self.params[position].data = self._copies.get(position, hole)
-        else:
-            list(map(_set_data, self.params, self._placeholders.slots))
+            values = [self._copies.get(position, hole) for position, hole in enumerate(values)]
+        list(map(_set_data, self.params, values))
         self._are_views_set = self._is_deferred = False
         held = {id(p) for position in self._copies for p in self._read_at(position)}
         access.refuse(p for p in self.read_params if id(p) not in held)

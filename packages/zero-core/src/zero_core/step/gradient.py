@@ -51,6 +51,7 @@ from zero_core.step.statistics import GradientStatistics
 
 CLIP_EPSILON = 1e-6
 """Of `torch.nn.utils.clip_grad_norm_`."""
+_CHANGED = "param.grad was changed to values that are not finite"
 _MAX_NAMED = 3
 _MAX_RANKS = 8
 
@@ -122,7 +123,7 @@ class StepGradient:
         self._changed: set[int] = set()
         self._changed_late: set[int] = set()
         self._changed_before: set[int] = set()
-        self._why_skipped = ""
+        self._why_skipped = _CHANGED
         spans = {flat.segment.index: flat.local_span for flat in state.params}
         self._starts = {index: span[0] for index, span in spans.items() if span is not None}
         self._pieces_of: dict[int, list[int]] = {}
@@ -330,7 +331,7 @@ class StepGradient:
         self.reopen()
         self._changed.clear()
         self._changed_late.clear()
-        self._why_skipped = "param.grad was changed to values that are not finite"
+        self._why_skipped = _CHANGED
         self.param_grads.clear()
         self.params_with_grad.clear()
         self._tier.discard_grads()

@@ -26,7 +26,9 @@ class _Warmup(IterationSchedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         if warmup_type not in ("log", "linear"):
-            raise ValueError(f"warmup_type must be 'log' or 'linear', found {warmup_type!r}")
+            text = "warmup_type = %r is neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
+            _log.warning(text, warmup_type)
+            warmup_type = "log"
         # At least 2: the logarithm of 1 is 0.
         self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=0))
         self.warmup_type = warmup_type
