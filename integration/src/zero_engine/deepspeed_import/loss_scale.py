@@ -25,5 +25,5 @@ def _scale(found: Mapping[str, Any]) -> dict[str, float]:
     return {
         "scale": float(found["cur_scale"]),
         "hysteresis_left": int(found.get("cur_hysteresis", 1)),
-        "steps_since_overflow": int(found["cur_iter"]) - int(found["last_overflow_iter"]) - 1,
+        "steps_since_change": int(found["cur_iter"]) - int(found["last_overflow_iter"]) - 1,
     }
