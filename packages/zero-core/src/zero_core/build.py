@@ -274,7 +274,9 @@ def build(
             copies = make_memory_checkpoints(
                 state, train, resolved.memory_checkpoint, ranks, per_node
             )
-        device_states = DeviceStates(memory, runtime, state, (tier, used, transport), copies)
+        device_states = DeviceStates(
+            memory, runtime, state, (tier, used, transport), gradient.edits, copies
+        )
         states = StateAccess(state, gradient, runtime, device_states)
         parts = EngineParts(
             resolved,
@@ -292,8 +294,7 @@ def build(
         if is_training:
             patches = PatchWriter(state)
             driven = EngineOptimizer(optimizer, train, gradient, runtime, meter, state.param_names)
-            if resolved.zero_optimization.stage == 0:
-                installed.append(gradient.param_grads.serve())
+            installed.append(gradient.param_grads.serve())
             installed.append(gradient.edits.begin())
             engine: ShardedModel = Engine(
                 parts,

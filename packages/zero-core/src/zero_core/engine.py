@@ -411,7 +411,7 @@ class Engine(ShardedModel):
         ``param.grad`` stays as it was: the step applies the factor.
 
         `torch.nn.utils.clip_grad_norm_` works at stage 0. At stages 1 to 3 parameters have no
-        ``grad``, so it silently clips nothing.
+        ``grad``, so it clips nothing, and a warning says so.
 
         Raises:
             RuntimeError: not at an accumulation boundary, or within ``no_sync``.

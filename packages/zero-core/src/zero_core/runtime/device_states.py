@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_core._torch import storage_of
 from zero_core.protocols import DeviceMemory
 from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.edits import Edits
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -94,12 +95,14 @@ class DeviceStates:
         runtime: Runtime,
         state: ShardedState,
         holders: Sequence[object],
+        edits: Edits,
         reader: StateReader | None = None,
     ) -> None:
         """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`.
 
         ``reader`` is waited for before states are written.
         """
+        self._edits = edits
         self._reader = reader
         self._memory = memory
         self._runtime = runtime
@@ -119,9 +122,11 @@ class DeviceStates:
             self._reader.wait()
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Refuse ``what`` while a part that it needs is away, and end what was published.
+        """Refuse ``what`` while a part that it needs is away, and prepare for it.
 
-        So nothing that ``what`` exchanges meets a publication that another rank has yet to launch.
+        What was published has ended then, so nothing that ``what`` exchanges meets a publication
+        that another rank has yet to launch. If it needs all parts, master weights have what
+        programs wrote into parameters.
 
         Raises:
             RuntimeError: with what to do.
@@ -129,6 +134,9 @@ class DeviceStates:
         if self._away and needed & self._away.keys():
             raise RuntimeError(self._explain(what, needed))
         self._runtime.drain()
+        if needed is ALL_PARTS and (marked := self._edits.marked()):
+            self.wait_for_reader()
+            self._edits.take(marked)
 
     def _explain(self, what: str, needed: frozenset[StatePart]) -> str:
         away = ", ".join(sorted(needed & self._away.keys()))

@@ -28,6 +28,7 @@ from torch import Tensor
 from zero_core.core import access
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import Piece
+from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 
 
@@ -56,11 +57,15 @@ class Edits:
         """Number of parameters that were written since the last step."""
         return sum(checksum is not None for checksum in self._marked.values())
 
+    def marked(self) -> list[tuple[FlatParams, list[tuple[int, bool]]]]:
+        """Return what has been marked since the last call: see `FlatParams.take_marks`."""
+        return [(flat, marks) for flat in self._kept if (marks := flat.take_marks())]
+
     @torch.no_grad()
-    def take(self) -> None:
-        """Bring what was written into the parameters to their master weights."""
-        for flat in self._kept:
-            for position, is_written in flat.take_marks():
+    def take(self, marked: Iterable[tuple[FlatParams, list[tuple[int, bool]]]]) -> None:
+        """Bring what was written into ``marked`` parameters to their master weights."""
+        for flat, marks in marked:
+            for position, is_written in marks:
                 slot = flat.segment.slots[position]
                 assert flat.full is not None, "it is kept"
                 elements = flat.full[slot.start : slot.stop]

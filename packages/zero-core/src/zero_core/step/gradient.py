@@ -45,7 +45,7 @@ from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.agreement import StepAgreement
-from zero_core.step.param_grads import ParamGrads
+from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
 from zero_core.step.speculation import Speculation, updates_in_backward
 from zero_core.step.statistics import GradientStatistics
 
@@ -142,7 +142,9 @@ class StepGradient:
             state.params,
             self.params_with_grad,
             owns_grads=state.tier.owns_grads,
-            is_updated_in_backward=self._is_updated_in_backward,
+            why_none=SHARDED
+            if config.zero_optimization.stage
+            else UPDATED_IN_BACKWARD * self._is_updated_in_backward,
         )
         self._speculation = Speculation(config, tier, rank=state.control.rank)
         self.edits = Edits(state)
@@ -172,7 +174,7 @@ class StepGradient:
         self.reopen()
         self.check_not_updated("a further backward of the same step")
         if self._is_updated_in_backward or self._speculation.is_on:
-            self.edits.take()  # before the first update
+            self.edits.take(self.edits.marked())  # before the first update
         if self._config.loss_scaling.enabled and not self._train.scaler.is_applied:
             raise RuntimeError(
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
@@ -234,7 +236,6 @@ class StepGradient:
         self.check_not_updated("dropping gradients")
 
     def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
-        self.edits.take()
         self.param_grads.take_assigned()
         changes = self.param_grads.find_changes()
         (self._changed_late if self._is_agreed else self._changed).update(changes)

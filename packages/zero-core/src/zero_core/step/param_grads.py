@@ -1,4 +1,4 @@
-"""The gradient of a step as ``param.grad``, at stage 0.
+"""The gradient of a step as ``param.grad``: at stage 0 itself, elsewhere why it is None.
 
 [Note: param.grad]
 Between the end of a step's last backward and `step`, ``param.grad`` is the reduced gradient, with
@@ -8,6 +8,10 @@ gradient in that dtype it is a view of that memory, else a copy. What is done to
 step: changes in place, another tensor, and None, which leaves the parameter and its state alone.
 Elsewhere ``param.grad`` is None, or what was assigned: a backward adds to that, and `step` takes it
 as it is.
+
+At stages 1 to 3 no rank has the whole gradient, and where units are updated in backward it is not
+kept. There ``param.grad`` is None at all times, and `torch.nn.utils.clip_grad_norm_` would do nothing,
+silently. So a read between backward and `step` logs a warning, once, and an assignment is an error.
 
 Nothing of this costs anything unless ``grad`` is read or set: it is a property of the parameters'
 class. Torch's AccumulateGrad reads torch's own attribute below it, which is None, so a further
@@ -43,14 +47,19 @@ from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.params import FlatParams
 
 _log = logging.getLogger(__name__)
-_UPDATED_IN_BACKWARD = (
+UPDATED_IN_BACKWARD = (
     "param.grad is not kept where units are updated during backward: set "
     "zero_optimization.offload_optimizer.update_in_backward to false"
+)
+SHARDED = (
+    "param.grad is None at stages 1 to 3, where no rank has the whole gradient, so "
+    "torch.nn.utils.clip_grad_norm_ clips nothing: set gradient_clipping in the configuration, or "
+    "call engine.clip_grad_norm_(); engine.states reads and sets gradients"
 )
 
 
 class TrainedParameter(EngineParameter):
-    """Class of a parameter that an engine of stage 0 trains."""
+    """Class of a parameter that an engine trains."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -98,16 +107,17 @@ class ParamGrads:
         params_with_grad: set[int],
         *,
         owns_grads: bool,
-        is_updated_in_backward: bool,
+        why_none: str,
     ) -> None:
         """Prepare for the trainable parameters among ``params``. Reads return None before `serve`.
 
         ``params_with_grad`` are the numbers of those that have a gradient on this rank. It is kept
-        up to date. ``owns_grads``: whether the state tier copies gradients.
+        up to date. ``owns_grads``: whether the state tier copies gradients. ``why_none``: why none
+        is given out; empty where it is.
         """
         self._with_grad = params_with_grad
         self._owns_grads = owns_grads
-        self._is_updated_in_backward = is_updated_in_backward
+        self._why_none = why_none
         self._params = [
             (param, flat.segment.index, position)
             for flat in params
@@ -146,11 +156,11 @@ class ParamGrads:
         grads = self._complete.get(index)
         if grads is None:
             return None
+        if self._why_none:
+            self._warn()
+            return None
         given = self._given.setdefault(index, {})
         if position not in given:
-            if self._is_updated_in_backward:
-                self._warn()
-                return None
             grad = grads.of_param(position)
             if not grad.untyped_storage().nbytes():
                 return None  # states are offloaded
@@ -171,8 +181,10 @@ class ParamGrads:
             if grad is not None:
                 self._assigned[id(param)] = param
             return False
-        if self._is_updated_in_backward:
-            raise RuntimeError(_UPDATED_IN_BACKWARD)
+        if self._why_none:
+            if grad is None:
+                return True
+            raise RuntimeError(self._why_none)
         set_grad(param, grad)  # it checks shape, dtype and device
         set_grad(param, None)
         self._given.setdefault(index, {})[position] = grad
@@ -187,7 +199,7 @@ class ParamGrads:
     def _warn(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _log.warning("%s", _UPDATED_IN_BACKWARD)
+            _log.warning("%s", self._why_none)
 
     # --------------------------------------------------------------- of a step
 

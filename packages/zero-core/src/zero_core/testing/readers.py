@@ -1,0 +1,146 @@
+"""Programs that read and write parameters of a model wherever they like, beside plain torch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zero_core.testing.models import seeded
+
+WIDTH = 6
+READERS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "norm": lambda p: p.norm(),
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "clone": lambda p: p.clone(),
+    "tolist": lambda p: p.tolist(),
+    "item": lambda p: p.sum().item(),
+    "numpy": lambda p: p.detach().float().numpy().tolist(),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).clone(),
+    "linear": lambda p: functional.linear(torch.ones(2, p.shape[-1], dtype=p.dtype), p),
+    "operator": lambda p: 2 * p + 1,
+    "comparison": lambda p: (p > 0.01).tolist(),
+    "where": lambda p: torch.where(p > 0.01, 1, 2),
+    "index": lambda p: p[0],
+    "iteration": lambda p: torch.stack(list(p)),
+    "view": lambda p: p.view(-1),
+    "transpose": lambda p: p.t(),
+    "stack": lambda p: torch.stack([p, p]),
+    "foreach": lambda p: torch._foreach_norm([p])[0],
+    "cast": lambda p: p.to(torch.float64),
+    "deepcopy": lambda p: copy.deepcopy({"kept": p})["kept"],
+    "save": lambda p: _saved(p),
+    "storage": lambda p: p.untyped_storage().nbytes() and p.clone(),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "another thread": lambda p: _in_a_thread(p),
+}
+"""Ways to read a value, each of which returns it or what follows from it."""
+
+
+def _saved(param: nn.Parameter) -> Tensor:
+    file = io.BytesIO()
+    torch.save({"kept": param}, file)
+    file.seek(0)
+    found: Tensor = torch.load(file, weights_only=True)["kept"]
+    return found
+
+
+def _in_a_thread(param: nn.Parameter) -> Tensor:
+    found: list[Any] = []
+
+    def read() -> None:
+        try:
+            found.append(param.detach().clone())
+        except RuntimeError as error:
+            found.append(error)
+
+    threads = [Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in found:
+        if isinstance(one, RuntimeError):
+            raise one
+    assert torch.equal(found[0], found[1])
+    value: Tensor = found[0]
+    return value
+
+
+class _Block(nn.Module):
+    def __init__(self, number: int, look: Callable[[str], None]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.number = number
+        self.look = look
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look(f"forward of block {self.number}")
+        out: Tensor = x + torch.tanh(self.inner(x))
+        return out
+
+
+class Watched(nn.Module):
+    """A model that calls ``look(moment)`` in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look: Callable[[str], None] = lambda moment: None
+        with seeded(0):
+            self.inlet = nn.Linear(WIDTH, WIDTH)
+            self.blocks = nn.ModuleList(_Block(n, lambda m: self.look(m)) for n in range(3))
+            self.outlet = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        self.look("behind the blocks")
+        loss: Tensor = self.outlet(x).float().square().mean()
+        return loss
+
+    @contextmanager
+    def looking(self, look: Callable[[str], None]) -> Iterator[None]:
+        """Call ``look`` within."""
+        self.look = look
+        try:
+            yield
+        finally:
+            self.look = lambda moment: None
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    """Return the input of one rank in a step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3, WIDTH, generator=generator)
+
+
+class Log:
+    """What every reader found at every moment, of one weight: a value, or the error's text."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = param
+        self.found: dict[tuple[str, str], Any] = {}
+
+    @torch.no_grad()
+    def look(self, moment: str) -> None:
+        """Read the weight in every way."""
+        for name, read in READERS.items():
+            self.found[moment, name] = _read(read, self._param)
+
+
+def _read(read: Callable[[nn.Parameter], Any], param: nn.Parameter) -> Any:
+    try:
+        found = read(param)
+    except RuntimeError as error:
+        return str(error)
+    return found.tolist() if isinstance(found, Tensor) else found

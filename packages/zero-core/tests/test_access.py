@@ -1,0 +1,402 @@
+"""Whoever reads or writes a parameter, at any moment, has its value or an error at that place."""
+
+from __future__ import annotations
+
+import logging
+from types import GetSetDescriptorType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core import RankMismatchError
+from zero_core.core.access import NEEDS_NO_VALUE
+from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, simulate
+from zero_core.testing.readers import Log, Watched, inputs
+
+STEPS = 3
+REFUSAL = "parameter blocks.1.inner.weight was read where stage 3 holds only"
+
+
+def _ddp(ranks: SimulatedRanks) -> tuple[dict[Any, Any], list[float]]:
+    model = Watched()
+    log = Log(model.blocks[1].inner.weight)
+    ddp, losses = SimulatedDDP(model, ranks), []
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=WEIGHT_DECAY
+    )
+    for step in range(STEPS):
+        is_last = step == STEPS - 1
+        if is_last:
+            log.look("before the forward")
+        with model.looking(log.look if is_last else model.look):
+            loss = ddp(inputs(step, ranks.rank))
+        if is_last:
+            log.look("before backward")
+        optimizer.zero_grad()
+        loss.backward()
+        ddp.average_gradients()
+        if is_last:
+            log.look("before the step")
+        optimizer.step()
+        if is_last:
+            log.look("after the step")
+            with torch.no_grad(), model.looking(lambda m: log.look(f"{m}, evaluating")):
+                model(inputs(step, ranks.rank))
+            log.look("after an evaluation")
+        losses.append(loss.item())
+    return log.found, losses
+
+
+def _engine(ranks: SimulatedRanks, stage: int) -> tuple[dict[Any, Any], list[float]]:
+    model = Watched()
+    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    log, losses = Log(model.blocks[1].inner.weight), []
+    for step in range(STEPS):
+        is_last = step == STEPS - 1
+        if is_last:
+            log.look("before the forward")
+        with model.looking(log.look if is_last else model.look):
+            loss = engine(inputs(step, ranks.rank))
+        if is_last:
+            log.look("before backward")
+        engine.backward(loss)
+        if is_last:
+            log.look("before the step")
+        engine.step()
+        if is_last:
+            log.look("after the step")
+            with torch.no_grad(), model.looking(lambda m: log.look(f"{m}, evaluating")):
+                engine(inputs(step, ranks.rank))
+            log.look("after an evaluation")
+        losses.append(loss.item())
+    with engine.gathered():
+        log.look("gathered")
+    return log.found, losses
+
+
+def _tells_the_truth(ranks: SimulatedRanks, stage: int) -> None:
+    # With more ranks DDP adds gradients in another order.
+    expected, losses = _ddp(ranks) if ranks.size == 2 else _engine(ranks, 0)
+    found, own = _engine(ranks, stage)
+    assert own == losses
+    gathered = {key: value for key, value in found.items() if key[0] == "gathered"}
+    for (_, reader), value in gathered.items():
+        assert value == expected["after an evaluation", reader], reader
+    for key, value in expected.items():
+        if key[0] == "gathered":
+            continue
+        if stage == 3 and key[0] not in ("forward of block 1", "forward of block 1, evaluating"):
+            assert isinstance(found[key], str), key
+            assert found[key].startswith(f"rank {ranks.rank}: {REFUSAL}"), (key, found[key])
+        else:
+            assert found[key] == value, key
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3)])
+def test_each_reader_has_the_value_of_ddp_or_an_error_at_each_moment(stage, world_size):
+    simulate(_tells_the_truth, world_size, stage)
+
+
+def _integers(ranks: SimulatedRanks, stage: int) -> None:
+    model = Watched()
+    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    counts = model.blocks[1].counts
+    if stage < 3:
+        assert counts.tolist() == [0, 1, 2]
+        return
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.counts was read where stage 3 holds only"):
+        counts.tolist()
+    with engine.gathered(params=[counts]):
+        assert counts.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_integers_are_no_zeros_where_they_are_not(stage):
+    simulate(_integers, 2, stage)
+
+
+# ----------------------------------------------------------------- other blocks
+
+
+def _reads_another_block(ranks: SimulatedRanks, stage: int) -> None:
+    losses: dict[str, list[float]] = {"ddp": [], "engine": []}
+
+    def make() -> Watched:
+        model = Watched()
+        held = [model.blocks[2].inner.weight]
+        plain = model.blocks[0].forward
+
+        def forward(x: Tensor) -> Tensor:
+            return plain(x) + nn.functional.linear(x, held[0])
+
+        model.blocks[0].forward = forward
+        return model
+
+    model = make()
+    ddp = SimulatedDDP(model, ranks)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    engine = zero_core.build(
+        copied := make(),
+        Case(stage, top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}).config(),
+        process_group=ranks,
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = ddp(inputs(step, ranks.rank))
+        loss.backward()
+        ddp.average_gradients()
+        optimizer.step()
+        losses["ddp"].append(loss.item())
+        loss = engine(inputs(step, ranks.rank))
+        engine.backward(loss)
+        engine.step()
+        losses["engine"].append(loss.item())
+    assert losses["engine"] == losses["ddp"]
+    for one, other in zip(model.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_block_that_reads_a_later_ones_weight_follows_ddp(stage):
+    simulate(_reads_another_block, 2, stage)
+
+
+def test_at_stage_3_it_is_refused_by_name_and_the_step_after_is_right():
+    def refused(ranks: SimulatedRanks) -> None:
+        with pytest.raises(RuntimeError, match=r"blocks\.2\.inner\.weight was read where stage 3"):
+            _reads_another_block(ranks, 3)
+
+    simulate(refused, 2)
+
+
+class _Skips(Watched):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for number, block in enumerate(self.blocks):
+            if number != self.rank:
+                x = block(x)
+        loss: Tensor = self.outlet(x).float().square().mean()
+        return loss
+
+
+def _skip_blocks(ranks: SimulatedRanks, stage: int) -> None:
+    model, own = _Skips(ranks.rank), _Skips(ranks.rank)
+    ddp = SimulatedDDP(model, ranks)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=WEIGHT_DECAY
+    )
+    engine = zero_core.build(own, Case(stage).config(), process_group=ranks)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = ddp(inputs(step, ranks.rank))
+        loss.backward()
+        ddp.average_gradients()
+        optimizer.step()
+        assert engine(inputs(step, ranks.rank)).item() == loss.item()
+        engine.backward(engine(inputs(step, ranks.rank)))
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_may_skip_different_blocks(stage):
+    simulate(_skip_blocks, 3, stage)
+
+
+# ------------------------------------------------------------------- penalties
+
+
+def _penalize(ranks: SimulatedRanks, stage: int, kind: str, where: str) -> None:
+    def penalty(weight: nn.Parameter) -> Tensor:
+        if kind == "L1":
+            return weight.abs().sum()
+        return (weight @ weight.t() - torch.eye(len(weight))).square().sum()
+
+    model, own = Watched(), Watched()
+    ddp = SimulatedDDP(model, ranks)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    top = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = zero_core.build(own, Case(stage, top=top).config(), process_group=ranks)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = ddp(inputs(step, ranks.rank)) + 0.01 * penalty(model.blocks[1].inner.weight)
+        loss.backward()
+        ddp.average_gradients()
+        optimizer.step()
+        weight = own.blocks[1].inner.weight
+        found = engine(inputs(step, ranks.rank))
+        with engine.gathered(params=[weight] if where == "one" else None):
+            found = found + 0.01 * penalty(weight)
+            if where == "within":
+                engine.backward(found)
+        if where != "within":
+            engine.backward(found)
+        engine.step()
+        assert found.item() == loss.item()
+    with engine.gathered():
+        for one, other in zip(model.parameters(), own.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("where", ["one", "all", "within"])
+@pytest.mark.parametrize("kind", ["L1", "orthogonal"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_penalty_of_gathered_weights_has_torchs_gradient(stage, kind, where):
+    simulate(_penalize, 2, stage, kind, where)
+
+
+# ----------------------------------------------------------------------- edits
+
+
+def _clamp(model: nn.Module, way: str) -> None:
+    weight = model.blocks[1].inner.weight
+    with torch.no_grad():
+        if way == "data":
+            weight.data.clamp_(-0.1, 0.1)
+        elif way == "in place":
+            weight.clamp_(-0.1, 0.1)
+        elif way == "state dict":
+            state = {k: v.clone() for k, v in model.state_dict().items()}
+            state["blocks.1.inner.weight"].clamp_(-0.1, 0.1)
+            model.load_state_dict(state)
+        elif way == "read":
+            weight.data.norm()
+
+
+def _edited(ranks: SimulatedRanks, stage: int, way: str, dtype: str) -> None:
+    steps = []
+    for ways in ((way, "gathered"), ("", "")) if way == "read" else ((way, ""), ("gathered", "")):
+        model = Watched()
+        engine = zero_core.build(model, Case(stage, dtype).config(), process_group=ranks)
+        for step in range(STEPS):
+            engine.backward(engine(inputs(step, ranks.rank)))
+            engine.step()
+            if ways[0] == "gathered":
+                with engine.gathered(modifier_rank=0):
+                    _clamp(model, "data")
+            else:
+                _clamp(model, ways[0])
+        full = engine.full_state_dict(dtype=torch.float32)
+        steps.append({n: full[n] for n, _ in model.named_parameters()})
+    for name, value in steps[0].items():
+        assert torch.equal(value, steps[1][name]), name
+
+
+@pytest.mark.parametrize("way", ["data", "in place", "state dict", "read"])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "bf16"), (2, "fp16"), (2, "fp32")])
+def test_edits_past_the_engine_are_those_within_gathered(stage, dtype, way):
+    simulate(_edited, 2, stage, way, dtype)
+
+
+def _edits_on_one_rank(ranks: SimulatedRanks, stage: int) -> None:
+    model = Watched()
+    engine = zero_core.build(model, Case(stage, "bf16").config(), process_group=ranks)
+    engine.backward(engine(inputs(0, ranks.rank)))
+    engine.step()
+    if ranks.rank == 1:
+        _clamp(model, "in place")
+    engine.backward(engine(inputs(1, ranks.rank)))
+    with pytest.raises(RankMismatchError, match=r"into blocks\.1\.inner\.weight since the last"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_edit_of_one_rank_is_refused_by_all(stage):
+    simulate(_edits_on_one_rank, 3, stage)
+
+
+def _writes_without_modifier(ranks: SimulatedRanks, where: str, way: str) -> None:
+    model = Watched()
+    engine = zero_core.build(model, Case(3).config(), process_group=ranks)
+    weight = model.blocks[1].inner.weight
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.inner\.weight was written where stage 3"):
+        _clamp(model, "in place")
+    with engine.gathered(params=[weight] if where == "one" else None):
+        _clamp(model, way)
+    engine(inputs(0, ranks.rank))
+
+
+@pytest.mark.parametrize("way", ["data", "in place"])
+@pytest.mark.parametrize("where", ["one", "all"])
+def test_a_write_that_stage_3_would_lose_is_told(where, way):
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.inner\.weight changed within gathered\(\)"):
+        simulate(_writes_without_modifier, 2, where, way)
+
+
+# -------------------------------------------------------------- without values
+
+
+def _needs_no_value(ranks: SimulatedRanks, stage: int) -> None:
+    model, plain = Watched(), Watched()
+    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine.backward(engine(inputs(0, ranks.rank)))
+    engine.step()
+    closed = [type(p) for p in model.parameters()]
+    assert repr(model) == repr(plain)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (param.shape, param.dtype, param.device) == (other.shape, other.dtype, other.device)
+        assert (param.requires_grad, param.is_leaf) == (other.requires_grad, other.is_leaf)
+        assert isinstance(param, nn.Parameter)
+        assert param in {param}
+        if param.requires_grad:
+            param.register_hook(lambda grad: None).remove()
+            param.requires_grad_(True)
+    model.zero_grad()
+    model.to("cpu")
+    assert [type(p) for p in model.parameters()] == closed, "nobody has waited"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_names_shapes_and_hooks_neither_wait_nor_raise(stage):
+    simulate(_needs_no_value, 2, stage)
+
+
+def test_what_needs_no_value_is_torchs_list_of_what_returns_none_of_it():
+    """A function that returns no tensor of a parameter on the meta device has read no value."""
+    reads = {"data_ptr", "const_data_ptr", "storage", "untyped_storage", "__repr__", "type"}
+    reads |= {"storage_type", "_clear_non_serializable_cached_data", "_is_view"}
+    unknown = []
+    for func in torch.overrides.get_overridable_functions()[Tensor]:
+        name = getattr(func, "__name__", "")
+        if name in reads or func in NEEDS_NO_VALUE:
+            continue
+        try:
+            found = func(nn.Parameter(torch.empty(2, 2, device="meta")))
+        except Exception:
+            continue
+        if not isinstance(found, Tensor | tuple | list | type(NotImplemented)):
+            unknown.append(name)
+    assert not unknown
+    properties = vars(torch._C.TensorBase).items()
+    values = {n for n, p in properties if isinstance(p, GetSetDescriptorType)}
+    assert {n for n in values if getattr(Tensor, n).__get__ not in NEEDS_NO_VALUE} == {
+        *("data", "T", "mT", "H", "mH", "real", "imag")
+    }
+
+
+def _warns(ranks: SimulatedRanks, stage: int) -> None:
+    model = Watched()
+    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    for step in range(2):
+        model.zero_grad()
+        engine.backward(engine(inputs(step, ranks.rank)))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with pytest.raises(RuntimeError, match=r"engine\.states"):
+            model.outlet.weight.grad = torch.zeros_like(plain := Watched().outlet.weight)
+        assert plain.grad is None
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_torchs_clipping_which_clips_nothing_is_told_once(stage, caplog):
+    with caplog.at_level(logging.WARNING):
+        simulate(_warns, 1, stage)
+    told = [r for r in caplog.records if "clips nothing" in r.getMessage()]
+    assert len(told) == 1
