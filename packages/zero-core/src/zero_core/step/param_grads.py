@@ -10,8 +10,8 @@ Elsewhere ``param.grad`` is None, or what was assigned: a backward adds to that,
 as it is.
 
 At stages 1 to 3 no rank has the whole gradient, and where units are updated in backward it is not
-kept. There ``param.grad`` is None at all times, and `torch.nn.utils.clip_grad_norm_` would do nothing,
-silently. So a read between backward and `step` logs a warning, once, and an assignment is an error.
+kept. There ``param.grad`` is None at all times, and `torch.nn.utils.clip_grad_norm_` would clip
+nothing, silently. So a read between backward and `step` logs a warning, once, and an assignment is an error.
 
 Nothing of this costs anything unless ``grad`` is read or set: it is a property of the parameters'
 class. Torch's AccumulateGrad reads torch's own attribute below it, which is None, so a further

@@ -24,7 +24,7 @@ READERS: dict[str, Callable[[nn.Parameter], Any]] = {
     "tolist": lambda p: p.tolist(),
     "item": lambda p: p.sum().item(),
     "numpy": lambda p: p.detach().float().numpy().tolist(),
-    "dlpack": lambda p: torch.from_dlpack(p.detach()).clone(),
+    "dlpack": lambda p: torch.utils.dlpack.from_dlpack(p.detach()).clone(),
     "linear": lambda p: functional.linear(torch.ones(2, p.shape[-1], dtype=p.dtype), p),
     "operator": lambda p: 2 * p + 1,
     "comparison": lambda p: (p > 0.01).tolist(),
