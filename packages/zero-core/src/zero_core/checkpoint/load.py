@@ -120,6 +120,7 @@ def restore_from(
     restoring = Restoring(state, reader, without)
     state.control.together("checkpoint: check", restoring.check)
     state.quiesce()
+    state.control.place.unfinished = "a load"
     state.control.together("checkpoint: restore", restoring.write)
     progress.load_state_dict(decode(reader.manifest.progress), without)
     return dict(decode(reader.manifest.client_state))

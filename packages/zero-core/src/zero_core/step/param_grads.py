@@ -222,6 +222,10 @@ class ParamGrads:
                 is_taken = self.write(param, grad)
                 assert is_taken, "the gradient is complete now"
 
+    def is_assigned(self, param: nn.Parameter) -> bool:
+        """Whether a script gave ``param`` a gradient while the step had none."""
+        return id(param) in self._assigned
+
     def is_set(self, number: int) -> bool:
         """Whether the gradient of parameter ``number`` was set or removed since `agreed`."""
         return number in self._set
