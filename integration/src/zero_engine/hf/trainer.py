@@ -136,7 +136,7 @@ class ZeroTrainer(Trainer):
             )
         elif training:
             assert isinstance(engine, Engine)
-            engine.optimizer.zero_grad()  # what a training that broke off has left
+            engine.zero_grad()  # what a training that broke off has left
         return model
 
     def _start_engine(self, *, is_training: bool) -> None:

@@ -149,6 +149,7 @@ def train_in(
     with working("making the model"), zero_core.deferred_init():  # never whole on any rank
         model = build_model(settings, corpus.vocab_size)
     engine = zero_core.build(model, fill_auto(config, settings.steps))  # shows its own progress
+    engine.should_defer_sigint = False  # `StopRequest` is the only handler, and raises nothing
     client_state = None
     if should_resume or engine.config.memory_checkpoint is not None:
         last_step = last_finished_step(folder, settings)

@@ -32,6 +32,7 @@ from zero_core.errors import (
     AccumulationScheduleError,
     CheckpointError,
     ConfigError,
+    RankMismatchError,
     UnusedParameterError,
 )
 from zero_core.plugins import REPORTS, load_part
@@ -40,6 +41,7 @@ from zero_core.record.recorder import Recorder, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient
+from zero_core.step.interrupts import DeferredInterrupt
 from zero_core.step.invariance import InvarianceCheck
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.replicas import check_replicas
@@ -56,6 +58,9 @@ class Engine(ShardedModel):
 
     Attributes:
         optimizer: real ``param_groups``; schedulers may be attached to it.
+        should_defer_sigint: whether SIGINT (Ctrl-C) waits until a `step` that runs in the main
+            thread has ended; a second one passes at once. For programs whose own handler raises
+            nothing, it may be set to False.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Engine(ShardedModel):
                 "to false"
             )
         self.optimizer = optimizer
+        self.should_defer_sigint = True
         self._gradient = gradient
         self._why_skipped = ""
         self._seeds = seeds
@@ -134,14 +140,16 @@ class Engine(ShardedModel):
         """End a micro-step. At an accumulation boundary, update the parameters.
 
         Every rank must call it. With ``check_grad_overflow`` (the default) or fp16, a step whose
-        gradient is not finite on any rank is skipped on all ranks.
+        gradient is not finite on any rank is skipped on all ranks. In the main thread the first
+        SIGINT (Ctrl-C) waits until it has ended: see ``should_defer_sigint``.
 
         ``client_state``: JSON and small tensors that `resume` returns from the copy in memory
         (``memory_checkpoint``) of the state after this step.
 
         Raises:
             RuntimeError: called within ``no_sync``, after a backward that did not end, while
-                states are offloaded, or with ``memory_checkpoint`` before `resume`.
+                states are offloaded, or with ``memory_checkpoint`` before `resume`; or an exception
+                has left an earlier call in the middle: load a checkpoint.
             CheckpointError: the last copy in memory failed.
             UnusedParameterError: at stages 1 and 2 with ``ignore_unused_parameters`` false, a
                 trainable parameter got no gradient on a rank. All ranks raise it.
@@ -149,6 +157,18 @@ class Engine(ShardedModel):
         """
         self._check_horizontal("step()")
         self._end_micro_step(client_state)
+
+    def zero_grad(self) -> None:
+        """Drop the step's gradient and start the step again from its first micro-step.
+
+        A loop needs it only after it was left between backward and `step`, by Ctrl-C for example.
+        Every rank must call it.
+
+        Raises:
+            RuntimeError: units have been updated in backward.
+        """
+        self.optimizer.zero_grad()
+        self._train.accumulation.forget()
 
     def _end_micro_step(self, client_state: Mapping[str, Any] | None) -> None:
         self._device_states.check("step()")
@@ -160,6 +180,10 @@ class Engine(ShardedModel):
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
             )
+        with DeferredInterrupt(is_on=self.should_defer_sigint):
+            self._step(client_state)
+
+    def _step(self, client_state: Mapping[str, Any] | None) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         skipped, micro_steps = self.skipped_steps, self._train.accumulation.count + 1
         with self.place.during("step()"):
@@ -206,6 +230,7 @@ class Engine(ShardedModel):
         Raises:
             ValueError: there are fewer micro-batches than a step has.
             RuntimeError: as `step` and `backward`, in the middle of a step, or within ``no_sync``.
+                After any exception the next call begins a step anew.
             AccumulationScheduleError: the model cannot be computed with the vertical schedule.
         """
         accumulation, steps = self._train.accumulation, self.gradient_accumulation_steps
@@ -219,9 +244,17 @@ class Engine(ShardedModel):
             raise ValueError(f"train_batch: a step has {steps} micro-batches, found {len(found)}")
         compute = compute_loss or self._loss_of
         seed = torch.initial_seed()  # before a micro-batch seeds the generators
-        with self._random.kept(), nullcontext() if self._choice is None else self._choice.timed():
-            losses = self._run_micro_batches(found, compute, over, seed)
-            self._end_micro_step(client_state)
+        num_steps = self.global_steps
+        timed = nullcontext() if self._choice is None else self._choice.timed()
+        try:
+            with self._random.kept(), timed:
+                losses = self._run_micro_batches(found, compute, over, seed)
+                self._end_micro_step(client_state)
+        except BaseException:
+            if self.global_steps == num_steps:
+                accumulation.forget()
+                self._runtime.abandon_backward()
+            raise
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()
 
@@ -298,11 +331,17 @@ class Engine(ShardedModel):
         every = self.config.check_replicas_every
         if every and self.world_size > 1 and (self.global_steps + 1) % every == 0:
             check_replicas(self.sharded_state, self.global_steps + 1)
-        self._runtime.start_agreement()
-        self._check_all_used()
-        self.optimizer.update_ahead()
-        self._runtime.complete_gradient()
-        decision = self._gradient.decide()
+        self._runtime.check_last_backward()
+        self.place.unfinished = "step()"  # other ranks update once they have this one's statistics
+        try:
+            self._runtime.start_agreement()
+            self._check_all_used()
+            self.optimizer.update_ahead()
+            self._runtime.complete_gradient()
+            decision = self._gradient.decide()
+        except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
+            self.place.unfinished = ""
+            raise
         self.optimizer.overflow = not decision.is_taken
         if decision.is_taken:
             self.optimizer.engine_step()
@@ -313,6 +352,7 @@ class Engine(ShardedModel):
             self._train.step_skipped(self._why_skipped)
         self._runtime.discard()
         self._train.end_step()
+        self.place.unfinished = ""
 
     def memory_report(self) -> dict[str, int]:
         """Return bytes on this rank by kind, without activations and the state tier's memory.
@@ -677,6 +717,8 @@ class Engine(ShardedModel):
             CheckpointError: there is none, or it belongs to another model.
             CheckpointCorruptError: its bytes are not what was written.
         """
+        if "optimizer" in without:
+            self.place.check_finished(f"load_checkpoint(without={sorted(without)})")
         began = perf_counter()
         found = self._load_checkpoint(directory, tag, without)
         if self._snapshots is not None:

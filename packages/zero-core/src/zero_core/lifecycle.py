@@ -118,10 +118,12 @@ class Ownership:
 
     def _end(self) -> None:
         state = self._state
-        state.tier.wait_params(0, max((p.stop for p in state.pieces), default=0))
-        while self.hooks:
-            self.hooks.pop().remove()
-        self.is_ended = True
+        try:
+            state.tier.wait_params(0, max((p.stop for p in state.pieces), default=0))
+        finally:  # a tier whose step failed raises: the model is free for another engine
+            while self.hooks:
+                self.hooks.pop().remove()
+            self.is_ended = True
 
     def _watch_state_dicts(self) -> list[Removable]:
         """Make ``state_dict`` raise where parameters do not hold the current values."""

@@ -56,7 +56,7 @@ _TRAINING_VERBS = frozenset(
         *("backward", "clip_grad_norm_", "no_sync", "optimizer", "scale"),
         *("idle_backward", "idle_step", "set_gradient_accumulation_boundary", "step"),
         *("set_is_last_backward", "set_requires_gradient_sync", "async_save", "resume"),
-        *("find_world_size_dependence", "record", "report", "train_batch"),
+        *("find_world_size_dependence", "record", "report", "train_batch", "zero_grad"),
     }
 )
 """Members of `zero_core.Engine` alone."""
@@ -425,13 +425,14 @@ class ShardedModel:
 
         Gradients so far are dropped.
         """
-        self._device_states.check("writing shards and states")
+        self._device_states.check_here("writing shards and states")
         self._device_states.wait_for_reader()
         self._runtime.release_all()
         yield
         self._runtime.discard()
         self._train.accumulation.forget()
         self._runtime.values_replaced()
+        self.place.unfinished = ""
 
     # -------------------------------------------------------- offload of states
 
@@ -504,8 +505,10 @@ class ShardedModel:
         Parameters of whose current values other ranks have a part hold none then: at stage 3 and,
         after a step, at 1 and 2. `unwrap` ends an engine with all of them whole.
         """
-        self._ownership.close()
-        self._end_collectives()
+        try:
+            self._ownership.close()
+        finally:
+            self._end_collectives()
 
     def unwrap(self, *, dtype: torch.dtype | None = None, drops_partial: bool = False) -> nn.Module:
         """End the engine and return its model with every value whole.

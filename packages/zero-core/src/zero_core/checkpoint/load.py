@@ -124,6 +124,7 @@ def restore_from(
     restoring = Restoring(state, reader, without)
     state.control.together("checkpoint: check", restoring.check)
     state.quiesce()
+    state.control.place.unfinished = "a load"
     state.control.together("checkpoint: restore", restoring.write)
     if state.control.rank == 0 and "optimizer" not in without:
         _warn_of_frozen(state, reader)

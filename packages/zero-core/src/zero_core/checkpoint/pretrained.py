@@ -100,6 +100,7 @@ def load_pretrained(
         raise CheckpointError(f"load_pretrained: ranks see different files at {source}")
     with engine.rewriting():
         state.quiesce()
+        state.control.place.unfinished = "load_pretrained()"
         rounds = engine.config.data_types.master_weights_from == "rounded"
         restore = partial(_restore, state, match, rounds_masters=rounds)
         state.control.together("load_pretrained: read", restore)

@@ -122,6 +122,15 @@ class DeviceStates:
             self._reader.wait()
 
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
+        """Refuse ``what`` while a part that it needs is away, or values are half-updated.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        self._state.control.place.check_finished(what)
+        self.check_here(what, needed)
+
+    def check_here(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
         """Refuse ``what`` while a part that it needs is away, and prepare for it.
 
         What was published has ended then, so nothing that ``what`` exchanges meets a publication

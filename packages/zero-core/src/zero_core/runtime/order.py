@@ -246,6 +246,11 @@ class BackwardOrder:
             self._without_grad.clear()
             self._with_grad.clear()
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a forward waits for its backward, as far as this rank can see."""
+        return any(trail.is_pending for trail in self._trails)
+
     def _note_late_tail(self) -> None:
         if any(self._num_missing.get(unit, 0) > 0 for unit in self._tail):
             self._is_tail_late = True

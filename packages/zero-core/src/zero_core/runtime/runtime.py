@@ -214,7 +214,9 @@ class Runtime:
             if self._has_sharded_params:
                 self.saved.watch_thread()
         elif not self._running:
-            if self._is_backward_open:
+            self._place.check_finished("a forward")
+            # Or Ctrl-C came in the first hook of a backward, before it was opened.
+            if self._is_backward_open or (self._order.is_awaited and self._sink.drop_untaken()):
                 self._sink.broken()
                 self.discard()
                 self.release_all()
@@ -511,9 +513,10 @@ class Runtime:
             return
         if self._why_no_backward is not None:
             raise RuntimeError(self._why_no_backward)
+        self._place.check_finished("a backward")
         self.part_hooks.resume()
         self.drain()
-        self._sink.begin_backward()
+        self._sink.begin_backward(is_new_round=self._should_sync and self._order.is_awaited)
         self._reductions.begin_backward()
         self._is_backward_open = True
         self._place.enter("backward")
@@ -524,6 +527,10 @@ class Runtime:
         self._recomputed.clear()
         self._order.begin_backward({u.index: u.count_trainable() for u in self.units})
         call_at_end_of_backward(self.end_backward)
+
+    def abandon_backward(self) -> None:
+        """Have the next forward drop the step's gradient, as after a backward that did not end."""
+        self._is_backward_open = True
 
     def _will_reduce(self) -> bool:
         return self._should_sync and (
@@ -572,7 +579,7 @@ class Runtime:
             raise RuntimeError(self._why_no_backward)
         self.part_hooks.resume()
         self.drain()
-        self._sink.begin_backward()
+        self._sink.begin_backward(is_new_round=True)
         self._is_backward_open = True
         self._is_reducing = False  # `reduce_turn` does
         self.entered = None
@@ -656,15 +663,8 @@ class Runtime:
 
     # ------------------------------------------------------------------- step
 
-    def start_agreement(self) -> None:
-        """Have all of the step's gradient reduced, and start to agree on it.
-
-        Every rank must call it. The host does not wait for the device.
-
-        Raises:
-            RuntimeError: not at an accumulation boundary, or within ``no_sync``, or after a
-                backward that did not end.
-        """
+    def check_last_backward(self) -> None:
+        """Raise if a backward that did not end, or a further one, is needed before ``step``."""
         if self._is_backward_open:
             raise RuntimeError(
                 "the last backward did not end: run the forward and backward of this step again"
@@ -674,6 +674,17 @@ class Runtime:
                 "the gradient is not whole yet: call this outside no_sync(), between the last "
                 "backward of a step and step()"
             )
+
+    def start_agreement(self) -> None:
+        """Have all of the step's gradient reduced, and start to agree on it.
+
+        Every rank must call it. The host does not wait for the device.
+
+        Raises:
+            RuntimeError: not at an accumulation boundary, or within ``no_sync``, or after a
+                backward that did not end.
+        """
+        self.check_last_backward()
         if not self._sink.is_reduced:
             # No parameter was used on this rank, or the last backward ran within no_sync.
             self.end_backward()
@@ -712,10 +723,13 @@ class Runtime:
 
         Wait for reductions under way. Gathered units stay.
         """
+        if self._is_backward_open:
+            self._sink.drop_untaken()
+        self._is_backward_open = True  # Ctrl-C may come meanwhile: then a forward drops the rest
         self._reductions.discard()
-        self._is_backward_open = False
         self._order.forget()
         self._sink.clear()
+        self._is_backward_open = False
 
     # ---------------------------------------------------------------- offload
 

@@ -33,8 +33,10 @@ class GradientSink(Protocol):
     def is_reduced(self) -> bool:
         """Whether every segment's gradient has been added."""
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, is_new_round: bool) -> None:
         """Check, at the first sign of a backward, that it may add to the gradient.
+
+        ``is_new_round``: a forward has begun since the backward before, outside of ``no_sync``.
 
         Raises:
             RuntimeError: units have been updated already, or fp16's loss scale is missing.
@@ -54,6 +56,13 @@ class GradientSink(Protocol):
 
         Raises:
             RuntimeError: units have been updated already.
+        """
+
+    def drop_untaken(self) -> bool:
+        """Drop gradients that were left on parameters by a backward that ended before their hooks.
+
+        Returns:
+            Whether there were any.
         """
 
     def reopen(self) -> None:

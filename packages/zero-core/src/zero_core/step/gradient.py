@@ -10,8 +10,6 @@ where the state tier can (`zero_core.protocols.AheadTier`), `update_ahead` compu
 the device and enqueues the update of the parameters that have a gradient here, then `decide` reads.
 If the step is not taken, or if some rank turns out to have gradients that are not reduced yet, that
 update has changed nothing. Parameters that only other ranks have used are updated by `apply`.
-Ctrl-C may break off the step while the host waits for the sum. Then calling ``step`` again ends it
-without another update, and anything else that uses its gradients gets an error.
 
 [Note: optimizer in backward]
 With ``update_in_backward`` a segment is updated as soon as its gradient is added: the host works on
@@ -33,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_core._torch import get_grad, set_grad
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import Meter
@@ -45,6 +44,7 @@ from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.agreement import StepAgreement
+from zero_core.step.interrupts import RepeatedRounds
 from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
 from zero_core.step.speculation import Speculation, updates_in_backward
 from zero_core.step.statistics import GradientStatistics
@@ -146,6 +146,7 @@ class StepGradient:
             if config.zero_optimization.stage
             else UPDATED_IN_BACKWARD * self._is_updated_in_backward,
         )
+        self._rounds = RepeatedRounds(train, rank=state.control.rank)
         self._speculation = Speculation(config, tier, rank=state.control.rank)
         self.edits = Edits(state)
         self._updated: set[int] = set()  # pieces updated in backward in this step
@@ -163,7 +164,7 @@ class StepGradient:
     def is_reduced(self) -> bool:
         return len(self._norms) + len(self._tier_sums) == self._num_segments
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, is_new_round: bool) -> None:
         changes = self.param_grads.find_changes()
         if self._communicator.world_size > 1:  # others may still read this rank's shards
             self._changed.update(changes)
@@ -182,6 +183,8 @@ class StepGradient:
             )
         if self._config.world_size_invariant:
             self._check_one_backward()
+        if is_new_round:
+            self._rounds.begin()
 
     def _check_one_backward(self) -> None:
         """Refuse backwards whose terms would be added in another order at another world size."""
@@ -234,6 +237,18 @@ class StepGradient:
     def broken(self) -> None:
         self._train.restart_step()
         self.check_not_updated("dropping gradients")
+
+    def drop_untaken(self) -> bool:
+        left = [
+            param
+            for flat in self._state.params
+            if flat.segment.is_trainable
+            for param in flat.params
+            if get_grad(param) is not None and not self.param_grads.is_assigned(param)
+        ]
+        for param in left:
+            set_grad(param, None)
+        return bool(left)
 
     def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
         self.param_grads.take_assigned()
@@ -422,8 +437,6 @@ class StepGradient:
 
         See [Note: update ahead]. It follows `agree`.
         """
-        if self._ahead:
-            return  # by a call of ``step`` that was broken off
         self.param_grads.close()
         tier = self._ahead_tier
         is_early = self._statistics.is_known or self._is_updated_in_backward
@@ -561,18 +574,13 @@ class StepGradient:
         if active:
             groups = self._train.hyperparameters()
             self._settings = self._settings or repr(groups)
+            self._updated.update(active)  # before it: an exception may leave it half-updated
             self._tier.step(groups, active, grad_scale=1.0)
             grads.mark_updated()
-            self._updated.update(active)
         return bool(active)
 
     def check_not_updated(self, what: str) -> None:
         """Raise if an update has used the gradient already: ``what`` is possible only before."""
-        if self._ahead:
-            raise RuntimeError(
-                f"{what}: too late, step() was broken off after its update was enqueued. Call "
-                "engine.step() again, which ends that step without another update"
-            )
         if self._updated:
             raise RuntimeError(
                 f"{what}: too late, units have been updated during backward, as there is no "

@@ -11,7 +11,8 @@ as it is.
 
 At stages 1 to 3 no rank has the whole gradient, and where units are updated in backward it is not
 kept. There ``param.grad`` is None at all times, and `torch.nn.utils.clip_grad_norm_` would clip
-nothing, silently. So a read between backward and `step` logs a warning, once, and an assignment is an error.
+nothing, silently. So a read between backward and `step` logs a warning, once, and an assignment is
+an error.
 
 Nothing of this costs anything unless ``grad`` is read or set: it is a property of the parameters'
 class. Torch's AccumulateGrad reads torch's own attribute below it, which is None, so a further
@@ -233,6 +234,10 @@ class ParamGrads:
                 set_grad(param, None)
                 is_taken = self.write(param, grad)
                 assert is_taken, "the gradient is complete now"
+
+    def is_assigned(self, param: nn.Parameter) -> bool:
+        """Whether a script gave ``param`` a gradient while the step had none."""
+        return id(param) in self._assigned
 
     def is_set(self, number: int) -> bool:
         """Whether the gradient of parameter ``number`` was set or removed since `agreed`."""

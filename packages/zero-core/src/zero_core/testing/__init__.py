@@ -1,5 +1,6 @@
 """Helpers for tests: ranks on one machine, a model with every difficulty in it, the DDP oracle."""
 
+from zero_core.testing.interrupted import check_left_anywhere
 from zero_core.testing.models import Hard, RootAndBlocks, batch, make_model, seeded, wide_blocks
 from zero_core.testing.oracle import (
     LR,
@@ -36,6 +37,7 @@ __all__ = [
     "SimulatedRanks",
     "Trace",
     "batch",
+    "check_left_anywhere",
     "compare_with_ddp",
     "device_collectives",
     "make_model",

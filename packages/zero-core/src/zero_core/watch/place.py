@@ -35,9 +35,11 @@ class Place:
         num_changes: increases with each change of the others. A rank in which it does not change
             is at one place.
         clock: notes the times, while steps are recorded.
+        unfinished: the change of values that is under way or was left in the middle, such as
+            "step()", or an empty string.
     """
 
-    __slots__ = ("clock", "doing", "num_changes", "num_steps", "waits_for")
+    __slots__ = ("clock", "doing", "num_changes", "num_steps", "unfinished", "waits_for")
 
     def __init__(self) -> None:
         self.doing = OUTSIDE
@@ -45,6 +47,7 @@ class Place:
         self.waits_for = ""
         self.num_changes = 0
         self.clock: Clock | None = None
+        self.unfinished = ""
 
     def enter(self, doing: str) -> None:
         self.doing = doing
@@ -63,6 +66,19 @@ class Place:
         self.num_changes += 1
         if self.clock is not None:
             self.clock.end_wait()
+
+    def check_finished(self, what: str) -> None:
+        """Refuse ``what`` if a change of values was left in the middle.
+
+        Raises:
+            RuntimeError: with what to do.
+        """
+        if self.unfinished:
+            raise RuntimeError(
+                f"{what} after {self.unfinished} was left in the middle by an exception: "
+                "parameters and optimizer states may be half-updated. Load a checkpoint on every "
+                "rank, by engine.load_checkpoint() or engine.resume()"
+            )
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

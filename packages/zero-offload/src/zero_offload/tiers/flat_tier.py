@@ -216,8 +216,9 @@ class FlatTier(ABC):
         chunks = self._stepper.plan(indices, freeze_groups(groups), self._grads)
         # A sum may have failed: before the steps are counted.
         grads = self._take(spans_of(chunks))
-        self._stepper.count(indices)
-        self._enqueue(Phase.WHOLE, chunks, grads, grad_scale)
+        with self._progress.launching():
+            self._stepper.count(indices)
+            self._enqueue(Phase.WHOLE, chunks, grads, grad_scale)
 
     def _enqueue(
         self, phase: Phase, chunks: Sequence[Chunk], grads: GradLedger, grad_scale: float
@@ -486,11 +487,12 @@ class HostTier(FlatTier):
             self._speculation = Speculation(frozen, grad_scale, self._thread.changed)
         speculation = self._speculation
         self._mover.close_grads()
-        before = self._progress.begin_unpublished(spans)
-        speculation.pieces.update(indices)
-        speculation.chunks += chunks
-        grads = self._grads.copy(spans)
-        self._launch(self._quiet_job(Phase.TENTATIVE, speculation, chunks, grads, before))
+        with self._progress.launching():
+            before = self._progress.begin_unpublished(spans)
+            speculation.pieces.update(indices)
+            speculation.chunks += chunks
+            grads = self._grads.copy(spans)
+            self._launch(self._quiet_job(Phase.TENTATIVE, speculation, chunks, grads, before))
 
     def _quiet_job(
         self,
@@ -523,9 +525,10 @@ class HostTier(FlatTier):
         speculation.end()
         speculation.wait()  # Ctrl-C may break it off: then the next call undoes
         chunks = speculation.chunks
-        before = self._progress.begin_unpublished(())
-        self._launch(self._quiet_job(Phase.UNDO, speculation, chunks, GradLedger(), before))
-        self._speculation = None
+        with self._progress.launching():
+            before = self._progress.begin_unpublished(())
+            self._launch(self._quiet_job(Phase.UNDO, speculation, chunks, GradLedger(), before))
+            self._speculation = None
 
     def _settle(self) -> None:
         self._undo()
@@ -559,18 +562,15 @@ class HostTier(FlatTier):
             super().step(groups, active, grad_scale=grad_scale)
             return
         super().step(groups, rest, grad_scale=grad_scale)
-        self._speculation = None
-        speculation.end()
-        self._stepper.count(sorted(speculation.pieces))
-        chunks = sorted(speculation.chunks, key=_first)
-        self._enqueue(Phase.KEEP, chunks, self._take(spans_of(chunks)), grad_scale)
+        with self._progress.launching():
+            self._speculation = None
+            speculation.end()
+            self._stepper.count(sorted(speculation.pieces))
+            chunks = sorted(speculation.chunks, key=_first)
+            self._enqueue(Phase.KEEP, chunks, self._take(spans_of(chunks)), grad_scale)
 
     def _launch(self, job: Job) -> None:
-        try:
-            self._thread.submit(self._worker, job)
-        except RuntimeError as error:  # no thread can be started: the interpreter is closing
-            self._progress.finish(error)
-            raise
+        self._thread.submit(self._worker, job)
 
 
 def spans_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:

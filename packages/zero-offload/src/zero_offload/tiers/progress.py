@@ -8,7 +8,8 @@ overlaps it is published, and no longer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,15 @@ class Progress:
             self._num_open -= 1
             self._changed.notify_all()
 
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Begin and launch a step in this context. An exception, Ctrl-C too, fails the step."""
+        try:
+            yield
+        except BaseException as error:
+            self.finish(error)
+            raise
+
     def _overlapping(self, start: int, stop: int) -> list[Published]:
         return [entry for *_, entry in self._runs.overlaps(start, stop)]
 
@@ -117,5 +127,6 @@ class Progress:
         if self.error is not None:
             raise OffloadError(
                 f"an optimizer step failed midway ({self.error!r}), so master weights and state "
-                f"are partly updated; load a checkpoint into a new tier"
+                f"are partly updated; load a checkpoint into a new tier (with zero_core: build the "
+                "engine again)"
             ) from self.error

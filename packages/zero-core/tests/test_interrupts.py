@@ -1,0 +1,417 @@
+"""Ctrl-C and exceptions anywhere in a step: training goes on, or the engine says how."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zero_core
+from zero_core.engine import Engine
+from zero_core.errors import UnusedParameterError
+from zero_core.optim.device_tier import DeviceTier
+from zero_core.testing import Case, batch, check_left_anywhere, make_model, spawn
+from zero_core.testing.interrupted import Interruption
+
+LEFT = r"after step\(\) was left in the middle.*engine\.load_checkpoint\(\)"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("num_moments", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_left_at_any_moment_goes_on_or_the_engine_says_how(
+    stage: int, num_moments: int, tmp_path: Path
+) -> None:
+    check_left_anywhere(Case(stage=stage).config(), tmp_path, num_moments)
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _loss(engine: Engine, left: dict[str, Any] | None, inputs: dict[str, Any]) -> Tensor:
+    """Return a loss whose backward is interrupted if the inputs are ``left``."""
+    loss: Tensor = engine(**inputs)["loss"]
+    if inputs is left:
+        loss.register_hook(_interrupt)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_train_batch_that_was_left_begins_its_step_anew(stage: int, accumulation: int) -> None:
+    case, found = Case(stage=stage, accumulation=accumulation), []
+    for is_left in (False, True):
+        engine = zero_core.build(make_model(), case.config())
+        assert isinstance(engine, Engine)
+        for step in range(2):
+            batches = [batch(step, micro, 0) for micro in range(accumulation)]
+            if is_left:
+                with pytest.raises(KeyboardInterrupt):
+                    engine.train_batch(batches, partial(_loss, engine, batches[-1]))
+            engine.train_batch(batches, partial(_loss, engine, None))
+        found.append(engine.full_state_dict())
+    assert _are_same(*found)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("num_moments", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_save_or_load_left_at_any_moment_may_be_repeated(
+    verb: str, num_moments: int, tmp_path: Path
+) -> None:
+    def leave(engine: Engine, left: Interruption) -> None:
+        with pytest.raises(KeyboardInterrupt) if left.moment else nullcontext(), left.armed():
+            if verb == "save":
+                engine.save_checkpoint(tmp_path, tag="left")
+            else:
+                engine.load_checkpoint(tmp_path, tag="step-1")
+
+    def train(left: Interruption) -> dict[str, Tensor]:
+        engine = _build(3)
+        for step in range(2):
+            _go_backward(engine, step)
+            engine.step()
+            engine.save_checkpoint(tmp_path, is_latest=step == 0)
+        leave(engine, left)
+        if engine.place.unfinished:
+            with pytest.raises(RuntimeError, match="a load was left in the middle"):
+                engine.full_state_dict()
+            engine.load_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path, tag="again")
+        engine = _build(3)
+        engine.load_checkpoint(tmp_path, tag="again")
+        while engine.global_steps < 3:
+            _go_backward(engine, engine.global_steps)
+            engine.step()
+        return engine.full_state_dict()
+
+    never = Interruption(0, is_signal=False, packages=("zero_core",))
+    expected = train(never)
+    moments = random.Random(1).sample(range(1, never.num_calls + 1), num_moments)
+    for number, moment in enumerate(moments):
+        left = Interruption(moment, is_signal=number % 2 == 1, packages=("zero_core",))
+        assert _are_same(train(left), expected), left
+
+
+# ------------------------------------------------------------------ within step()
+
+
+def _build(stage: int = 2, **top: Any) -> Engine:
+    engine = zero_core.build(make_model(), Case(stage=stage, top=top).config())
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def _go_backward(engine: Engine, step: int = 0) -> None:
+    engine.backward(engine(**batch(step, 0, 0))["loss"])
+
+
+def _values_after(num_steps: int) -> dict[str, Tensor]:
+    engine = _build()
+    for step in range(num_steps):
+        _go_backward(engine, step)
+        engine.step()
+    return engine.full_state_dict()
+
+
+def _are_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _interrupt_update(engine: Engine, num_signals: int = 1) -> None:
+    """Have the optimizer's update begin with so many SIGINT, once."""
+
+    def interrupt(*args: Any) -> None:
+        handle.remove()
+        for _ in range(num_signals):
+            signal.raise_signal(signal.SIGINT)
+
+    handle = engine.optimizer.register_step_pre_hook(interrupt)
+
+
+def test_sigint_waits_until_the_step_has_ended() -> None:
+    engine = _build()
+    before = signal.getsignal(signal.SIGINT)
+    _interrupt_update(engine)
+    _go_backward(engine)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.global_steps == 1
+    assert signal.getsignal(signal.SIGINT) is before
+    assert _are_same(engine.full_state_dict(), _values_after(1))
+    _go_backward(engine, 1)
+    engine.step()
+    assert _are_same(engine.full_state_dict(), _values_after(2))
+
+
+def _interrupt_one_of_two(rank: int, world_size: int) -> None:
+    for stage in range(4):
+        found = []
+        for is_interrupted in (False, rank == 0):
+            engine, num_interrupts = _build(stage), 0
+            if is_interrupted:
+                _interrupt_update(engine)
+            while engine.global_steps < 3:
+                try:
+                    engine.backward(engine(**batch(engine.global_steps, 0, rank))["loss"])
+                    engine.step()
+                except KeyboardInterrupt:
+                    num_interrupts += 1
+            assert num_interrupts == is_interrupted
+            found.append(engine.full_state_dict())
+            engine.close()
+        assert _are_same(*found), stage
+
+
+def test_sigint_on_one_of_two_ranks_changes_no_bit() -> None:
+    spawn(_interrupt_one_of_two, 2)
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The signals that a handler of the program got."""
+    found: list[int] = []
+
+    def handle(signum: int, frame: Any) -> None:
+        assert frame is not None
+        found.append(signum)
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield found
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_the_program_is_called_after_the_step(handled: list[int]) -> None:
+    engine = _build()
+    own = signal.getsignal(signal.SIGINT)
+    seen: list[int] = []
+    engine.optimizer.register_step_post_hook(lambda *args: seen.append(len(handled)))
+    _interrupt_update(engine)
+    _go_backward(engine)
+    engine.step()
+    assert (seen, handled) == ([0], [signal.SIGINT])
+    assert signal.getsignal(signal.SIGINT) is own
+
+
+def test_a_handler_that_raises_nothing_may_stay_the_only_one(handled: list[int]) -> None:
+    engine = _build()
+    engine.should_defer_sigint = False
+    seen: list[int] = []
+    engine.optimizer.register_step_post_hook(lambda *args: seen.append(len(handled)))
+    _interrupt_update(engine)
+    _go_backward(engine)
+    engine.step()
+    assert seen == [1]
+
+
+def test_a_step_in_another_thread_installs_no_handler() -> None:
+    engine = _build()
+    own, seen = signal.getsignal(signal.SIGINT), []
+    engine.optimizer.register_step_pre_hook(
+        lambda *args: seen.append(signal.getsignal(signal.SIGINT))
+    )
+
+    def train() -> None:
+        _go_backward(engine)
+        engine.step()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert seen == [own]
+
+
+def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path: Path) -> None:
+    engine = _build()
+    engine.save_checkpoint(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    _interrupt_update(engine, num_signals=2)
+    loss = engine(**batch(0, 0, 0))["loss"]
+    engine.backward(loss, retain_graph=True)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert signal.getsignal(signal.SIGINT) is before
+    uses: list[Callable[[], Any]] = [
+        lambda: engine(**batch(0, 0, 0)),
+        lambda: engine.backward(loss),
+        loss.backward,
+        engine.step,
+        lambda: engine.save_checkpoint(tmp_path, tag="half"),
+        engine.full_state_dict,
+        lambda: engine.load_checkpoint(tmp_path, without=("optimizer",)),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=LEFT):
+            use()
+    with pytest.raises(zero_core.CheckpointError):
+        engine.load_checkpoint(tmp_path / "none")
+    with pytest.raises(RuntimeError, match=LEFT):
+        engine.step()
+    engine.load_checkpoint(tmp_path)
+    _go_backward(engine)
+    engine.step()
+    assert _are_same(engine.full_state_dict(), _values_after(1))
+
+
+class _Failing(DeviceTier):
+    """A tier whose update, or the write of a load, runs out of memory."""
+
+    fails = ""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        super().step(*args, **kwargs)
+        if self.fails == "step":
+            raise MemoryError
+
+    def write_state(self, *args: Any) -> None:
+        super().write_state(*args)
+        if self.fails == "load":
+            raise MemoryError
+
+
+@pytest.mark.parametrize("fails", ["step", "load"])
+def test_values_that_an_exception_left_half_written_need_a_load(fails: str, tmp_path: Path) -> None:
+    def make(**kwargs: Any) -> _Failing:
+        names = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
+        return _Failing(**{name: kwargs[name] for name in names})
+
+    engine = zero_core.build(make_model(), Case(stage=2).config(), state_tier=make)
+    assert isinstance(engine, Engine)
+    tier = engine.sharded_state.tier
+    assert isinstance(tier, _Failing)
+    engine.save_checkpoint(tmp_path)
+    _go_backward(engine)
+    tier.fails = fails
+    with pytest.raises((MemoryError, zero_core.CheckpointError)):
+        engine.step() if fails == "step" else engine.load_checkpoint(tmp_path)
+    with pytest.raises(RuntimeError, match="was left in the middle"):
+        _go_backward(engine)
+    tier.fails = ""
+    assert engine.resume(tmp_path) == {}
+    _go_backward(engine)
+    engine.step()
+    assert _are_same(engine.full_state_dict(), _values_after(1))
+
+
+def test_a_step_that_is_refused_or_skipped_needs_no_load() -> None:
+    engine = _build(
+        zero_optimization={"stage": 2, "ignore_unused_parameters": False},
+    )
+    _go_backward(engine)
+    with pytest.raises(UnusedParameterError):
+        engine.step()
+    engine.zero_grad()
+    with engine.no_sync():
+        _go_backward(engine)
+        with pytest.raises(RuntimeError, match=r"leave no_sync\(\)"):
+            engine.step()
+    engine.zero_grad()
+    engine = _build()
+    engine.backward(engine(**batch(0, 0, 0))["loss"] * torch.nan)
+    engine.step()
+    assert engine.skipped_steps == 1
+    engine.zero_grad()
+    _go_backward(engine)
+    engine.step()
+    assert engine.skipped_steps == 1
+
+
+# -------------------------------------------------------- between backward and step
+
+
+def _run(engine: Engine, program: str) -> None:
+    """Run a program of one letter per call.
+
+    F(orward), B(ackward of the oldest loss), R(etain its graph), N(o sync: forward and backward),
+    E(valuate), S(tep), Z(ero the gradient).
+    """
+    losses: list[Tensor] = []
+    for number, verb in enumerate(program):
+        inputs = batch(number, 0, 0)
+        match verb:
+            case "F":
+                losses.append(engine(**inputs)["loss"])
+            case "B":
+                engine.backward(losses.pop(0))
+            case "R":
+                engine.backward(losses[0], retain_graph=True)
+            case "N":
+                with engine.no_sync():
+                    engine.backward(engine(**inputs)["loss"])
+            case "E":
+                with torch.no_grad():
+                    engine(**inputs)
+            case "S":
+                engine.step()
+            case "Z":
+                engine.zero_grad()
+
+
+def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "engine.zero_grad()" in r.getMessage()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loop_that_began_again_before_step_is_told(
+    stage: int, accumulation: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = zero_core.build(make_model(), Case(stage=stage, accumulation=accumulation).config())
+    assert isinstance(engine, Engine)
+    _run(engine, "FBS" * 2 + "FB" + "FB")
+    (text,) = _told(caplog)
+    assert "the gradient of 1 that no step() has taken" in text
+    _run(engine, "SFBS" + "FBFBS")
+    assert len(_told(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "FBFBS" * 4,  # two losses, each with its forward, or accumulation by hand
+        "FFBBS" * 4,
+        "FRBS" * 4,
+        "NNFBS" * 4,
+        "FBFBFBS" * 3 + "FBS" + "FBFBFBS",  # the last group of an epoch is short
+        "FBSFBEESEFBSEE",
+        "FBS" * 3 + "FBZFBS",  # told by the program itself
+        "FBS" * 3 + "F" + "FBS" * 3,
+        "FBS" * 3 + "NFBS",
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_legal_programs_are_told_nothing(
+    program: str, accumulation: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = zero_core.build(make_model(), Case(stage=2, accumulation=accumulation).config())
+    assert isinstance(engine, Engine)
+    _run(engine, program)
+    assert not _told(caplog)
+
+
+def test_a_first_step_that_began_again_is_told_by_a_notebook(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _build()
+    _run(engine, "FB")
+    monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
+    _run(engine, "FBS")
+    assert len(_told(caplog)) == 1
+
+
+def test_a_first_step_that_began_again_is_told_by_those_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _run(_build(), "FBFBS" + "FBS" * 3)
+    assert len(_told(caplog)) == 1
