@@ -48,6 +48,7 @@ METADATA_READS = frozenset(
 """Functions of a tensor that read none of its values."""
 get_grad = Tensor.grad.__get__  # type: ignore[union-attr]
 """Torch's own ``grad`` of a tensor, whatever its class overrides."""
+_requires_grad = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
 """Set torch's own ``grad`` of a tensor."""
 _CALL = nn.Module.__call__.__name__
@@ -197,6 +198,18 @@ def renew_autograd_after_fork() -> None:
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def count_trainable(params: Sequence[Tensor]) -> int:
+    """Count the tensors that require a gradient, whatever their class overrides."""
+    with DisableTorchFunction():
+        return sum(map(_requires_grad, params))
+
+
+def find_trainable(params: Sequence[Tensor]) -> list[bool]:
+    """Return which tensors require a gradient, whatever their class overrides."""
+    with DisableTorchFunction():
+        return list(map(_requires_grad, params))
 
 
 def requires_grad(output: object) -> bool:

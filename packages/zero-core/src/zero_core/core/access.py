@@ -138,7 +138,18 @@ class _Refused(_Closed):
         return f"Parameter(without values here, {tuple(self.shape)}, {self.dtype})"
 
 
-_own_classes: dict[type, type] = {}  # by class that was made here
+# One pass in C, as it runs for every parameter of every gather.
+_set_class = vars(object)["__class__"].__set__
+
+
+class _OwnClasses(dict[type, type]):
+    """Classes behind those that were made here; any other one is its own."""
+
+    def __missing__(self, found: type) -> type:
+        return found
+
+
+_own_classes = _OwnClasses()
 
 
 class _Classes(dict[type, type]):
@@ -149,7 +160,7 @@ class _Classes(dict[type, type]):
         self._base = base
 
     def __missing__(self, found: type) -> type:
-        own = _own_classes.get(found, found)
+        own = _own_classes[found]
         if own is not found:
             self[found] = made = self[own]
         else:
@@ -185,24 +196,19 @@ class _Watched:
 _watched_classes: dict[type, type] = {}  # by the class behind
 
 
-def open_all(params: Iterable[nn.Parameter]) -> None:
+def open_all(params: Sequence[nn.Parameter]) -> None:
     """Give parameters their own classes: they hold their values."""
-    for param in params:
-        found = type(param)
-        if found in _own_classes:
-            param.__class__ = _own_classes[found]
+    list(map(_set_class, params, map(_own_classes.__getitem__, map(type, params))))
 
 
-def defer(params: Iterable[nn.Parameter]) -> None:
+def defer(params: Sequence[nn.Parameter]) -> None:
     """Have the first read of each parameter wait."""
-    for param in params:
-        param.__class__ = _DEFERRED[type(param)]
+    list(map(_set_class, params, map(_DEFERRED.__getitem__, map(type, params))))
 
 
-def refuse(params: Iterable[nn.Parameter]) -> None:
+def refuse(params: Sequence[nn.Parameter]) -> None:
     """Have reads of parameters raise."""
-    for param in params:
-        param.__class__ = _REFUSED[type(param)]
+    list(map(_set_class, params, map(_REFUSED.__getitem__, map(type, params))))
 
 
 def is_refused(param: Tensor) -> bool:
@@ -221,14 +227,14 @@ def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
 
 def own_class(param: nn.Parameter) -> type[nn.Parameter]:
     """Return the class that ``param`` has while it is open."""
-    return _own_classes.get(type(param), type(param))
+    return _own_classes[type(param)]
 
 
 @contextmanager
 def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
     """Let the engine itself use parameters within, whatever they hold."""
     before = [(param, type(param)) for param in params if param is not None]
-    open_all(param for param, _ in before)
+    open_all([param for param, _ in before])
     try:
         yield
     finally:

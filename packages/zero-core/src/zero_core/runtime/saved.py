@@ -262,7 +262,7 @@ class SavedWeights:
         self._hooks.clear()  # of threads that have ended
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        if access.is_refused(tensor):
+        if type(tensor) is not Tensor and access.is_refused(tensor):
             return refer(cast(nn.Parameter, tensor)) or tensor
         found = None
         if self._low <= tensor.data_ptr() < self._high:

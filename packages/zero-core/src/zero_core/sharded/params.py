@@ -341,7 +341,8 @@ class FlatParams:
         self._full_version = 0 if self.is_kept else _NO_VERSION
         self._work: Work | None = None
         self._are_views_set = False
-        self._is_deferred = False
+        self._is_deferred = False  # reads wait for a gather that others are about to start
+        self._is_closed = True  # reads wait or raise, but for those of copies
         self._moved: int | None = None  # position of a parameter that was moved while UNSHARDED
         self._views = views
         self._placeholders = views.placeholders
@@ -394,12 +395,22 @@ class FlatParams:
 
     def wait(self) -> None:
         """Wait for the gather, and make the parameters views of ``full``."""
+        if not self._is_closed and self._work is None:
+            return
         with self._lock:
             self.finish_gather()
-            access.open_all(self.read_params)
+            self._open()
             if not self._are_views_set:
                 list(map(_set_data, self.params, self._current_views().slots))
                 self._are_views_set = True
+
+    def _open(self) -> None:
+        access.open_all(self.read_params)
+        self._is_closed = False
+
+    def _defer(self) -> None:
+        self._is_closed = True
+        access.defer(self.read_params)
 
     def finish_gather(self) -> None:
         """Wait for the gather that is under way, if one is.
@@ -407,11 +418,14 @@ class FlatParams:
         Raises:
             CollectiveError: it failed. The values are sharded again then.
         """
+        work = self._work
+        if work is None:
+            return
         with self._lock:
-            if self._work is None:
+            if self._work is not work:  # another thread has read a parameter meanwhile
                 return
             try:
-                self._work.wait()
+                work.wait()
             except BaseException:
                 self._full_version = _NO_VERSION
                 if not self.is_kept:  # the pool lends it to nobody: late bytes may still arrive
@@ -425,7 +439,7 @@ class FlatParams:
         """Have reads wait for what others are about to gather, until `release`."""
         if not (self.is_kept or self._are_views_set):
             self._is_deferred = True
-            access.defer(self.read_params)
+            self._defer()
 
     def release(self) -> None:
         """Return ``full`` to the pool, unless it is kept."""
@@ -449,6 +463,7 @@ class FlatParams:
         self.version += 1
         if self.is_kept:
             self._why_refused = _EARLY
+            self._is_closed = True
             access.refuse(self.read_params)
 
     def invalidate(self) -> None:
@@ -458,10 +473,11 @@ class FlatParams:
         if not self.is_kept:
             return
         if self._is_gathered or not self._source.is_updated():
-            access.defer(self.read_params)
+            self._defer()
         else:
             self._full_version = self.version
-            access.open_all(self.read_params)
+            if self._is_closed:
+                self._open()
 
         self.forget_marks()
 
@@ -719,14 +735,17 @@ class FlatParams:
             access.refuse(self._read_at(position))
 
     def _set_placeholders(self) -> None:
-        access.open_all(self.read_params)
-        values = self._placeholders.slots
+        if self._is_closed:
+            self._open()
+        values, refused = self._placeholders.slots, self.read_params
         if self._copies:
             values = [self._copies.get(position, hole) for position, hole in enumerate(values)]
+            held = {id(p) for position in self._copies for p in self._read_at(position)}
+            refused = [p for p in refused if id(p) not in held]
         list(map(_set_data, self.params, values))
         self._are_views_set = self._is_deferred = False
-        held = {id(p) for position in self._copies for p in self._read_at(position)}
-        access.refuse(p for p in self.read_params if id(p) not in held)
+        self._is_closed = True
+        access.refuse(refused)
 
     def _read_at(self, position: int) -> list[nn.Parameter]:
         return [p for p in self.read_params if p is self.params[position]]

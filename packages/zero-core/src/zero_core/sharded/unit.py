@@ -36,13 +36,11 @@ A *parameter tier* holds shards outside the device. Slot, piece, local flat spac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
+from zero_core._torch import count_trainable
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.param_offload import PrefetchHints
 from zero_core.sharded.params import FlatParams
-
-_requires_grad = attrgetter("requires_grad")
 
 
 class Unit:
@@ -94,7 +92,7 @@ class Unit:
 
         A backward brings one gradient for each.
         """
-        return sum(map(_requires_grad, self._trainable))
+        return count_trainable(self._trainable)
 
     def is_updated(self) -> bool:
         """Whether the state tier has no update of its values under way."""

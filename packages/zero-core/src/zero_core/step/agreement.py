@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from zero_core._torch import find_trainable
 from zero_core.errors import RankMismatchError
 from zero_core.optim.train_state import TrainState, describe_groups
 from zero_core.sharded.sharded_state import ShardedState
@@ -41,7 +42,7 @@ class StepAgreement:
         self._changed = changed
         facts = (
             describe_groups(self._train.hyperparameters()),
-            [param.requires_grad for param in self._params],
+            find_trainable(self._params),
             self._buffers.describe(),
             self._train.accumulation.steps,
             self._train.scaler.scale,
