@@ -158,10 +158,12 @@ class BufferViews(NamedTuple):
     Attributes:
         slots: one per parameter, in its shape and with its strides.
         gaps: of what belongs to no parameter.
+        addresses: of ``slots``, as they were when the views were made.
     """
 
     slots: list[Tensor]
     gaps: list[Tensor]
+    addresses: list[int]
 
 
 class SegmentViews:
@@ -182,7 +184,7 @@ class SegmentViews:
         dtypes = [p.dtype if self._is_opaque else segment.dtype for p in params]
         hole_of = {dtype: _hole(dtype, device) for dtype in dict.fromkeys(dtypes)}
         holes = [hole_of[d].expand(p.shape) for d, p in zip(dtypes, params, strict=True)]
-        self.placeholders = BufferViews(holes, [])
+        self.placeholders = BufferViews(holes, [], list(map(Tensor.data_ptr, holes)))
 
     def forget(self) -> None:
         """Forget the views of all buffers, which are gone or have moved."""
@@ -197,7 +199,8 @@ class SegmentViews:
             with torch.inference_mode(False):  # they serve training too
                 slots = self._slots_of(full)
                 gaps = [full[start:stop] for start, stop in self._gaps]
-            found = self._found[key] = BufferViews(slots, gaps)
+            addresses = list(map(Tensor.data_ptr, slots))
+            found = self._found[key] = BufferViews(slots, gaps, addresses)
         return found
 
     def _slots_of(self, full: Tensor) -> list[Tensor]:
@@ -565,7 +568,7 @@ class FlatParams:
     def _find_moved(self) -> int | None:
         if not self._are_views_set and not self._copies:
             return None  # they refuse to be moved
-        with DisableTorchFunction():  # an address is no read
+        with DisableTorchFunction() if self._is_closed else nullcontext():  # it is no read
             found = list(map(Tensor.data_ptr, self.params))
         expected = self._expected_addresses()
         if found == expected:
@@ -573,12 +576,14 @@ class FlatParams:
         return next(i for i, address in enumerate(expected) if found[i] != address)
 
     def _expected_addresses(self) -> list[int]:
-        if self._are_views_set:
-            expected = self._current_views().slots
-        else:
+        if not self._are_views_set:
             holes = enumerate(self._placeholders.slots)
             expected = [self._copies.get(position, hole) for position, hole in holes]
-        return list(map(Tensor.data_ptr, expected))
+            return list(map(Tensor.data_ptr, expected))
+        views = self._current_views()
+        if self.segment.is_opaque:  # refilled, they have other addresses each time
+            return list(map(Tensor.data_ptr, views.slots))
+        return views.addresses
 
     def refresh(self) -> None:
         """Wait for kept values that are on their way. Starts no exchange with other ranks."""
