@@ -548,7 +548,7 @@ class FlatGrads:
         else:
             full = self._acquire(plan.accumulated if self._is_wide else plan.communicated)
         self._full = full
-        self._slots, self._gaps = self._views.of(full)
+        self._slots, self._gaps, _ = self._views.of(full)
 
     def _acquire(self, dtype: torch.dtype) -> Tensor:
         """Return memory for ``full_grad`` in ``dtype``: what is kept, or what a pool lends."""
