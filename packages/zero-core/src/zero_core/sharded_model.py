@@ -218,7 +218,7 @@ class ShardedModel:
         return self._gathering.is_open
 
     def publish(self) -> None:
-        """Make parameters hold the current values now, where each rank has room for them all.
+        """Wait for the values of the last step, where each rank has room for them all.
 
         At stages 0 to 2 a step leaves it to the next forward; then ``module.state_dict()`` works on
         any rank alone. At stage 3 they rest as shards: see `gathered`; copies by
