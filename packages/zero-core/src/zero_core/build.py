@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -18,19 +17,19 @@ from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
-from zero_core.comm.host import HostCollectives
+from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
 from zero_core.config import Config, load_config
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
+from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
 from zero_core.layout.buffers import CommonBuffers
 from zero_core.layout.experts import expert_lists_of
-from zero_core.lifecycle import check_is_free
-from zero_core.optim.schedules.base import Schedule
+from zero_core.lifecycle import Ownership, check_is_free
+from zero_core.optim.schedules.base import Schedule, ScheduleFactory
 from zero_core.optim.schedules.factory import make_scheduler
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
@@ -67,13 +66,14 @@ def build(
     config: Mapping[str, Any] | str | Path,
     *,
     optimizer: torch.optim.Optimizer | None = ...,
-    lr_scheduler: Schedule | None = ...,
+    lr_scheduler: Schedule | ScheduleFactory | None = ...,
     collectives: Collectives | CollectivesFactory | None = ...,
     state_tier: StateTierFactory | None = ...,
     param_tier: ParamTierFactory | None = ...,
     process_group: dist.ProcessGroup | Ranks | None = ...,
     mesh: DeviceMesh | None = ...,
     pretrained: str | Path | Sequence[str | Path] | None = ...,
+    attach: Callable[[ShardedModel], None] | None = ...,
     is_training: Literal[True] = ...,
 ) -> Engine: ...
 @overload
@@ -82,13 +82,14 @@ def build(
     config: Mapping[str, Any] | str | Path,
     *,
     optimizer: torch.optim.Optimizer | None = ...,
-    lr_scheduler: Schedule | None = ...,
+    lr_scheduler: Schedule | ScheduleFactory | None = ...,
     collectives: Collectives | CollectivesFactory | None = ...,
     state_tier: StateTierFactory | None = ...,
     param_tier: ParamTierFactory | None = ...,
     process_group: dist.ProcessGroup | Ranks | None = ...,
     mesh: DeviceMesh | None = ...,
     pretrained: str | Path | Sequence[str | Path] | None = ...,
+    attach: Callable[[ShardedModel], None] | None = ...,
     is_training: bool,
 ) -> ShardedModel: ...
 def build(
@@ -96,13 +97,14 @@ def build(
     config: Mapping[str, Any] | str | Path,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    lr_scheduler: Schedule | None = None,
+    lr_scheduler: Schedule | ScheduleFactory | None = None,
     collectives: Collectives | CollectivesFactory | None = None,
     state_tier: StateTierFactory | None = None,
     param_tier: ParamTierFactory | None = None,
     process_group: dist.ProcessGroup | Ranks | None = None,
     mesh: DeviceMesh | None = None,
     pretrained: str | Path | Sequence[str | Path] | None = None,
+    attach: Callable[[ShardedModel], None] | None = None,
     is_training: bool = True,
 ) -> ShardedModel:
     """Make a training engine out of a model and a DeepSpeed-style configuration.
@@ -115,13 +117,17 @@ def build(
     rank ever holds more than its shards and one unit. The same holds for parameters that are
     `zero_core.protocols.PartitionedParam`.
 
+    If it fails, model and optimizer are as before, and another call may follow: see [Note: a build
+    is a transaction] in `zero_core.init.former`.
+
     Args:
         model: any module; nothing in it needs to be changed or wrapped.
         config: the configuration, or the path of its JSON file.
         optimizer: a torch optimizer over parameters of ``model`` that steps on gradients; wins over
             the configuration's. It is driven by ``engine.step()`` from now on. One that is not
             known to be elementwise updates whole parameters (`zero_core.optim.whole_tier`).
-        lr_scheduler: a torch scheduler over ``optimizer``; stepped by ``engine.step()``.
+        lr_scheduler: a torch scheduler over ``optimizer``, or what makes one out of the optimizer;
+            stepped by ``engine.step()``.
         collectives: collectives, or a factory of them; wins over what the configuration names.
         state_tier: a factory of the state tier; wins over what the configuration names.
         param_tier: a factory of what holds parameter shards off the device, at stage 3; wins over
@@ -132,6 +138,8 @@ def build(
             how many ranks share a node is found from the launcher's environment otherwise.
         pretrained: safetensors that give every value, read as by `zero_core.load_pretrained`; the
             model may then be on the meta device, but for buffers that are not in its state dict.
+        attach: called with the engine before values move to its memory, for an adapter that adds to
+            the engine and the model. If it raises, the build is undone.
         is_training: False for a `ShardedModel`, which evaluates alone.
 
     Raises:
@@ -169,151 +177,170 @@ def build(
     shared = share_memory(control, ranks, per_node)
     is_invariant = resolved.world_size_invariant
     transport = make_transport(ranks, per_node, shared, meter, is_sequential=is_invariant)
-    with _ended_on_failure(transport), under_way("zero_core.build", rank=ranks.rank):
-        used = make_collectives(collectives, transport, resolved, layout, per_node)
-        communicator = Communicator(used, control, layout.describe_segments())
+    former = FormerModel(model, found.params, optimizer, initial)
+    try:
+        with under_way("zero_core.build", rank=ranks.rank):
+            used = make_collectives(collectives, transport, resolved, layout, per_node)
+            communicator = Communicator(used, control, layout.describe_segments())
 
-        if is_invariant:
-            _check_invariance(resolved, communicator, ranks)
+            if is_invariant:
+                _check_invariance(resolved, communicator, ranks)
 
-        memory = Memory(
-            found,
-            layout,
-            resolved,
-            rank=ranks.rank,
-            device=ranks.device,
-            exchanged=shared.zeros
-            if shared is not None and communicator.reduces_in_place
-            else None,
-            is_accelerated=ranks.device.type != "cpu",
-            offloaded=make_param_tier(param_tier, layout, resolved, ranks.device),
-        )
-        tier = make_state_tier(state_tier, memory, drawn, resolved, control, meter)
-        units = memory.make_units(tier, communicator)
-        if used is transport and ranks.size > 1:
-            grads = [grads for unit in units for grads in unit.grads]
-            transport.prepare_reductions(
-                [(g.segment.padded_numel, g.plan.communicated, g.plan.accumulated) for g in grads],
-                ranks.device,
+            memory = Memory(
+                found,
+                layout,
+                resolved,
+                rank=ranks.rank,
+                device=ranks.device,
+                exchanged=shared.zeros
+                if shared is not None and communicator.reduces_in_place
+                else None,
+                is_accelerated=ranks.device.type != "cpu",
+                offloaded=make_param_tier(param_tier, layout, resolved, ranks.device),
             )
-        params = sorted(
-            (flat for unit in units for flat in unit.params), key=lambda flat: flat.segment.index
-        )
-        state = ShardedState(
-            module=model,
-            layout=layout,
-            params=tuple(params),
-            tier=tier,
-            control=control,
-            # Each rank keeps its own where they are not broadcast.
-            common_buffers=CommonBuffers(model if resolved.broadcast_buffers else nn.Identity()),
-            pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
-            optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
-            quantized=found.quantized,
-            changes=memory.changes,
-        )
-        if pretrained is None:
-            rounds = resolved.data_types.master_weights_from == "rounded"
-            fill(found, layout, params, tier, control, initial, rounds_masters=rounds)
-        else:
-            for flat in params:
-                adopt(flat)
-        adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
-        state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
-        state.common_buffers.confirm()
-        if ranks.device.type != "cpu":
-            memory.reserve()
-            if isinstance(tier, ReservingTier):
+            tier = make_state_tier(state_tier, memory, drawn, resolved, control, meter)
+            units = memory.make_units(tier, communicator)
+            if used is transport and ranks.size > 1:
                 grads = [grads for unit in units for grads in unit.grads]
-                tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
-        initial.give_attributes()
+                transport.prepare_reductions(
+                    [
+                        (g.segment.padded_numel, g.plan.communicated, g.plan.accumulated)
+                        for g in grads
+                    ],
+                    ranks.device,
+                )
+            params = sorted(
+                (flat for unit in units for flat in unit.params),
+                key=lambda flat: flat.segment.index,
+            )
+            state = ShardedState(
+                module=model,
+                layout=layout,
+                params=tuple(params),
+                tier=tier,
+                control=control,
+                # Each rank keeps its own where they are not broadcast.
+                common_buffers=CommonBuffers(
+                    model if resolved.broadcast_buffers else nn.Identity()
+                ),
+                pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
+                optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
+                quantized=found.quantized,
+                changes=memory.changes,
+            )
+            former.ownership = ownership = Ownership(state)
+            initial.take(found.params)
 
-        if lr_scheduler is None and resolved.scheduler is not None:
-            lr_scheduler = make_scheduler(
-                optimizer, resolved.scheduler.type, resolved.scheduler.params
+            if lr_scheduler is None and resolved.scheduler is not None:
+                lr_scheduler = make_scheduler(
+                    optimizer, resolved.scheduler.type, resolved.scheduler.params
+                )
+            elif callable(lr_scheduler):
+                lr_scheduler = lr_scheduler(optimizer)
+            train = TrainState(resolved, optimizer.param_groups, lr_scheduler, rank=ranks.rank)
+            seeds = None
+            if is_invariant and is_training:
+                seeds = MicroBatchSeeds(model, train, resolved.seed or 0, ranks)
+            gradient = StepGradient(state, communicator, train, resolved, meter)
+            runtime = Runtime(
+                units,
+                communicator,
+                gradient,
+                has_sharded_params=memory.has_sharded_params,
+                quantized=found.quantized,
+                experts=expert_lists_of(model, found.experts),
             )
-        train = TrainState(resolved, optimizer.param_groups, lr_scheduler, rank=ranks.rank)
-        seeds = None
-        if is_invariant and is_training:
-            seeds = MicroBatchSeeds(model, train, resolved.seed or 0, ranks)
-        gradient = StepGradient(state, communicator, train, resolved, meter)
-        runtime = Runtime(
-            units,
-            communicator,
-            gradient,
-            has_sharded_params=memory.has_sharded_params,
-            quantized=found.quantized,
-            experts=expert_lists_of(model, found.experts),
-        )
-        modules = [module for _, module, _ in found.units]
-        on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
-        host_inputs = HostInputs(ranks.device) if on_host else None
-        installed = hooks.install(runtime, modules, resolved, found.experts, host_inputs)
-        vertical = None
-        choice = None
-        wanted = resolved.accumulation_schedule
-        if is_training and wanted == "auto":
-            if resolved.is_vertical:
-                choice = ScheduleChoice(control, ranks.device)
+            modules = [module for _, module, _ in found.units]
+            on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
+            host_inputs = HostInputs(ranks.device) if on_host else None
+            installed = hooks.install(runtime, modules, resolved, found.experts, host_inputs)
+            vertical = None
+            choice = None
+            wanted = resolved.accumulation_schedule
+            if is_training and wanted == "auto":
+                if resolved.is_vertical:
+                    choice = ScheduleChoice(control, ranks.device)
+                else:
+                    _log.info(
+                        "accumulation_schedule: auto chose horizontal: no gather would be saved"
+                    )
+            if is_training and (wanted == "vertical" or resolved.is_vertical):
+                blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
+                vertical = VerticalSchedule(blocks, runtime, train, state, host_inputs)
+                installed += vertical.handles
+            copies = None
+            if is_training and resolved.memory_checkpoint is not None:
+                copies = make_memory_checkpoints(
+                    state, train, resolved.memory_checkpoint, ranks, per_node
+                )
+            device_states = DeviceStates(memory, runtime, state, (tier, used, transport), copies)
+            states = StateAccess(state, gradient, runtime, device_states)
+            parts = EngineParts(
+                resolved,
+                ownership,
+                state,
+                runtime,
+                states,
+                device_states,
+                train,
+                memory,
+                communicator,
+                transport,
+                meter,
+                ranks.exchange_beside(control.watch),
+            )
+            if is_training:
+                patches = PatchWriter(state)
+                driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
+                if resolved.zero_optimization.stage == 0:
+                    installed.append(gradient.param_grads.serve())
+                engine: ShardedModel = Engine(
+                    parts,
+                    optimizer=driven,
+                    gradient=gradient,
+                    seeds=seeds,
+                    copies=copies,
+                    patches=patches,
+                    vertical=vertical,
+                    choice=choice,
+                )
             else:
-                _log.info("accumulation_schedule: auto chose horizontal: no gather would be saved")
-        if is_training and (wanted == "vertical" or resolved.is_vertical):
-            blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
-            vertical = VerticalSchedule(blocks, runtime, train, state, host_inputs)
-            installed += vertical.handles
-        copies = None
-        if is_training and resolved.memory_checkpoint is not None:
-            copies = make_memory_checkpoints(
-                state, train, resolved.memory_checkpoint, ranks, per_node
-            )
-        device_states = DeviceStates(memory, runtime, state, (tier, used, transport), copies)
-        states = StateAccess(state, gradient, runtime, device_states)
-        parts = EngineParts(
-            resolved,
-            state,
-            runtime,
-            states,
-            device_states,
-            train,
-            memory,
-            communicator,
-            transport,
-            meter,
-            ranks.exchange_beside(control.watch),
-        )
-        if is_training:
-            patches = PatchWriter(state)
-            driven = EngineOptimizer(optimizer, train, gradient, runtime, state.param_names)
-            if resolved.zero_optimization.stage == 0:
-                installed.append(gradient.param_grads.serve())
-            engine: ShardedModel = Engine(
-                parts,
-                optimizer=driven,
-                gradient=gradient,
-                seeds=seeds,
-                copies=copies,
-                patches=patches,
-                vertical=vertical,
-                choice=choice,
-            )
-        else:
-            engine = ShardedModel(parts)
-        engine.remove_at_end(installed)
-        if pretrained is not None:
-            try:
+                engine = ShardedModel(parts)
+            engine.remove_at_end(installed)
+            records = resolved.step_records
+            if isinstance(engine, Engine) and records is not None:
+                engine.record(
+                    records.folder, max_bytes=records.max_bytes, detail_every=records.detail_every
+                )
+            if attach is not None:
+                attach(engine)
+            # From here on values move.
+            adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
+            if pretrained is None:
+                rounds = resolved.data_types.master_weights_from == "rounded"
+                fill(found, layout, params, tier, control, initial, former, rounds_masters=rounds)
+            else:
                 load_pretrained(engine, pretrained)
-            except Exception:
-                engine.close()  # another build() may follow, from the right file
-                raise
-        if is_training:
-            patches.start()
-        control.place.enter(OUTSIDE)
-        records = resolved.step_records
-        if isinstance(engine, Engine) and records is not None:
-            engine.record(
-                records.folder, max_bytes=records.max_bytes, detail_every=records.detail_every
-            )
-        return engine
+                for flat in params:
+                    adopt(flat, former)
+            state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
+            state.common_buffers.confirm()
+            if ranks.device.type != "cpu":
+                memory.reserve()
+                if isinstance(tier, ReservingTier):
+                    grads = [(g.segment, g.plan) for unit in units for g in unit.grads]
+                    tier.reserve([(*memory.spans[s.index], plan.offered) for s, plan in grads])
+            initial.give_attributes()
+            if is_training:
+                patches.start()
+            control.place.enter(OUTSIDE)
+            return engine
+    except BaseException as error:
+        try:
+            former.restore_after(error)
+        finally:
+            transport.close()
+        raise
 
 
 def _check_invariance(config: Config, communicator: Communicator, ranks: Ranks) -> None:
@@ -333,13 +360,3 @@ def _check_invariance(config: Config, communicator: Communicator, ranks: Ranks) 
             "border elsewhere. Set zero_optimization.offload_optimizer.ratio to 0 or 1, or name "
             "the host's parameters in offload_optimizer.parameters"
         )
-
-
-@contextmanager
-def _ended_on_failure(transport: HostCollectives | DeviceCollectives) -> Iterator[None]:
-    """End the engine's collectives, on this rank alone, if what is done with them here fails."""
-    try:
-        yield
-    except BaseException:
-        transport.close()
-        raise

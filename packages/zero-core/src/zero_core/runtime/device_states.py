@@ -44,6 +44,7 @@ class StatePart(StrEnum):
 
 
 ALL_PARTS = frozenset(StatePart)
+NO_PARTS: frozenset[StatePart] = frozenset()
 FORWARD_PARTS = frozenset({StatePart.PARAMETERS, StatePart.BUFFERS})
 BACKWARD_PARTS = FORWARD_PARTS | {StatePart.GRADIENTS}
 
@@ -107,6 +108,7 @@ class DeviceStates:
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
         self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
+        self._ended_by: str | None = None
 
     @property
     def offloaded(self) -> frozenset[StatePart]:
@@ -118,12 +120,22 @@ class DeviceStates:
         if self._reader is not None:
             self._reader.wait()
 
+    def end(self, call: str) -> None:
+        """Note that ``call`` has ended the engine, the first one if there are several."""
+        self._ended_by = self._ended_by or call
+
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Refuse ``what`` while a part that it needs is away.
+        """Refuse ``what`` while a part that it needs is away, and for good after the engine's end.
 
         Raises:
             RuntimeError: with what to do.
         """
+        if self._ended_by is not None:
+            raise RuntimeError(
+                f"rank {self._runtime.rank}: {what} of an engine that has ended, by "
+                f"{self._ended_by}: its model may have other values and another engine since. Go "
+                "on with the model as it is, or build another engine"
+            )
         if self._away and needed & self._away.keys():
             raise RuntimeError(self._explain(what, needed))
 

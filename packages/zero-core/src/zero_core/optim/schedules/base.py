@@ -33,6 +33,13 @@ class Schedule(Protocol):
         """Restore the result of `state_dict`."""
 
 
+class ScheduleFactory(Protocol):
+    """Maker of a schedule, such as a class of torch.optim.lr_scheduler with its arguments bound."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, /) -> Schedule:
+        """Make the schedule of ``optimizer``, whose rates it may set."""
+
+
 @runtime_checkable
 class ResumableSchedule(Protocol):
     """Schedule that checks a saved state and restores its own rates."""

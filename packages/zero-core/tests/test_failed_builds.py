@@ -1,0 +1,212 @@
+"""A build that fails leaves model and optimizer as they were, and another one may follow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, seeded, simulate
+
+BUILD = sys.modules["zero_core.build"].__file__
+KINDS = ("ordinary", "deferred", "pretrained", "evaluation")
+
+
+class _Failure(Exception):
+    """Stands for whatever may go wrong."""
+
+
+_Call = tuple[str, int]
+"""A function's name, and which call of it is meant."""
+
+
+@contextmanager
+def _failing(call: _Call | None, event: str) -> Iterator[list[_Call]]:
+    """Make one call from the frames of build.py raise: before it runs ("call"), or at its end.
+
+    Yields the calls so far. They are those of Python functions, constructors included.
+    """
+    calls: list[_Call] = []
+
+    def trace(frame: FrameType, kind: str, arg: Any) -> None:
+        caller = frame.f_back
+        is_from_build = caller is not None and caller.f_code.co_filename == BUILD
+        if kind == event and is_from_build and frame.f_code.co_filename != BUILD:
+            name = frame.f_code.co_qualname
+            calls.append((name, sum(name == other for other, _ in calls)))
+            if calls[-1] == call:
+                raise _Failure(call)
+
+    sys.setprofile(trace)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def _described(model: nn.Module, optimizer: torch.optim.Optimizer, *, has_places: bool) -> Any:
+    """Everything of a model that a plain program can see, bits as text."""
+    modules = [
+        {
+            key: [repr(item) for item in value.items()] if isinstance(value, dict) else repr(value)
+            for key, value in vars(module).items()
+            if key not in ("_parameters", "_buffers", "_modules")
+        }
+        for module in model.modules()
+    ]
+    params = [
+        (
+            name,
+            id(param),
+            type(param),
+            param.requires_grad,
+            param.device,
+            param.stride(),
+            sorted(vars(param)),
+            None if param.is_meta else _bits(param),
+            param.data_ptr() if has_places and not param.is_meta else None,
+            None if param.grad is None else (id(param.grad), _bits(param.grad)),
+            len(param._backward_hooks or ()),
+            len(param._post_accumulate_grad_hooks or ()),
+        )
+        for name, param in model.named_parameters(remove_duplicate=False)
+    ]
+    buffers = [(name, id(b), None if b.is_meta else _bits(b)) for name, b in model.named_buffers()]
+    groups = [{**group, "params": [*map(id, group["params"])]} for group in optimizer.param_groups]
+    given = {key: repr(value) for key, value in vars(optimizer).items() if key != "param_groups"}
+    return modules, params, buffers, groups, given
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _model() -> nn.Module:
+    model = make_model()
+    model.register_buffer("seen", torch.arange(3.0))
+    return model
+
+
+def _make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if kind == "deferred":
+        with seeded(0), zero_core.deferred_init():  # it notes the modules of all threads
+            model = _model()
+    elif kind == "pretrained":
+        with torch.device("meta"):
+            model = _model()
+    else:
+        model = _model()
+        model(**batch(3, 0, 0))["loss"].backward()  # gradients that nobody has dropped
+    model.register_forward_hook(lambda module, args, output: None)
+    params = [param for param in model.parameters() if param.requires_grad]
+    return model, torch.optim.AdamW(params, lr=1e-2)
+
+
+def _options(kind: str, folder: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    if kind == "evaluation":
+        return {"is_training": False}
+    options: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": _schedule}
+    return options | ({"pretrained": folder} if kind == "pretrained" else {})
+
+
+def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
+
+
+def _result(engine: zero_core.ShardedModel, rank: int) -> dict[str, Tensor]:
+    """The weights after two steps of a fresh engine."""
+    for step in range(2) if isinstance(engine, zero_core.Engine) else ():
+        engine.backward(engine(**batch(step, 0, rank))["loss"])
+        engine.step()
+    found = engine.full_state_dict()
+    engine.close()
+    return found
+
+
+def _build(
+    ranks: SimulatedRanks, stage: int, kind: str, folder: str, *made: Any
+) -> zero_core.ShardedModel:
+    model, optimizer = made or _make(kind)
+    options = _options(kind, folder, optimizer)
+    return zero_core.build(model, Case(stage).config(), process_group=ranks, **options)
+
+
+def _calls(ranks: SimulatedRanks, *case: Any) -> list[_Call]:
+    with _failing(None, "call") as calls:
+        _build(ranks, *case)
+    return calls
+
+
+def _each_call(ranks: SimulatedRanks, calls: list[_Call], event: str, *case: Any) -> None:
+    stage, kind, _ = case
+    expected = _result(_build(ranks, *case), ranks.rank)
+    made = _make(kind)
+    before = _described(*made, has_places=stage < 3)
+    for call in calls:
+        with pytest.raises(_Failure), _failing(call, event):
+            _build(ranks, *case, *made)
+        assert _described(*made, has_places=stage < 3) == before, call
+    found = _result(_build(ranks, *case, *made), ranks.rank)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("event", ["call", "return"])
+def test_a_build_that_any_of_its_calls_ends_changes_nothing(tmp_path: Path, stage, kind, event):
+    values = _model().state_dict()
+    del values["head.weight"]  # tied
+    save_file(values, tmp_path / "model.safetensors")
+    case = stage, kind, str(tmp_path)
+    first, second = simulate(_calls, 2, *case)
+    calls = [call for call in first if call in second]  # rank 0 alone warns
+    assert len(calls) > 40
+    simulate(_each_call, 2, calls, event, *case)
+
+
+def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
+    num_writes = 0
+
+    def broken(*, device_tier: Any, **options: Any) -> Any:
+        class Broken(device_tier):
+            def write_state(self, *args: Any) -> None:
+                nonlocal num_writes
+                num_writes += 1
+                if num_writes == 3 and ranks.rank == 1:
+                    raise OSError("disk full")
+                super().write_state(*args)
+
+        known = {"numel", "pieces", "params", "device", "optimizer_class", "groups", "param_store"}
+        return Broken(**{key: value for key, value in options.items() if key in known})
+
+    config = Case(stage).config()
+    model, _ = _make("ordinary")
+    before = _described(model, _no_optimizer(), has_places=stage < 3)
+    kind, text = (OSError, "disk full") if ranks.rank == 1 else (RuntimeError, "rank 1: disk full")
+    with pytest.raises(kind, match=text):
+        zero_core.build(model, config, process_group=ranks, state_tier=broken)
+    assert num_writes == 3
+    assert _described(model, _no_optimizer(), has_places=stage < 3) == before
+    found = _result(zero_core.build(model, config, process_group=ranks), ranks.rank)
+    made, _ = _make("ordinary")
+    expected = _result(zero_core.build(made, config, process_group=ranks), ranks.rank)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _no_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": []}], lr=0.0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_values_that_one_rank_cannot_write_stay_in_the_models_of_all(stage):
+    simulate(_one_rank, 2, stage)
