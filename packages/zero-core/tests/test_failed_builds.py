@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,79 +12,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, seeded, simulate
+from zero_core.testing import (
+    Call,
+    Case,
+    Failure,
+    SimulatedRanks,
+    batch,
+    described,
+    failing,
+    make_model,
+    seeded,
+    simulate,
+)
 
 BUILD = sys.modules["zero_core.build"].__file__
 KINDS = ("ordinary", "deferred", "pretrained", "evaluation")
-
-
-class _Failure(Exception):
-    """Stands for whatever may go wrong."""
-
-
-_Call = tuple[str, int]
-"""A function's name, and which call of it is meant."""
-
-
-@contextmanager
-def _failing(call: _Call | None, event: str) -> Iterator[list[_Call]]:
-    """Make one call from the frames of build.py raise: before it runs ("call"), or at its end.
-
-    Yields the calls so far. They are those of Python functions, constructors included.
-    """
-    calls: list[_Call] = []
-
-    def trace(frame: FrameType, kind: str, arg: Any) -> None:
-        caller = frame.f_back
-        is_from_build = caller is not None and caller.f_code.co_filename == BUILD
-        if kind == event and is_from_build and frame.f_code.co_filename != BUILD:
-            name = frame.f_code.co_qualname
-            calls.append((name, sum(name == other for other, _ in calls)))
-            if calls[-1] == call:
-                raise _Failure(call)
-
-    sys.setprofile(trace)
-    try:
-        yield calls
-    finally:
-        sys.setprofile(None)
-
-
-def _described(model: nn.Module, optimizer: torch.optim.Optimizer, *, has_places: bool) -> Any:
-    """Everything of a model that a plain program can see, bits as text."""
-    modules = [
-        {
-            key: [repr(item) for item in value.items()] if isinstance(value, dict) else repr(value)
-            for key, value in vars(module).items()
-            if key not in ("_parameters", "_buffers", "_modules")
-        }
-        for module in model.modules()
-    ]
-    params = [
-        (
-            name,
-            id(param),
-            type(param),
-            param.requires_grad,
-            param.device,
-            param.stride(),
-            sorted(vars(param)),
-            None if param.is_meta else _bits(param),
-            param.data_ptr() if has_places and not param.is_meta else None,
-            None if param.grad is None else (id(param.grad), _bits(param.grad)),
-            len(param._backward_hooks or ()),
-            len(param._post_accumulate_grad_hooks or ()),
-        )
-        for name, param in model.named_parameters(remove_duplicate=False)
-    ]
-    buffers = [(name, id(b), None if b.is_meta else _bits(b)) for name, b in model.named_buffers()]
-    groups = [{**group, "params": [*map(id, group["params"])]} for group in optimizer.param_groups]
-    given = {key: repr(value) for key, value in vars(optimizer).items() if key != "param_groups"}
-    return modules, params, buffers, groups, given
-
-
-def _bits(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _model() -> nn.Module:
@@ -140,21 +79,23 @@ def _build(
     return zero_core.build(model, Case(stage).config(), process_group=ranks, **options)
 
 
-def _calls(ranks: SimulatedRanks, *case: Any) -> list[_Call]:
-    with _failing(None, "call") as calls:
+def _calls(ranks: SimulatedRanks, *case: Any) -> list[Call]:
+    with failing(None, "call", BUILD) as calls:
         _build(ranks, *case)
     return calls
 
 
-def _each_call(ranks: SimulatedRanks, calls: list[_Call], event: str, *case: Any) -> None:
+def _each_call(ranks: SimulatedRanks, calls: list[Call], event: str, *case: Any) -> None:
     stage, kind, _ = case
     expected = _result(_build(ranks, *case), ranks.rank)
     made = _make(kind)
-    before = _described(*made, has_places=stage < 3)
+    before = described(*made, has_places=stage < 3)
+    kept = []  # as notebooks keep tracebacks, and so a failed engine
     for call in calls:
-        with pytest.raises(_Failure), _failing(call, event):
+        with pytest.raises(Failure) as caught, failing(call, event, BUILD):
             _build(ranks, *case, *made)
-        assert _described(*made, has_places=stage < 3) == before, call
+        kept.append(caught.value)
+        assert described(*made, has_places=stage < 3) == before, call
     found = _result(_build(ranks, *case, *made), ranks.rank)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -191,12 +132,12 @@ def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
 
     config = Case(stage).config()
     model, _ = _make("ordinary")
-    before = _described(model, _no_optimizer(), has_places=stage < 3)
+    before = described(model, _no_optimizer(), has_places=stage < 3)
     kind, text = (OSError, "disk full") if ranks.rank == 1 else (RuntimeError, "rank 1: disk full")
     with pytest.raises(kind, match=text):
         zero_core.build(model, config, process_group=ranks, state_tier=broken)
     assert num_writes == 3
-    assert _described(model, _no_optimizer(), has_places=stage < 3) == before
+    assert described(model, _no_optimizer(), has_places=stage < 3) == before
     found = _result(zero_core.build(model, config, process_group=ranks), ranks.rank)
     made, _ = _make("ordinary")
     expected = _result(zero_core.build(made, config, process_group=ranks), ranks.rank)

@@ -58,8 +58,8 @@ class _FormerParam:
         """Free the memory, and remember its form."""
         assert self._data is not None, "the engine takes it"
         self._device = self._data.device
-        self._data = torch.empty_like(self._data, device="meta")
         self.is_lost = True
+        self._data = torch.empty_like(self._data, device="meta")
 
     def take(self, value: Tensor) -> None:
         """Have memory of the former kind again, with ``value``."""

@@ -1,5 +1,6 @@
 """Helpers for tests: ranks on one machine, a model with every difficulty in it, the DDP oracle."""
 
+from zero_core.testing.failing import Call, Failure, described, failing
 from zero_core.testing.models import Hard, RootAndBlocks, batch, make_model, seeded, wide_blocks
 from zero_core.testing.oracle import (
     LR,
@@ -26,7 +27,9 @@ from zero_core.testing.simulated import (
 __all__ = [
     "LR",
     "WEIGHT_DECAY",
+    "Call",
     "Case",
+    "Failure",
     "Gap",
     "GatedRanks",
     "Hard",
@@ -37,7 +40,9 @@ __all__ = [
     "Trace",
     "batch",
     "compare_with_ddp",
+    "described",
     "device_collectives",
+    "failing",
     "make_model",
     "preload",
     "read_gaps",
