@@ -328,8 +328,8 @@ def build(
             if ranks.device.type != "cpu":
                 memory.reserve()
                 if isinstance(tier, ReservingTier):
-                    grads = [(g.segment, g.plan) for unit in units for g in unit.grads]
-                    tier.reserve([(*memory.spans[s.index], plan.offered) for s, plan in grads])
+                    grads = [grads for unit in units for grads in unit.grads]
+                    tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
             initial.give_attributes()
             if is_training:
                 patches.start()

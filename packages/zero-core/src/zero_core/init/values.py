@@ -126,18 +126,18 @@ def make_ordinary(param: Tensor, former: dict[int, Tensor] | None = None) -> Non
     ``param`` was.
     """
     forget_slice(param)
-    is_param = isinstance(param, nn.Parameter)
     if isinstance(param, PartitionedParam):
         with DisableTorchFunction():
             twin = nn.Parameter(param.data, param.requires_grad)
-        twin.__class__ = type(param)
+        twin.__class__ = type(param)  # type: ignore[assignment]
         vars(twin).update(vars(param))
         if former is not None:
             former[id(param)] = twin
         param.make_ordinary()
     if param.is_meta:
         stand_in = torch.empty((), dtype=param.dtype).expand(param.shape)
-        twin = nn.Parameter(stand_in, param.requires_grad) if is_param else stand_in
+        if isinstance(param, nn.Parameter):
+            stand_in = nn.Parameter(stand_in, param.requires_grad)
         if former is not None:
-            former[id(param)] = twin
-        swap_tensor(param, twin)
+            former[id(param)] = stand_in
+        swap_tensor(param, stand_in)
