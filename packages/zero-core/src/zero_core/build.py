@@ -230,6 +230,9 @@ def build(
             )
             former.ownership = ownership = Ownership(state)
             initial.take(found.params)
+            adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
+            state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
+            state.common_buffers.confirm()
 
             if lr_scheduler is None and resolved.scheduler is not None:
                 lr_scheduler = make_scheduler(
@@ -314,8 +317,7 @@ def build(
                 )
             if attach is not None:
                 attach(engine)
-            # From here on values move.
-            adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
+            # From here on parameters' values move.
             if pretrained is None:
                 rounds = resolved.data_types.master_weights_from == "rounded"
                 fill(found, layout, params, tier, control, initial, former, rounds_masters=rounds)
@@ -323,8 +325,6 @@ def build(
                 load_pretrained(engine, pretrained)
                 for flat in params:
                     adopt(flat, former)
-            state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
-            state.common_buffers.confirm()
             if ranks.device.type != "cpu":
                 memory.reserve()
                 if isinstance(tier, ReservingTier):
