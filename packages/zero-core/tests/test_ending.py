@@ -289,3 +289,15 @@ def test_a_second_engine_of_a_model_is_told_how_the_first_one_is_given_up():
     with pytest.raises(ConfigError, match=text):
         zero_core.build(model, Case().config())
     _step(engine, 0)  # it trains on
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_ends_while_its_parameters_are_offloaded_leaves_no_values(caplog, stage):
+    model = make_model()
+    engine = zero_core.build(model, Case(stage).config())
+    engine.offload_states()
+    engine.close()
+    assert "values cannot be read" in caplog.text
+    assert "call reload_states() before close()" in caplog.text
+    with pytest.raises(ConfigError, match="holds no value"):
+        zero_core.build(model, Case(stage).config())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -47,7 +47,7 @@ from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded_model import EngineParts, ShardedModel, for_evaluation
+from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.seeds import MicroBatchSeeds
@@ -73,7 +73,7 @@ def build(
     process_group: dist.ProcessGroup | Ranks | None = ...,
     mesh: DeviceMesh | None = ...,
     pretrained: str | Path | Sequence[str | Path] | None = ...,
-    attach: Callable[[ShardedModel], None] | None = ...,
+    attach: Attach | None = ...,
     is_training: Literal[True] = ...,
 ) -> Engine: ...
 @overload
@@ -89,7 +89,7 @@ def build(
     process_group: dist.ProcessGroup | Ranks | None = ...,
     mesh: DeviceMesh | None = ...,
     pretrained: str | Path | Sequence[str | Path] | None = ...,
-    attach: Callable[[ShardedModel], None] | None = ...,
+    attach: Attach | None = ...,
     is_training: bool,
 ) -> ShardedModel: ...
 def build(
@@ -104,7 +104,7 @@ def build(
     process_group: dist.ProcessGroup | Ranks | None = None,
     mesh: DeviceMesh | None = None,
     pretrained: str | Path | Sequence[str | Path] | None = None,
-    attach: Callable[[ShardedModel], None] | None = None,
+    attach: Attach | None = None,
     is_training: bool = True,
 ) -> ShardedModel:
     """Make a training engine out of a model and a DeepSpeed-style configuration.
@@ -233,6 +233,7 @@ def build(
             adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
             state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
             state.common_buffers.confirm()
+            initial.give_attributes()
 
             if lr_scheduler is None and resolved.scheduler is not None:
                 lr_scheduler = make_scheduler(
@@ -330,7 +331,6 @@ def build(
                 if isinstance(tier, ReservingTier):
                     grads = [grads for unit in units for grads in unit.grads]
                     tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
-            initial.give_attributes()
             if is_training:
                 patches.start()
             control.place.enter(OUTSIDE)

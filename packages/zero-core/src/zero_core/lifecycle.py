@@ -113,9 +113,12 @@ class Ownership:
         if not self.state.has_stale_values:
             return
         if self.state.control.world_size == 1:
-            for values in self.state.params:
-                _leave_whole(values, self.state)
-            return
+            try:
+                for values in self.state.params:
+                    _leave_whole(values, self.state)
+                return
+            except Exception:  # such as a file that is gone
+                _log.warning("an engine ended, and its values cannot be read", exc_info=True)
         for values in self.state.params:
             values.abandon()
         for module in self.state.module.modules():
@@ -233,6 +236,8 @@ def _leave_whole(values: FlatParams, state: ShardedState) -> None:
     """Make parameters views of the only rank's shard."""
     values.wait_update()
     shard = values.read_shard().detach()
+    if shard.untyped_storage().nbytes() < shard.nbytes:
+        raise RuntimeError("they are offloaded: call reload_states() before close()")
     for position, param in enumerate(values.params):
         spec = state.layout.params[values.segment.slots[position].param]
         param.data = spec.to_values(values.part_of(position, shard))

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,13 @@ class EngineParts:
     transport: HostCollectives | DeviceCollectives
     meter: Meter
     beside: Exchange
+
+
+class Attach(Protocol):
+    """Adapter's part of a build: see `zero_core.build`."""
+
+    def __call__(self, engine: ShardedModel, /) -> None:
+        """Add to ``engine`` and its model."""
 
 
 class ShardedModel:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from zero_core.errors import CollectiveError, ConfigError, RankMismatchError
 from zero_core.init.former import FormerModel
 from zero_core.init.slices import forget_slice
 from zero_core.init.values import InitialValues
-from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import Discovered, compute_dtype
 from zero_core.protocols import StateTier
 from zero_core.sharded.params import FlatParams
@@ -52,36 +53,33 @@ def fill(
     num_differing = torch.zeros(
         len(layout.segments), dtype=torch.int64, device=all_params[0].device
     )
-
-    def move(segment: Segment, of_segment: FlatParams, flat: Tensor) -> None:
+    for segment, of_segment, dtype in zip(layout.segments, all_params, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
         in_parts = [initial.is_in_parts(param) for param in params]
-        try:
-            for low, high in segment.gaps():
-                flat[low:high].zero_()
-            for slot, param, is_shared in zip(segment.slots, params, in_parts, strict=True):
-                if is_shared or control.rank == 0 or not is_deferred:
-                    spec = layout.params[slot.param]
-                    flat[slot.start : slot.stop].copy_(spec.to_elements(initial.of(param)))
-        finally:  # the other ranks wait
-            if not all(in_parts):
-                (control.broadcast if is_deferred else control.equalize)(flat)
-        of_segment.write(0, flat)
-        if of_segment.local_span is not None:
-            start, stop = of_segment.local_span
-            is_sharded = stop - start == segment.shard_numel
-            low, high = layout.state_range(segment, control.rank, is_sharded=is_sharded)
-            masters = flat[low:high]
-            if rounds_masters:
-                masters = masters.to(segment.dtype)
-            tier.write_state("master_weight", start, masters)
-            if is_sharded and control.world_size > 1 and of_segment.full is not None:
-                rounded = of_segment.full[low:high]
-                num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()
-
-    for segment, of_segment, dtype in zip(layout.segments, all_params, dtypes, strict=True):
         flat = pool.acquire(segment.padded_numel, dtype, segment.index)
-        _on_all(control, partial(move, segment, of_segment, flat), RuntimeError)
+        with _on_all_ranks(control, RuntimeError):
+            try:
+                for low, high in segment.gaps():
+                    flat[low:high].zero_()
+                for slot, param, is_shared in zip(segment.slots, params, in_parts, strict=True):
+                    if is_shared or control.rank == 0 or not is_deferred:
+                        spec = layout.params[slot.param]
+                        flat[slot.start : slot.stop].copy_(spec.to_elements(initial.of(param)))
+            finally:  # the other ranks wait
+                if not all(in_parts):
+                    (control.broadcast if is_deferred else control.equalize)(flat)
+            of_segment.write(0, flat)
+            if of_segment.local_span is not None:
+                start, stop = of_segment.local_span
+                is_sharded = stop - start == segment.shard_numel
+                low, high = layout.state_range(segment, control.rank, is_sharded=is_sharded)
+                masters = flat[low:high]
+                if rounds_masters:
+                    masters = masters.to(segment.dtype)
+                tier.write_state("master_weight", start, masters)
+                if is_sharded and control.world_size > 1 and of_segment.full is not None:
+                    rounded = of_segment.full[low:high]
+                    num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()
         adopt(of_segment, former)
         pool.release(flat)
     # A tier may round its own part otherwise, as ties of a master weight that is kept split.
@@ -145,14 +143,16 @@ def check_values(control: ControlGroup, initial: InitialValues, *, has_pretraine
     Raises:
         ConfigError: as `InitialValues.check`.
     """
-    _on_all(control, lambda: initial.check(has_pretrained=has_pretrained), ConfigError)
+    with _on_all_ranks(control, ConfigError):
+        initial.check(has_pretrained=has_pretrained)
 
 
-def _on_all(control: ControlGroup, act: Callable[[], None], kind: type[Exception]) -> None:
-    """Run ``act`` on every rank. What it raises on one, the others raise as a ``kind``."""
+@contextmanager
+def _on_all_ranks(control: ControlGroup, kind: type[Exception]) -> Iterator[None]:
+    """Have an error of one rank in this context raise a ``kind`` on the others, at its end."""
     failure: Exception | None = None
     try:
-        act()
+        yield
     except CollectiveError:
         raise  # the others get one of their own
     except Exception as error:

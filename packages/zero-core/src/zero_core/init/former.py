@@ -6,8 +6,9 @@ optimizer, schedule, tiers, the engine and its hooks, and what an adapter attach
 references alone are kept, and the model gets its own memory back. Values that move to memory which
 each rank has whole are kept until the build has ended. Those that move to shards are given up unit
 by unit, as a rank may have no room for them beside the engine. Where a later failure meets all
-ranks alike they are gathered from the master weights. Else (a lost peer, Ctrl-C with several ranks)
-the error says that they are gone.
+ranks alike they are gathered again: trained ones from the master weights, frozen ones as the
+compute dtype has them. Else (a lost peer, Ctrl-C with several ranks) the error says that they are
+gone.
 """
 
 from __future__ import annotations

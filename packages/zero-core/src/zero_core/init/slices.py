@@ -120,7 +120,7 @@ def _send_slices(value: Tensor, slices: _Slice, source: int) -> None:
 
 def slice_of(tensor: Tensor) -> object | None:
     """Return what `restore_slice` takes, if ``tensor`` is in slices."""
-    return _slices[tensor] if tensor in _slices else None
+    return _slices[tensor] if is_in_slices(tensor) else None
 
 
 def restore_slice(tensor: Tensor, found: object) -> None:

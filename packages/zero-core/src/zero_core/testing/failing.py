@@ -1,4 +1,4 @@
-"""Calls that fail on purpose, one after the other, and what a model looks like from outside."""
+"""Injected failures of single calls, and a description of a model for comparison."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def failing(call: Call | None, event: str, file: str | None) -> Iterator[list[Ca
 
 
 def described(model: nn.Module, optimizer: torch.optim.Optimizer, *, has_places: bool) -> Any:
-    """Everything of a model that a plain program can see, bits as text."""
+    """Return everything of a model and an optimizer that a plain program can see.
+
+    ``has_places``: with the addresses of parameters.
+    """
     modules = [
         {
             key: [repr(item) for item in value.items()] if isinstance(value, dict) else repr(value)
