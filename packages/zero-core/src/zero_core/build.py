@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_core._libc import release_free_pages
 from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
 from zero_core.checkpoint.patches.write import PatchWriter
@@ -334,7 +335,10 @@ def build(
             if is_training:
                 patches.start()
             control.place.enter(OUTSIDE)
-            return engine
+        for flat in params:
+            former.give_up(flat)
+        release_free_pages()  # what the parameters' own storage left
+        return engine
     except BaseException as error:
         try:
             former.restore_after(error)

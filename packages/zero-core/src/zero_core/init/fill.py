@@ -9,7 +9,6 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from zero_core._libc import release_free_pages
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError, ConfigError, RankMismatchError
 from zero_core.init.former import FormerModel
@@ -86,7 +85,6 @@ def fill(
     for of_segment, number in zip(all_params, control.sum(num_differing).tolist(), strict=True):
         if number:
             of_segment.invalidate()  # the other ranks gather it
-    release_free_pages()  # what the parameters' own storage left
 
 
 def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialValues) -> bool:
@@ -109,9 +107,10 @@ def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialV
 
 
 def adopt(flat: FlatParams, former: FormerModel) -> None:
-    """Make a segment's parameters drop their own storage."""
+    """Give a segment's parameters the engine's memory. ``former`` drops what is in shards."""
     flat.adopt()
-    former.give_up(flat)
+    if not flat.is_kept:
+        former.give_up(flat)
     for param in flat.params:
         forget_slice(param)
 

@@ -57,6 +57,8 @@ class _FormerParam:
 
     def give_up(self) -> None:
         """Free the memory, and remember its form."""
+        if self.is_lost:
+            return
         assert self._data is not None, "the engine takes it"
         self._device = self._data.device
         self.is_lost = True
@@ -128,8 +130,8 @@ class FormerModel:
         }
 
     def give_up(self, flat: FlatParams) -> None:
-        """Free the former memory of those parameters whose values ``flat`` keeps in shards."""
-        for key in () if flat.is_kept else map(id, flat.params):
+        """Free the former memory of the parameters of ``flat``, which has their values."""
+        for key in map(id, flat.params):
             if key not in self._initial.former and self._params[key].slice is None:
                 self._params[key].give_up()
 
