@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import itertools
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +23,24 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from zero_core import ConfigError
-from zero_core.testing import Case, batch, make_model, run_ddp, spawn
+from zero_core.testing import (
+    Call,
+    Case,
+    Failure,
+    batch,
+    described,
+    failing,
+    make_model,
+    run_ddp,
+    spawn,
+)
 from zero_engine import deepspeed
 from zero_engine.deepspeed.config import attributes
 from zero_engine.deepspeed.engine.facts import UNSERVED, Facts
 from zero_engine.deepspeed.errors import NotServedError
 
 STEPS = 4
+INITIALIZE = sys.modules["zero_engine.deepspeed.initialize"].__file__
 DEFAULT_CLIPPING = 1.0
 LOSS = {"fp32": 4e-6, "bf16": 0.07}
 VALUE = {"fp32": 2e-6, "bf16": 0.04}
@@ -732,6 +744,46 @@ def test_a_channels_last_model_trains_and_changes_engines_as_in_torch(stage: int
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         for param, own in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(own, param)
+
+
+def _fail(rank: int, world_size: int, stage: int) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = _linear()
+        return model, torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+
+    def start(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lambda given: LambdaLR(given, lambda step: 0.5),
+            training_data=TensorDataset(torch.zeros(8, 3)),
+            config=_config(stage),
+        )
+        return engine
+
+    with failing(None, "call", INITIALIZE) as own:
+        engine = start(*make())
+    expected = _train(engine, 2), engine.core.full_state_dict()
+    lists: list[Any] = [None] * world_size
+    dist.all_gather_object(lists, own)
+    calls: list[Call] = [call for call in own if all(call in other for other in lists)]
+    assert {"build", "DeepSpeedEngine.__init__"} <= {name for name, _ in calls}
+    made = make()
+    before = described(*made, has_places=True)
+    for call in calls:
+        with pytest.raises(Failure), failing(call, "call", INITIALIZE):
+            start(*made)
+        assert described(*made, has_places=True) == before, call
+    engine = start(*made)
+    torch.testing.assert_close(
+        (_train(engine, 2), engine.core.full_state_dict()), expected, rtol=0.0, atol=0.0
+    )
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_initialize_that_any_of_its_calls_ends_changes_nothing(stage: int) -> None:
+    spawn(_fail, 2, stage)
 
 
 # --------------------------------------------------------------------- evaluation

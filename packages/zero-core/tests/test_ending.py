@@ -5,6 +5,7 @@ that isn't.
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ import zero_core
 from zero_core import ConfigError
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.core import access
-from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate, spawn
 
 
 def _step(engine: zero_core.Engine, rank: int) -> None:
@@ -170,3 +171,125 @@ def test_optimizer_and_buffers_serve_a_plain_loop_after_the_engine():
     model(x).square().mean().backward()
     optimizer.step()
     torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))
+
+
+def _dropped_and_built_again(ranks: SimulatedRanks, stage: int, end: str) -> None:
+    model = make_model()
+    plain = [dict(vars(module)).keys() for module in model.modules()]
+    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    _step(engine, ranks.rank)
+    engine.publish()
+    expected = engine.full_state_dict()
+    if end == "dropped":
+        del engine
+        gc.collect()
+    elif end == "closed":
+        engine.close()
+    else:
+        engine.unwrap()
+    if end != "unwrapped" and stage == 3 and ranks.size > 1:
+        with pytest.raises(RuntimeError, match="went with an engine that was closed or dropped"):
+            model.state_dict()
+        with pytest.raises(ConfigError, match=r"closed or dropped\. Have the values read from a f"):
+            zero_core.build(model, Case(stage).config(), process_group=ranks)
+        # As the message says.
+        for param in model.parameters():
+            param.data = torch.empty(param.shape)
+        model.load_state_dict(expected)
+    found = dict(model.state_dict())
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    for module, keys in zip(model.modules(), plain, strict=True):
+        assert vars(module).keys() == keys
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    other = make_model()
+    other.load_state_dict(expected)
+    trained = []
+    for each in (model, other):
+        engine = zero_core.build(each, Case(stage).config(), process_group=ranks)
+        _step(engine, ranks.rank)
+        trained.append(engine.full_state_dict())
+        engine.close()
+    torch.testing.assert_close(*trained, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("end", ["dropped", "closed", "unwrapped"])
+def test_a_model_can_be_built_again_after_its_engine(stage, world_size, end):
+    simulate(_dropped_and_built_again, world_size, stage, end)
+
+
+READERS = {
+    *("autocast", "close", "comm_report", "get_global_grad_norm", "leave_shards", "memory_report"),
+    *("is_gradient_accumulation_boundary", "owns", "remove_at_end", "stay_with_model", "report"),
+}
+"""What an engine that has ended may still be asked."""
+
+
+@pytest.mark.parametrize("end", ["close", "unwrap"])
+def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
+    engine = zero_core.build(make_model(), Case(3).config())
+    params = list(engine.module.parameters())
+    _step(engine, 0)
+    getattr(engine, end)()
+    verbs = {name for name, _ in inspect.getmembers(zero_core.Engine, inspect.isfunction)}
+    arguments = {
+        "__call__": {},
+        "allow_empty_entries": {"advice": ""},
+        "backward": {"loss": torch.ones((), requires_grad=True)},
+        "clip_grad_norm_": {"max_norm": 1.0},
+        "find_world_size_dependence": {"first": {}, "second": {}},
+        "holds_value": {"param": params[0]},
+        "own_part": {"param": params[0]},
+        "scale": {"loss": torch.ones(())},
+        "set_gradient_accumulation_boundary": {"is_boundary": True},
+        "set_is_last_backward": {"is_last_backward": True},
+        "set_requires_gradient_sync": {"requires_gradient_sync": False},
+        "set_reshard_after_forward": {"reshard_after_forward": False},
+        "train_batch": {"batches": []},
+    }
+    for name in (
+        "async_save",
+        "save_checkpoint",
+        "load_checkpoint",
+        "export_safetensors",
+        "resume",
+    ):
+        arguments[name] = {"directory": "never"}
+    arguments["record"] = {"folder": "never"}
+    for direction in ("forward", "backward"):
+        name = f"set_modules_to_{direction}_prefetch"
+        arguments[name] = {"module": engine.module, "modules": []}
+
+    def use(owner: Any, verb: str) -> None:
+        with getattr(owner, verb)(**arguments.get(verb, {})):  # some check when they are entered
+            pass
+
+    arguments["get_full"] = {"name": "gain"}
+    named = {verb for verb in verbs if not verb.startswith("_")} - READERS
+    for owner, verb in ((engine.states, "get_full"), *((engine, v) for v in {"__call__", *named})):
+        with pytest.raises(RuntimeError, match=rf"of an engine that has ended, by {end}\(\)"):
+            use(owner, verb)
+
+
+def test_a_second_engine_of_a_model_is_told_how_the_first_one_is_given_up():
+    model = make_model()
+    engine = zero_core.build(model, Case().config())
+    text = r"engine_of\(model\.get_parameter\('gain'\)\).*by its unwrap\(\), on every rank"
+    with pytest.raises(ConfigError, match=text):
+        zero_core.build(model, Case().config())
+    _step(engine, 0)  # it trains on
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_ends_while_its_parameters_are_offloaded_leaves_no_values(caplog, stage):
+    model = make_model()
+    engine = zero_core.build(model, Case(stage).config())
+    engine.offload_states()
+    engine.close()
+    assert "values cannot be read" in caplog.text
+    assert "call reload_states() before close()" in caplog.text
+    with pytest.raises(ConfigError, match="holds no value"):
+        zero_core.build(model, Case(stage).config())

@@ -84,8 +84,8 @@ def _train_two_ranks(ranks: SimulatedRanks, folder: Path, stage: int, is_recorde
         if ranks.rank == 1 and number == 2:
             x[0, 0] = math.nan
         losses += _step(engine, x)
-    engine.close()
     torch.save((losses, list(engine.full_state_dict().values())), folder / f"{ranks.rank}.pt")
+    engine.close()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -323,11 +323,12 @@ def test_loss_within_autocast_has_the_dtype_of_the_whole_one(dtype):
 def test_a_head_that_is_called_by_keyword_is_tiled():
     model = _Model()
     head = model.head
-    zero_core.build(model, _config(1, tiled_compute=TILED))
+    engine = zero_core.build(model, _config(1, tiled_compute=TILED))
     x = torch.randn(2, TOKENS, WIDTH)
     found = head(input=x)
     assert isinstance(found, TiledLogits)
     assert torch.equal(found + 0, functional.linear(x, head.weight))
+    engine.close()
 
 
 def test_many_tokens_of_fp16_have_a_finite_mean():
@@ -372,7 +373,8 @@ class _Mixing(nn.Module):
 def test_module_that_cannot_be_tiled_is_named(has_mask):
     model = nn.Sequential(_Mixing(), nn.Linear(4, 4))
     block = {"tile_tokens": 2, "modules": {"names": ["0"]}}
-    zero_core.build(model, _config(1, tiled_compute=block))
+    engine = zero_core.build(model, _config(1, tiled_compute=block))
     mask = {"mask": torch.ones(3)} if has_mask else {}
     with pytest.raises(ConfigError, match=r"tiled_compute.modules: '0' \(_Mixing\)"):
         model[0](torch.randn(2, 5, 4), **mask)
+    engine.close()

@@ -78,7 +78,8 @@ def initialize(
     Every rank must call it, with the same model and configuration. The model's parameters move to
     the engine's memory; see `zero_core.build`. An engine that has them already is ended first, as
     by its ``destroy()``: values stay, and gradients that wait for a step are dropped. A wrong
-    configuration or optimizer is refused before that. Within `zero.Init`, what that has made so far
+    configuration or optimizer is refused before that. If it fails later on, the model is as before,
+    or as that engine left it. Within `zero.Init`, what that has made so far
     is partitioned first.
 
     Args:
@@ -139,37 +140,50 @@ def initialize(
     for one in engines.values():
         _log.info("initialize() of a model that has an engine: that one is ended, as by destroy()")
         leave_partitioned(one)
-    if given is not None:
-        _freeze_others(model, given)
-    core = zero_core.build(
-        model,
-        of_core,
-        optimizer=given,
-        lr_scheduler=lr_scheduler if is_training else None,
-        process_group=group,
-        is_training=is_training,
-    )
-    mark_configured(model, core.config.zero_optimization.leaf_module)
+    made: list[_Made] = []
+
+    def attach(core: zero_core.ShardedModel) -> None:
+        mark_configured(model, core.config.zero_optimization.leaf_module)
+        if core.config.zero_optimization.stage == 3:
+            core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold
+            describe_engine(core)
+            serve_saved(core)
+            # as DeepSpeed's: OpenRLHF reads the names on rank 0
+            core.allow_empty_entries(EMPTY_ENTRIES)
+        announce(settings, core.config, rank=core.rank, world_size=core.world_size)
+        engine = DeepSpeedEngine(
+            core,
+            settings,
+            client_optimizer=optimizer,
+            client_lr_scheduler=lr_scheduler,
+            training_data=training_data,
+            collate_fn=collate_fn,
+        )
+        if given is None and engine.optimizer is not None:
+            _name_optimizer(engine)
+        made.append((engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler))
+
+    untrained = [] if given is None else _find_untrained(model, given)
+    try:
+        for param in untrained:
+            param.requires_grad_(False)
+        zero_core.build(
+            model,
+            of_core,
+            optimizer=given,
+            lr_scheduler=lr_scheduler if is_training else None,
+            process_group=group,
+            attach=attach,
+            is_training=is_training,
+        )
+    except BaseException:
+        for param in untrained:
+            param.requires_grad_(True)
+        raise
+    core = made[0][0].core
     if core.config.zero_optimization.stage == 3:
-        core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold
         core.keep_small_params()
-        describe_engine(core)
-        serve_saved(core)
-        core.allow_empty_entries(
-            EMPTY_ENTRIES
-        )  # as DeepSpeed's: OpenRLHF reads the names on rank 0
-    announce(settings, core.config, rank=core.rank, world_size=core.world_size)
-    engine = DeepSpeedEngine(
-        core,
-        settings,
-        client_optimizer=optimizer,
-        client_lr_scheduler=lr_scheduler,
-        training_data=training_data,
-        collate_fn=collate_fn,
-    )
-    if optimizer is None and engine.optimizer is not None:
-        _name_optimizer(engine)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return made[0]
 
 
 def _name_optimizer(engine: DeepSpeedEngine) -> None:
@@ -260,18 +274,17 @@ def _make_optimizer(
     return make_optimizer(named, groups)
 
 
-def _freeze_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Parameters in no group are not trained: they need no gradient."""
+def _find_untrained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters in no group, which need no gradient, and warn of them."""
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
-    for name in left:
-        model.get_parameter(name).requires_grad_(False)
+    left = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered}
     if left:
         _log.warning(
             "%d parameters are in no optimizer group and will not be trained: %s",
             len(left),
-            ", ".join(left[:5]),
+            ", ".join(list(left)[:5]),
         )
+    return list(left.values())
 
 
 def _data_parallel_group(mpu: Any) -> Any:

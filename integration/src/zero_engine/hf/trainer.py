@@ -146,12 +146,15 @@ class ZeroTrainer(Trainer):
         self._config = fill_config(self._given, self.args)  # a search changes the arguments
         if is_training:
             self.create_optimizer()
-            trained = zero_core.build(self.model, self._config, optimizer=self.optimizer)
+            trained = zero_core.build(
+                self.model, self._config, optimizer=self.optimizer, attach=self._check_device
+            )
             self.optimizer = ZeroOptimizer(trained)
             engine: ShardedModel = trained
         else:
-            engine = zero_core.build(self.model, self._config, is_training=False)
-        self._check_device(engine)
+            engine = zero_core.build(
+                self.model, self._config, attach=self._check_device, is_training=False
+            )
         self.accelerator.adopt(engine)
         self.engine = engine
 

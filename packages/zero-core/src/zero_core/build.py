@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -13,22 +12,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_core._libc import release_free_pages
 from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
-from zero_core.comm.host import HostCollectives
+from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
 from zero_core.config import Config, load_config
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
+from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
 from zero_core.layout.buffers import CommonBuffers
-from zero_core.lifecycle import check_is_free
+from zero_core.lifecycle import Ownership, check_is_free
 from zero_core.optim.schedules.base import Schedule, ScheduleFactory
 from zero_core.optim.schedules.factory import make_scheduler
 from zero_core.optim.train_state import TrainState
@@ -47,7 +47,7 @@ from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded_model import EngineParts, ShardedModel, for_evaluation
+from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.seeds import MicroBatchSeeds
@@ -73,6 +73,7 @@ def build(
     process_group: dist.ProcessGroup | Ranks | None = ...,
     mesh: DeviceMesh | None = ...,
     pretrained: str | Path | Sequence[str | Path] | None = ...,
+    attach: Attach | None = ...,
     is_training: Literal[True] = ...,
 ) -> Engine: ...
 @overload
@@ -88,6 +89,7 @@ def build(
     process_group: dist.ProcessGroup | Ranks | None = ...,
     mesh: DeviceMesh | None = ...,
     pretrained: str | Path | Sequence[str | Path] | None = ...,
+    attach: Attach | None = ...,
     is_training: bool,
 ) -> ShardedModel: ...
 def build(
@@ -102,6 +104,7 @@ def build(
     process_group: dist.ProcessGroup | Ranks | None = None,
     mesh: DeviceMesh | None = None,
     pretrained: str | Path | Sequence[str | Path] | None = None,
+    attach: Attach | None = None,
     is_training: bool = True,
 ) -> ShardedModel:
     """Make a training engine out of a model and a DeepSpeed-style configuration.
@@ -113,6 +116,9 @@ def build(
     A model made under `zero_core.deferred_init` gets its values here, one parameter at a time: no
     rank ever holds more than its shards and one unit. The same holds for parameters that are
     `zero_core.protocols.PartitionedParam`.
+
+    If it fails, model and optimizer are as before, and another call may follow: see [Note: a build
+    is a transaction] in `zero_core.init.former`.
 
     Args:
         model: any module; nothing in it needs to be changed or wrapped.
@@ -132,6 +138,8 @@ def build(
             how many ranks share a node is found from the launcher's environment otherwise.
         pretrained: safetensors that give every value, read as by `zero_core.load_pretrained`; the
             model may then be on the meta device, but for buffers that are not in its state dict.
+        attach: called with the engine before values move to its memory, for an adapter that adds to
+            the engine and the model. If it raises, the build is undone.
         is_training: False for a `ShardedModel`, which evaluates alone.
 
     Raises:
@@ -169,161 +177,185 @@ def build(
     shared = share_memory(control, ranks, per_node)
     is_invariant = resolved.world_size_invariant
     transport = make_transport(ranks, per_node, shared, meter, is_sequential=is_invariant)
-    with _ended_on_failure(transport), under_way("zero_core.build", rank=ranks.rank):
-        used = make_collectives(collectives, transport, resolved, layout, per_node)
-        communicator = Communicator(used, control, layout.describe_segments())
+    former = FormerModel(model, found.params, optimizer, initial)
+    try:
+        with under_way("zero_core.build", rank=ranks.rank):
+            used = make_collectives(collectives, transport, resolved, layout, per_node)
+            communicator = Communicator(used, control, layout.describe_segments())
 
-        if is_invariant:
-            _check_invariance(resolved, communicator, ranks)
+            if is_invariant:
+                _check_invariance(resolved, communicator, ranks)
 
-        memory = Memory(
-            found,
-            layout,
-            resolved,
-            rank=ranks.rank,
-            device=ranks.device,
-            exchanged=shared.zeros
-            if shared is not None and communicator.reduces_in_place
-            else None,
-            is_accelerated=ranks.device.type != "cpu",
-            offloaded=make_param_tier(param_tier, layout, resolved, ranks.device),
-            has_own_tier=state_tier is not None,
-        )
-        tier = make_state_tier(state_tier, memory, drawn, resolved, control, meter)
-        units = memory.make_units(tier, communicator)
-        if used is transport and ranks.size > 1:
-            grads = [grads for unit in units for grads in unit.grads]
-            transport.prepare_reductions(
-                [(g.segment.padded_numel, g.plan.communicated, g.plan.accumulated) for g in grads],
-                ranks.device,
+            memory = Memory(
+                found,
+                layout,
+                resolved,
+                rank=ranks.rank,
+                device=ranks.device,
+                exchanged=shared.zeros
+                if shared is not None and communicator.reduces_in_place
+                else None,
+                is_accelerated=ranks.device.type != "cpu",
+                offloaded=make_param_tier(param_tier, layout, resolved, ranks.device),
+                has_own_tier=state_tier is not None,
             )
-        params = sorted(
-            (flat for unit in units for flat in unit.params), key=lambda flat: flat.segment.index
-        )
-        state = ShardedState(
-            module=model,
-            layout=layout,
-            params=tuple(params),
-            tier=tier,
-            control=control,
-            # Each rank keeps its own where they are not broadcast.
-            common_buffers=CommonBuffers(model if resolved.broadcast_buffers else nn.Identity()),
-            pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
-            optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
-            quantized=found.quantized,
-            changes=memory.changes,
-        )
-        if pretrained is None:
-            rounds = resolved.data_types.master_weights_from == "rounded"
-            fill(found, layout, params, tier, control, initial, rounds_masters=rounds)
-        else:
-            for flat in params:
-                adopt(flat)
-        adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
-        state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
-        state.common_buffers.confirm()
-        if ranks.device.type != "cpu":
-            memory.reserve()
-            if isinstance(tier, ReservingTier):
+            tier = make_state_tier(state_tier, memory, drawn, resolved, control, meter)
+            units = memory.make_units(tier, communicator)
+            if used is transport and ranks.size > 1:
                 grads = [grads for unit in units for grads in unit.grads]
-                tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
-        initial.give_attributes()
-
-        schedule: Schedule | None = None
-        if lr_scheduler is not None:
-            schedule = lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler
-            if not isinstance(schedule, Schedule):
-                raise ConfigError(
-                    f"lr_scheduler is or makes {schedule!r:.100}, which lacks step, state_dict or "
-                    "load_state_dict: pass a scheduler as of torch.optim.lr_scheduler, or a "
-                    "function of the optimizer that returns one"
+                transport.prepare_reductions(
+                    [
+                        (g.segment.padded_numel, g.plan.communicated, g.plan.accumulated)
+                        for g in grads
+                    ],
+                    ranks.device,
                 )
-        elif resolved.scheduler is not None:
-            schedule = make_scheduler(optimizer, resolved.scheduler.type, resolved.scheduler.params)
-        train = TrainState(resolved, optimizer.param_groups, schedule, rank=ranks.rank)
-        seeds = None
-        if is_invariant and is_training:
-            seeds = MicroBatchSeeds(model, train, resolved.seed or 0, ranks)
-        gradient = StepGradient(state, communicator, train, resolved, meter)
-        runtime = Runtime(
-            units,
-            communicator,
-            gradient,
-            has_sharded_params=memory.has_sharded_params,
-            quantized=found.quantized,
-        )
-        runtime.publish()  # what a tier has rounded otherwise
-        modules = [module for _, module, _ in found.units]
-        on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
-        host_inputs = HostInputs(ranks.device) if on_host else None
-        installed = hooks.install(runtime, modules, resolved, host_inputs)
-        vertical = None
-        choice = None
-        wanted = resolved.accumulation_schedule
-        if is_training and wanted == "auto":
-            if resolved.is_vertical:
-                choice = ScheduleChoice(control, ranks.device)
+            params = sorted(
+                (flat for unit in units for flat in unit.params),
+                key=lambda flat: flat.segment.index,
+            )
+            state = ShardedState(
+                module=model,
+                layout=layout,
+                params=tuple(params),
+                tier=tier,
+                control=control,
+                # Each rank keeps its own where they are not broadcast.
+                common_buffers=CommonBuffers(
+                    model if resolved.broadcast_buffers else nn.Identity()
+                ),
+                pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
+                optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
+                quantized=found.quantized,
+                changes=memory.changes,
+            )
+            former.ownership = ownership = Ownership(state)
+            initial.take(found.params)
+            adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
+            state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
+            state.common_buffers.confirm()
+            initial.give_attributes()
+
+            schedule: Schedule | None = None
+            if lr_scheduler is not None:
+                schedule = lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler
+                if not isinstance(schedule, Schedule):
+                    raise ConfigError(
+                        f"lr_scheduler is or makes {schedule!r:.100}, which lacks step, state_dict "
+                        "or load_state_dict: pass a scheduler as of torch.optim.lr_scheduler, or a "
+                        "function of the optimizer that returns one"
+                    )
+            elif resolved.scheduler is not None:
+                schedule = make_scheduler(
+                    optimizer, resolved.scheduler.type, resolved.scheduler.params
+                )
+            train = TrainState(resolved, optimizer.param_groups, schedule, rank=ranks.rank)
+            seeds = None
+            if is_invariant and is_training:
+                seeds = MicroBatchSeeds(model, train, resolved.seed or 0, ranks)
+            gradient = StepGradient(state, communicator, train, resolved, meter)
+            runtime = Runtime(
+                units,
+                communicator,
+                gradient,
+                has_sharded_params=memory.has_sharded_params,
+                quantized=found.quantized,
+            )
+            modules = [module for _, module, _ in found.units]
+            on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
+            host_inputs = HostInputs(ranks.device) if on_host else None
+            installed = hooks.install(runtime, modules, resolved, host_inputs)
+            vertical = None
+            choice = None
+            wanted = resolved.accumulation_schedule
+            if is_training and wanted == "auto":
+                if resolved.is_vertical:
+                    choice = ScheduleChoice(control, ranks.device)
+                else:
+                    _log.info(
+                        "accumulation_schedule: auto chose horizontal: no gather would be saved"
+                    )
+            if is_training and (wanted == "vertical" or resolved.is_vertical):
+                blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
+                vertical = VerticalSchedule(blocks, runtime, train, state, host_inputs)
+                installed += vertical.handles
+            copies = None
+            if is_training and resolved.memory_checkpoint is not None:
+                copies = make_memory_checkpoints(
+                    state, train, resolved.memory_checkpoint, ranks, per_node
+                )
+            device_states = DeviceStates(
+                memory, runtime, state, (tier, used, transport), gradient.edits, copies
+            )
+            states = StateAccess(state, gradient, runtime, device_states)
+            parts = EngineParts(
+                resolved,
+                ownership,
+                state,
+                runtime,
+                states,
+                device_states,
+                train,
+                memory,
+                communicator,
+                transport,
+                meter,
+                ranks.exchange_beside(control.watch),
+            )
+            if is_training:
+                patches = PatchWriter(state)
+                driven = EngineOptimizer(
+                    optimizer, train, gradient, runtime, meter, state.param_names
+                )
+                installed += [gradient.param_grads.serve(), gradient.edits.begin()]
+                engine: ShardedModel = Engine(
+                    parts,
+                    optimizer=driven,
+                    gradient=gradient,
+                    seeds=seeds,
+                    copies=copies,
+                    patches=patches,
+                    vertical=vertical,
+                    choice=choice,
+                )
             else:
-                _log.info("accumulation_schedule: auto chose horizontal: no gather would be saved")
-        if is_training and (wanted == "vertical" or resolved.is_vertical):
-            blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
-            vertical = VerticalSchedule(blocks, runtime, train, state, host_inputs)
-            installed += vertical.handles
-        copies = None
-        if is_training and resolved.memory_checkpoint is not None:
-            copies = make_memory_checkpoints(
-                state, train, resolved.memory_checkpoint, ranks, per_node
-            )
-        device_states = DeviceStates(
-            memory, runtime, state, (tier, used, transport), gradient.edits, copies
-        )
-        states = StateAccess(state, gradient, runtime, device_states)
-        parts = EngineParts(
-            resolved,
-            state,
-            runtime,
-            states,
-            device_states,
-            train,
-            memory,
-            communicator,
-            transport,
-            meter,
-            ranks.exchange_beside(control.watch),
-        )
-        if is_training:
-            patches = PatchWriter(state)
-            driven = EngineOptimizer(optimizer, train, gradient, runtime, meter, state.param_names)
-            installed.append(gradient.param_grads.serve())
-            installed.append(gradient.edits.begin())
-            engine: ShardedModel = Engine(
-                parts,
-                optimizer=driven,
-                gradient=gradient,
-                seeds=seeds,
-                copies=copies,
-                patches=patches,
-                vertical=vertical,
-                choice=choice,
-            )
-        else:
-            engine = ShardedModel(parts)
-        engine.remove_at_end(installed)
-        if pretrained is not None:
-            try:
+                engine = ShardedModel(parts)
+            engine.remove_at_end(installed)
+            records = resolved.step_records
+            if isinstance(engine, Engine) and records is not None:
+                engine.record(
+                    records.folder, max_bytes=records.max_bytes, detail_every=records.detail_every
+                )
+            if attach is not None:
+                attach(engine)
+            # From here on parameters' values move.
+            if pretrained is None:
+                rounds = resolved.data_types.master_weights_from == "rounded"
+                fill(found, layout, params, tier, control, initial, former, rounds_masters=rounds)
+            else:
                 load_pretrained(engine, pretrained)
-            except Exception:
-                engine.close()  # another build() may follow, from the right file
-                raise
-        if is_training:
-            patches.start()
-        control.place.enter(OUTSIDE)
-        records = resolved.step_records
-        if isinstance(engine, Engine) and records is not None:
-            engine.record(
-                records.folder, max_bytes=records.max_bytes, detail_every=records.detail_every
-            )
+                for flat in params:
+                    adopt(flat, former)
+            if ranks.device.type != "cpu":
+                memory.reserve()
+                if isinstance(tier, ReservingTier):
+                    grads = [grads for unit in units for grads in unit.grads]
+                    tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
+            if is_training:
+                patches.start()
+            control.place.enter(OUTSIDE)
+        runtime.publish()  # what a tier has rounded otherwise
+        former.forget()
+        for flat in params:
+            flat.forget_marks()
+        release_free_pages()  # what the parameters' own storage left
         return engine
+    except BaseException as error:
+        try:
+            former.restore_after(error)
+        finally:
+            transport.close()
+        raise
 
 
 def _check_invariance(config: Config, communicator: Communicator, ranks: Ranks) -> None:
@@ -343,13 +375,3 @@ def _check_invariance(config: Config, communicator: Communicator, ranks: Ranks) 
             "border elsewhere. Set zero_optimization.offload_optimizer.ratio to 0 or 1, or name "
             "the host's parameters in offload_optimizer.parameters"
         )
-
-
-@contextmanager
-def _ended_on_failure(transport: HostCollectives | DeviceCollectives) -> Iterator[None]:
-    """End the engine's collectives, on this rank alone, if what is done with them here fails."""
-    try:
-        yield
-    except BaseException:
-        transport.close()
-        raise

@@ -38,7 +38,7 @@ from zero_core.errors import (
 from zero_core.plugins import REPORTS, load_part
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import Recorder, Subject
-from zero_core.runtime.device_states import BACKWARD_PARTS
+from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient
 from zero_core.step.interrupts import DeferredInterrupt
@@ -107,6 +107,7 @@ class Engine(ShardedModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Floating inputs are cast to the compute dtype, if one is set."""
+        self._device_states.check("a forward", FORWARD_PARTS)
         if self._recorder is not None:
             self._recorder.note_inputs(args, kwargs)
         args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
@@ -233,6 +234,7 @@ class Engine(ShardedModel):
                 After any exception the next call begins a step anew.
             AccumulationScheduleError: the model cannot be computed with the vertical schedule.
         """
+        self._device_states.check("train_batch()", NO_PARTS)
         accumulation, steps = self._train.accumulation, self.gradient_accumulation_steps
         if accumulation.count or accumulation.override is not None or not self._runtime.should_sync:
             raise RuntimeError(
@@ -422,6 +424,7 @@ class Engine(ShardedModel):
         None restores the default: the count decides. Every rank must call it, before the backward
         concerned.
         """
+        self._device_states.check("set_gradient_accumulation_boundary()", NO_PARTS)
         self._train.accumulation.override = is_boundary
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -439,6 +442,7 @@ class Engine(ShardedModel):
         Raises:
             RuntimeError: ``world_size_invariant`` reduces every backward.
         """
+        self._device_states.check("set_requires_gradient_sync()", NO_PARTS)
         if not requires_gradient_sync:
             self._check_local_sums()
         self._runtime.set_should_sync(requires_gradient_sync)
@@ -475,6 +479,7 @@ class Engine(ShardedModel):
         Raises:
             RuntimeError: ``world_size_invariant`` reduces every backward.
         """
+        self._device_states.check("no_sync()", NO_PARTS)
         self._check_local_sums()
         return self._runtime.no_sync()
 
@@ -496,6 +501,7 @@ class Engine(ShardedModel):
         Raises:
             RuntimeError: ``world_size_invariant`` is false, or a step is under way.
         """
+        self._device_states.check("find_world_size_dependence()")
         if self._seeds is None:
             raise RuntimeError(
                 "find_world_size_dependence() needs world_size_invariant = true: without it every "
@@ -538,6 +544,7 @@ class Engine(ShardedModel):
         Raises:
             ConfigError: the folder cannot be written to, or is a URL.
         """
+        self._device_states.check("record()", NO_PARTS)
         try:
             place = local_path(folder, "a record of steps")
         except CheckpointError as error:
@@ -748,6 +755,7 @@ class Engine(ShardedModel):
         Raises:
             CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
         """
+        self._device_states.check("resume()", NO_PARTS)
         control, place = self.sharded_state.control, location_of(directory)
         if self._snapshots is not None:
             self._snapshots.open(place)

@@ -10,8 +10,11 @@ DeepSpeed's ``zero.Init``.
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,40 +57,75 @@ class Removable(Protocol):
 class Ownership:
     """The parameters of one model and the hooks on it, as long as an engine owns them."""
 
-    def __init__(self, owner: object, state: ShardedState) -> None:
-        """Own the parameters of ``state`` for ``owner``, held weakly, until the end."""
-        self._owner = weakref.ref(owner)
-        self._state = state
+    def __init__(self, state: ShardedState) -> None:
+        """Prepare for the parameters of ``state``."""
+        self._owner: weakref.ref[object] | None = None
+        self._thread = threading.get_ident()
+        self.state = state
         self.is_ended = False
         """Whether the engine has ended; the model may have other values since."""
         self.empty_entries_advice: str | None = None
         """Unless None, ``state_dict`` gives empty tensors for values that are not here, not an
         error. The advice ends the warning."""
         self._has_warned = False
-        self.hooks = self._watch_state_dicts()
-        """Hooks on the model that are removed at the end."""
+        self.hooks: list[Removable] = []
+        """Hooks on the model that are removed at the end, the last ones first."""
         _alive[:] = [ref for ref in _alive if ref() is not None]
         _alive.append(weakref.ref(self))
 
+    def begin(self, owner: object) -> None:
+        """Own the parameters for ``owner``, held weakly, until the end."""
+        self._owner = weakref.ref(owner)
+        self._watch_state_dicts()
+
     def owner_of(self, param: nn.Parameter) -> object | None:
-        return None if self.name_of(param) is None else self._owner()
+        if self._owner is None or self.name_of(param) is None:
+            return None
+        return self._owner()
 
     def name_of(self, param: nn.Parameter) -> str | None:
-        return None if self.is_ended else self._state.param_names.get(id(param))
+        return None if self.is_ended else self.state.param_names.get(id(param))
+
+    def undo(self) -> None:
+        """Remove all that was put on the model so far, as the build has failed."""
+        self.is_ended = True
+        with ExitStack() as stack:
+            while self.hooks:
+                stack.callback(self.hooks.pop(0).remove)
+
+    def dropped(self) -> None:
+        """Close, as the owner was freed without an end.
+
+        Another thread, which may be one that a close waits for, leaves it to `check_is_free`.
+        """
+        if self._thread == threading.get_ident() and not sys.is_finalizing():
+            self.close()
+
+    def is_dropped(self, param: nn.Parameter) -> bool:
+        """Whether the owner of ``param`` was freed, and its hooks are on the model still."""
+        was_begun = self._owner is not None and self._owner() is None
+        return was_begun and self.name_of(param) is not None
 
     def close(self) -> None:
-        """End, on this rank alone. Parameters that are not whole here hold no value then."""
+        """End, on this rank alone. Parameters hold no value then of which others have a part."""
         if self.is_ended:
             return
         self._end()
         try:
-            if not self._state.has_stale_values:
+            if not self.state.has_stale_values:
                 return
         except CollectiveError as error:
             _log.warning("%s: the parameters whose values it carried hold none now", error)
-        for values in self._state.params:
+        if self.state.control.world_size == 1:
+            try:
+                for values in self.state.params:
+                    _leave_whole(values, self.state)
+                return
+            except Exception:  # such as a file that is gone
+                _log.warning("an engine ended, and its values cannot be read", exc_info=True)
+        for values in self.state.params:
             values.abandon()
-        for module in self._state.module.modules():
+        for module in self.state.module.modules():
             if _refuse_left_over not in module._state_dict_pre_hooks.values():
                 module.register_state_dict_pre_hook(_refuse_left_over)  # type: ignore[no-untyped-call]
 
@@ -96,10 +134,10 @@ class Ownership:
         if self.is_ended:
             return iter(())
         self._end()
-        values = self._state.params
-        if not self._state.has_stale_values and all(v.is_kept for v in values):
+        values = self.state.params
+        if not self.state.has_stale_values and all(v.is_kept for v in values):
             return iter(())
-        return (shard for v in values for shard in _local_shards(v, self._state))
+        return (shard for v in values for shard in _local_shards(v, self.state))
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
         """End with the ``full`` values by name in the parameters, and with buffers on the CPU.
@@ -107,17 +145,17 @@ class Ownership:
         Names are the layout's: components have theirs.
         """
         self._end()
-        names = self._state.param_names
-        for flat in self._state.params:
+        names = self.state.param_names
+        for flat in self.state.params:
             access.open_all(flat.read_params)
             for param in flat.params:
                 param.data = full[names[id(param)]]
-        for part in self._state.module.modules():
+        for part in self.state.module.modules():
             for name, buffer in part._buffers.items():
                 part._buffers[name] = None if buffer is None else buffer.cpu()
 
     def _end(self) -> None:
-        state = self._state
+        state = self.state
         try:
             state.tier.wait_params(0, max((p.stop for p in state.pieces), default=0))
         finally:  # a tier whose step failed raises: the model is free for another engine
@@ -125,7 +163,7 @@ class Ownership:
                 self.hooks.pop().remove()
             self.is_ended = True
 
-    def _watch_state_dicts(self) -> list[Removable]:
+    def _watch_state_dicts(self) -> None:
         """Make ``state_dict`` raise where parameters do not hold the current values."""
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -148,15 +186,13 @@ class Ownership:
                         0, dtype=whole.dtype, device=whole.device
                     )
 
-        hooks: list[Removable] = []
-        for module in self._state.module.modules():
-            hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-            hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
-        return hooks
+        for module in self.state.module.modules():
+            self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
 
     def _warn_of_empty_entries(self, what: str) -> None:
         """Warn once, on the first rank: that one writes files."""
-        if not self._has_warned and self._state.control.rank == 0:
+        if not self._has_warned and self.state.control.rank == 0:
             _log.warning("state_dict() has names without values, the first for %s", what)
         self._has_warned = True
 
@@ -167,7 +203,7 @@ class Ownership:
             for name, param in module._parameters.items()
             if param is not None
             and self.name_of(param) is not None
-            and not self._state.holds_value(param)
+            and not self.state.holds_value(param)
         ]
 
 
@@ -184,15 +220,34 @@ def owner_of(param: nn.Parameter) -> object | None:
 def check_is_free(model: nn.Module) -> None:
     """Refuse a model of which another engine owns a parameter: both would take its gradient.
 
+    An engine that was freed without an end is ended here, if its hooks are still there.
+
     Raises:
         ConfigError: with the name of the first one.
     """
     for name, param in model.named_parameters():
+        for ref in tuple(_alive):
+            found = ref()
+            if found is not None and found.is_dropped(param):
+                found.close()
         if owner_of(param) is not None:
             raise ConfigError(
-                f"{name} belongs to an engine already, the one that zero_core.engine_of(param) "
-                "tells: end that one first, by engine.unwrap()"
+                f"build(): {name} belongs to an engine already. Go on with that one, which "
+                f"zero_core.engine_of(model.get_parameter({name!r})) returns; or give it up by its "
+                "unwrap(), on every rank, and build then"
             )
+
+
+@torch.no_grad()
+def _leave_whole(values: FlatParams, state: ShardedState) -> None:
+    """Make parameters views of the only rank's shard."""
+    values.wait_update()
+    shard = values.read_shard().detach()
+    if shard.untyped_storage().nbytes() < shard.nbytes:
+        raise RuntimeError("they are offloaded: call reload_states() before close()")
+    for position, param in enumerate(values.params):
+        spec = state.layout.params[values.segment.slots[position].param]
+        param.data = spec.to_values(values.part_of(position, shard))
 
 
 @torch.no_grad()
@@ -211,6 +266,6 @@ def _refuse_left_over(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     for name, param in module._parameters.items():
         if param is not None and access.is_refused(param) and owner_of(param) is None:
             raise RuntimeError(
-                f"{prefix}{name} holds no value: it went with an engine that was closed. End one "
-                "with engine.unwrap() in place of engine.close()"
+                f"{prefix}{name} holds no value: it went with an engine that was closed or "
+                "dropped. End one with engine.unwrap()"
             )

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,11 @@ from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
-from zero_core.optim.schedules.base import Schedule
+from zero_core.optim.schedules.base import Schedule, ScheduleFactory
 from zero_core.optim.train_state import LossScaler, TrainState
 from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
-from zero_core.runtime.device_states import FORWARD_PARTS, DeviceStates, StatePart
+from zero_core.runtime.device_states import FORWARD_PARTS, NO_PARTS, DeviceStates, StatePart
 from zero_core.runtime.gathered import GatheredParams
 from zero_core.runtime.module_units import Generation, ModuleUnits
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
@@ -69,6 +69,7 @@ class EngineParts:
     """Parts of an engine, made by `zero_core.build`."""
 
     config: Config
+    ownership: Ownership
     state: ShardedState
     runtime: Runtime
     states: StateAccess
@@ -79,6 +80,13 @@ class EngineParts:
     transport: HostCollectives | DeviceCollectives
     meter: Meter
     beside: Exchange
+
+
+class Attach(Protocol):
+    """Adapter's part of a build: see `zero_core.build`."""
+
+    def __call__(self, engine: ShardedModel, /) -> None:
+        """Add to ``engine`` and its model."""
 
 
 class ShardedModel:
@@ -98,6 +106,7 @@ class ShardedModel:
 
     def __init__(self, parts: EngineParts) -> None:
         """Called by `zero_core.build`."""
+        self._ownership = parts.ownership
         state, runtime = parts.state, parts.runtime
         self.config = parts.config
         self.sharded_state = state
@@ -124,7 +133,7 @@ class ShardedModel:
         if parts.config.broadcast_buffers:
             buffers.attach()
         self._guard = ParamGuard(state.module, state.params, state.param_names)
-        self._ownership = Ownership(self, state)
+        self._ownership.begin(self)
         self.remove_at_end([buffers, self._guard.watch(), FixedMemory(state.module)])
         self.remove_at_end([Holding(self._gathering)])
         if parts.config.zero_optimization.stage == 3:
@@ -146,10 +155,17 @@ class ShardedModel:
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __del__(self) -> None:
+        """Take the hooks off the model, which nobody can end any more."""
+        ownership = vars(self).get("_ownership")
+        if ownership is not None:
+            ownership.dropped()
+
     # ------------------------------------------------------------------ using
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module without gradients. Floating inputs are cast to the compute dtype."""
+        self._device_states.check("a forward", FORWARD_PARTS)
         args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
         with torch.no_grad(), self.autocast():
             return self.module(*args, **kwargs)
@@ -183,6 +199,7 @@ class ShardedModel:
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode, as `torch.nn.Module.train`."""
+        self._device_states.check("train()", NO_PARTS)
         self.module.train(mode)
         return self
 
@@ -257,6 +274,7 @@ class ShardedModel:
         Raises:
             ValueError: one of ``modules`` is not this engine's.
         """
+        self._device_states.check("set_reshard_after_forward()", NO_PARTS)
         meant = [self.module] if modules is None else modules
         self._module_units.set_resharded(meant, is_resharded=reshard_after_forward)
 
@@ -269,6 +287,7 @@ class ShardedModel:
         are more, the others are gathered in each forward, and all ranks must run equally many of
         them (``synced_gpus`` of transformers). Every rank must enter it, between two steps.
         """
+        self._device_states.check("generating()", NO_PARTS)
         limit = self.config.zero_optimization.stage3_max_live_parameters
         try:
             with self._module_units.keeping(limit):
@@ -288,6 +307,7 @@ class ShardedModel:
         Raises:
             ValueError: ``modules`` are others, or not this engine's.
         """
+        self._device_states.check("set_modules_to_forward_prefetch()", NO_PARTS)
         self._module_units.set_prefetched(module, modules, backward=False)
 
     def set_modules_to_backward_prefetch(
@@ -297,6 +317,7 @@ class ShardedModel:
 
         As `set_modules_to_forward_prefetch`; backward's order is the reverse.
         """
+        self._device_states.check("set_modules_to_backward_prefetch()", NO_PARTS)
         self._module_units.set_prefetched(module, modules, backward=True)
 
     def owns(self, param: nn.Parameter) -> str | None:
@@ -305,6 +326,7 @@ class ShardedModel:
 
     def holds_value(self, param: nn.Parameter) -> bool:
         """Whether ``param``, one of this engine's, holds its current value on this rank now."""
+        self._device_states.check("holds_value()", NO_PARTS)
         return self.sharded_state.holds_value(param)
 
     def own_part(self, param: nn.Parameter) -> Tensor:
@@ -325,6 +347,7 @@ class ShardedModel:
         away, as ranks do that write nothing. Rank 0 logs a warning, once, which ends with
         ``advice``: how a caller gets the values.
         """
+        self._device_states.check("allow_empty_entries()", NO_PARTS)
         self._ownership.empty_entries_advice = advice
 
     def full_state_dict(
@@ -412,6 +435,7 @@ class ShardedModel:
     def _load_checkpoint(
         self, directory: str | Location, tag: str | None, without: Collection[str]
     ) -> tuple[Location, dict[str, Any]]:
+        self._device_states.check("load_checkpoint()")
         with self.place.during("load_checkpoint()"), self.rewriting():
             found = load_checkpoint(
                 self.sharded_state, location_of(directory), tag, self._train, without=without
@@ -464,6 +488,7 @@ class ShardedModel:
             RuntimeError: a forward, a backward or ``gathered`` is under way; or the host lacks the
                 memory, and nothing is offloaded.
         """
+        self._device_states.check("offload_states()", NO_PARTS)
         wanted = list(StatePart if parts is None else parts)
         if unknown := set(wanted) - set(StatePart):
             raise ValueError(
@@ -490,6 +515,7 @@ class ShardedModel:
             torch.OutOfMemoryError: the device lacks the memory. All parts stay offloaded: free some
                 and call it again.
         """
+        self._device_states.check("reload_states()", NO_PARTS)
         self._device_states.reload(non_blocking=non_blocking)
 
     @property
@@ -508,6 +534,7 @@ class ShardedModel:
         try:
             self._ownership.close()
         finally:
+            self._device_states.end("close()")
             self._end_collectives()
 
     def unwrap(self, *, dtype: torch.dtype | None = None, drops_partial: bool = False) -> nn.Module:
@@ -527,11 +554,7 @@ class ShardedModel:
             RuntimeError: within ``gathered``, or gradients wait for a step and are not to be
                 dropped; or the engine has ended before.
         """
-        if self._ownership.is_ended:
-            raise RuntimeError(
-                "unwrap() of an engine that has ended: its model may have other values since, so "
-                "go on with the model as it is"
-            )
+        self._device_states.check("unwrap()")
         if self._gathering.is_open:
             raise RuntimeError("unwrap() within gathered(): call it after that has ended")
         if not drops_partial and self.states.has_any_gradient():
@@ -539,9 +562,9 @@ class ShardedModel:
                 "unwrap() between a backward and its step(), whose gradient would be lost: step "
                 "first, or drop it by drops_partial=True"
             )
-        self._device_states.check("unwrap()")
         with self.place.during("unwrap()"):
             self._ownership.leave_values(export.full_values(self.sharded_state, dtype=dtype))
+        self._device_states.end("unwrap()")
         self._end_collectives()
         return self.module
 
@@ -551,8 +574,11 @@ class ShardedModel:
         At stages 0 to 2 parameters keep their values where every rank has them all, as after
         `publish`, and nothing is returned. As `close`, it waits for no other rank.
         """
+        if self._ownership.is_ended:
+            return iter(())
         self._device_states.check("leave_shards()")
         shards = self._ownership.leave_shards()
+        self._device_states.end("leave_shards()")
         self._end_collectives()
         return shards
 
@@ -663,7 +689,9 @@ def engine_of(param: nn.Parameter) -> ShardedModel | None:
 
 
 def for_evaluation(
-    config: Config, optimizer: torch.optim.Optimizer | None, lr_scheduler: object
+    config: Config,
+    optimizer: torch.optim.Optimizer | None,
+    lr_scheduler: Schedule | ScheduleFactory | None,
 ) -> Config:
     """Return ``config`` without what only a training uses, and log which keys these are.
 

@@ -76,6 +76,10 @@ class ValueHolder(Protocol):
     def await_values(self, param: nn.Parameter) -> None:
         """Wait for the value of ``param``, which is deferred, and open it."""
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the engine has ended, so that parameters may be given other memory."""
+
     def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
         """Return why ``param``, which is refused, cannot be read or written, and the cure."""
 
@@ -129,6 +133,9 @@ class _Refused(_Closed):
     __slots__ = ()
 
     def _open(self: Any, func: Any) -> None:
+        if func == _SET_DATA and _has_no_engine(self):
+            open_all([self])
+            return
         name = getattr(func, "__name__", "")  # foreign: torch's functions
         is_write = func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
         raise RuntimeError(_holder_of(self).refusal(self, is_write=is_write))
@@ -225,6 +232,12 @@ def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
             param.__class__ = own
 
 
+def set_class(param: Tensor, found: type[Tensor]) -> None:
+    """Give a tensor the class ``found``, which it had before."""
+    if type(param) is not found:
+        param.__class__ = found
+
+
 def own_class(param: nn.Parameter) -> type[nn.Parameter]:
     """Return the class that ``param`` has while it is open."""
     return _own_classes[type(param)]
@@ -287,9 +300,18 @@ def _forget(numbers: Sequence[int], dropped: weakref.ref[ValueHolder]) -> None:
             del _holders[number]
 
 
-def _holder_of(param: nn.Parameter) -> ValueHolder:
+def _find_holder(param: nn.Parameter) -> ValueHolder | None:
     reference = _holders.get(id(param))
-    holder = None if reference is None else reference()
+    return None if reference is None else reference()
+
+
+def _has_no_engine(param: nn.Parameter) -> bool:
+    holder = _find_holder(param)
+    return holder is None or holder.is_ended
+
+
+def _holder_of(param: nn.Parameter) -> ValueHolder:
+    holder = _find_holder(param)
     if holder is None:
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} holds no value: its engine was dropped "

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
-from zero_core._libc import release_free_pages
 from zero_core.comm.control import ControlGroup
-from zero_core.errors import ConfigError, RankMismatchError
-from zero_core.init.values import InitialValues, make_ordinary
+from zero_core.errors import CollectiveError, ConfigError, RankMismatchError
+from zero_core.init.former import FormerModel
+from zero_core.init.slices import forget_slice
+from zero_core.init.values import InitialValues
 from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import Discovered, compute_dtype
 from zero_core.protocols import StateTier
@@ -27,12 +29,14 @@ def fill(
     tier: StateTier,
     control: ControlGroup,
     initial: InitialValues,
+    former: FormerModel,
     *,
     rounds_masters: bool = False,
 ) -> None:
     """Write rank 0's values to the engine's memory, unrounded ones to the master weights.
 
-    With ``rounds_masters`` these are rounded to the compute dtype, too.
+    With ``rounds_masters`` these are rounded to the compute dtype, too. ``former`` gives up what is
+    in shards. What fails on one rank alone fails on all of them.
     """
     # In these dtypes a segment's original values lose nothing.
     dtypes = [
@@ -50,35 +54,37 @@ def fill(
     )
     for segment, of_segment, dtype in zip(layout.segments, all_params, dtypes, strict=True):
         params = [found.params[slot.param] for slot in segment.slots]
-        flat = pool.acquire(segment.padded_numel, dtype, segment.index)
-        for low, high in segment.gaps():
-            flat[low:high].zero_()
         in_parts = [initial.is_in_parts(param) for param in params]
-        for slot, param, is_shared in zip(segment.slots, params, in_parts, strict=True):
-            if is_shared or control.rank == 0 or not is_deferred:
-                spec = layout.params[slot.param]
-                flat[slot.start : slot.stop].copy_(spec.to_elements(initial.of(param)))
-        if not all(in_parts):
-            (control.broadcast if is_deferred else control.equalize)(flat)
-        of_segment.write(0, flat)
-        adopt(of_segment)
-        if of_segment.local_span is not None:
-            start, stop = of_segment.local_span
-            is_sharded = stop - start == segment.shard_numel
-            low, high = layout.state_range(segment, control.rank, is_sharded=is_sharded)
-            masters = flat[low:high]
-            if rounds_masters:
-                masters = masters.to(segment.dtype)
-            tier.write_state("master_weight", start, masters)
-            if is_sharded and control.world_size > 1 and of_segment.full is not None:
-                rounded = of_segment.full[low:high]
-                num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()
+        flat = pool.acquire(segment.padded_numel, dtype, segment.index)
+        with _on_all_ranks(control, RuntimeError):
+            try:
+                for low, high in segment.gaps():
+                    flat[low:high].zero_()
+                for slot, param, is_shared in zip(segment.slots, params, in_parts, strict=True):
+                    if is_shared or control.rank == 0 or not is_deferred:
+                        spec = layout.params[slot.param]
+                        flat[slot.start : slot.stop].copy_(spec.to_elements(initial.of(param)))
+            finally:  # the other ranks wait
+                if not all(in_parts):
+                    (control.broadcast if is_deferred else control.equalize)(flat)
+            of_segment.write(0, flat)
+            if of_segment.local_span is not None:
+                start, stop = of_segment.local_span
+                is_sharded = stop - start == segment.shard_numel
+                low, high = layout.state_range(segment, control.rank, is_sharded=is_sharded)
+                masters = flat[low:high]
+                if rounds_masters:
+                    masters = masters.to(segment.dtype)
+                tier.write_state("master_weight", start, masters)
+                if is_sharded and control.world_size > 1 and of_segment.full is not None:
+                    rounded = of_segment.full[low:high]
+                    num_differing[segment.index] = rounded.ne(masters.to(rounded.dtype)).sum()
+        adopt(of_segment, former)
         pool.release(flat)
     # A tier may round its own part otherwise, as ties of a master weight that is kept split.
     for of_segment, number in zip(all_params, control.sum(num_differing).tolist(), strict=True):
         if number:
             of_segment.invalidate()  # the other ranks gather it
-    release_free_pages()  # what the parameters' own storage left
 
 
 def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialValues) -> bool:
@@ -100,11 +106,12 @@ def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialV
     return bool((rows[:, 0] > 0).any())
 
 
-def adopt(flat: FlatParams) -> None:
-    """Make a segment's parameters drop their own storage."""
-    for param in flat.params:
-        make_ordinary(param)
+def adopt(flat: FlatParams, former: FormerModel) -> None:
+    """Give a segment's parameters the engine's memory. ``former`` drops theirs."""
     flat.adopt()
+    former.give_up(flat)
+    for param in flat.params:
+        forget_slice(param)
 
 
 def adopt_buffers(
@@ -134,14 +141,24 @@ def check_values(control: ControlGroup, initial: InitialValues, *, has_pretraine
     Raises:
         ConfigError: as `InitialValues.check`.
     """
-    failure: ConfigError | None = None
-    try:
+    with _on_all_ranks(control, ConfigError):
         initial.check(has_pretrained=has_pretrained)
-    except ConfigError as error:
+
+
+@contextmanager
+def _on_all_ranks(control: ControlGroup, kind: type[Exception]) -> Iterator[None]:
+    """Have an error of one rank in this context raise a ``kind`` on the others, at its end."""
+    failure: Exception | None = None
+    try:
+        yield
+    except CollectiveError:
+        raise  # the others get one of their own
+    except Exception as error:
         failure = error
-    rows = control.gather_bytes(str(failure or "").encode())
+    said = "" if failure is None else str(failure) or type(failure).__name__
+    rows = control.gather_bytes(said.encode())
     if failure is not None:
         raise failure
     for rank, row in enumerate(rows):
         if row:
-            raise ConfigError(f"rank {rank}: {row.decode()}")
+            raise kind(f"rank {rank}: {row.decode()}")

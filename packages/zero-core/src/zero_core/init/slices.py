@@ -118,6 +118,16 @@ def _send_slices(value: Tensor, slices: _Slice, source: int) -> None:
     own.copy_(control.exchange(parts, sent, received))
 
 
+def slice_of(tensor: Tensor) -> object | None:
+    """Return what `restore_slice` takes, if ``tensor`` is in slices."""
+    return _slices[tensor] if is_in_slices(tensor) else None
+
+
+def restore_slice(tensor: Tensor, found: object) -> None:
+    """Have ``tensor`` in slices again, which it was before `forget_slice`."""
+    _slices[tensor] = found
+
+
 def forget_slice(tensor: Tensor) -> None:
     """Free the slice of ``tensor``, if it has one."""
     if tensor in _slices:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import pytree, swap_tensor
+from zero_core._torch import DisableTorchFunction, pytree, swap_tensor
 from zero_core.core import access
 from zero_core.errors import ConfigError
 from zero_core.init.deferred import recordings_of
@@ -21,6 +22,14 @@ class InitialValues:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._recordings = recordings_of(model)
+        self.former: dict[int, Tensor] = {}
+        """What parameters were that `take` has made ordinary, by ``id``."""
+
+    def take(self, params: Iterable[Tensor]) -> None:
+        """Make ``params`` ordinary tensors, which can be hooked. Their values can still be had."""
+        for param in params:
+            if isinstance(param, PartitionedParam) or param.is_meta:
+                make_ordinary(param, self.former)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the value of ``tensor``: itself, or the recorded value, computed on the CPU.
@@ -28,6 +37,7 @@ class InitialValues:
         Zeros for one on the meta device that nothing is known of. Every rank must ask for one
         that `is_in_parts`.
         """
+        tensor = self.former.get(id(tensor), tensor)
         if isinstance(tensor, PartitionedParam):
             return tensor.full_value()
         if is_in_slices(tensor):
@@ -41,10 +51,12 @@ class InitialValues:
 
     def is_recorded(self, tensor: Tensor) -> bool:
         """Return whether the value is recorded and has yet to be computed."""
+        tensor = self.former.get(id(tensor), tensor)
         return tensor.is_deferred if isinstance(tensor, PartitionedParam) else tensor.is_meta
 
     def is_in_parts(self, tensor: Tensor) -> bool:
         """Return whether the ranks hold slices of the value."""
+        tensor = self.former.get(id(tensor), tensor)
         if isinstance(tensor, PartitionedParam):
             return not tensor.is_deferred
         return is_in_slices(tensor)
@@ -69,10 +81,10 @@ class InitialValues:
                     self._check_one(whole_name, tensor)
                 elif not isinstance(tensor, PartitionedParam) and access.is_refused(tensor):
                     raise ConfigError(
-                        f"{whole_name} holds no value: an engine that keeps it in shards has the "
-                        "model, or had it when it was closed. Give the model its values with "
-                        "engine.unwrap() in place of engine.close(), or have them read "
-                        "from a file: build(..., pretrained=path)"
+                        f"{whole_name} holds no value: it went with an engine that had it in "
+                        "shards and was closed or dropped. Have the values read from a file "
+                        "(build(..., pretrained=path), or load_state_dict() before build()); next "
+                        "time end the engine with engine.unwrap(), which leaves them in the model"
                     )
 
     def _check_one(self, name: str, tensor: Tensor) -> None:
@@ -107,15 +119,25 @@ class InitialValues:
                     vars(module)[name] = pytree.tree_map(give, value)
 
 
-def make_ordinary(param: Tensor) -> None:
+def make_ordinary(param: Tensor, former: dict[int, Tensor] | None = None) -> None:
     """Make ``param``, the same object, an ordinary CPU tensor of its shape without memory.
 
-    Nothing to do where it has memory of its own.
+    Nothing to do where it has memory of its own. ``former`` gets, by ``id``, a tensor that is what
+    ``param`` was.
     """
     forget_slice(param)
     if isinstance(param, PartitionedParam):
+        with DisableTorchFunction():
+            twin = nn.Parameter(param.data, param.requires_grad)
+        twin.__class__ = type(param)  # type: ignore[assignment]
+        vars(twin).update(vars(param))
+        if former is not None:
+            former[id(param)] = twin
         param.make_ordinary()
     if param.is_meta:
         stand_in = torch.empty((), dtype=param.dtype).expand(param.shape)
-        is_param = isinstance(param, nn.Parameter)
-        swap_tensor(param, nn.Parameter(stand_in, param.requires_grad) if is_param else stand_in)
+        if isinstance(param, nn.Parameter):
+            stand_in = nn.Parameter(stand_in, param.requires_grad)
+        if former is not None:
+            former[id(param)] = stand_in
+        swap_tensor(param, stand_in)

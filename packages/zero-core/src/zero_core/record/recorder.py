@@ -320,8 +320,8 @@ class Recorder:
         self._stop()
 
     def remove(self) -> None:
-        """End the recording with its engine, which may be closed as an error goes by."""
-        self.end(sys.exc_info()[1])
+        """End the recording with its engine, which may be closed or dropped as an error goes by."""
+        self.end(sys.exc_info()[1] or _uncaught())
 
     @property
     def _is_closed(self) -> bool:

@@ -45,6 +45,7 @@ class StatePart(StrEnum):
 
 
 ALL_PARTS = frozenset(StatePart)
+NO_PARTS: frozenset[StatePart] = frozenset()
 FORWARD_PARTS = frozenset({StatePart.PARAMETERS, StatePart.BUFFERS})
 BACKWARD_PARTS = FORWARD_PARTS | {StatePart.GRADIENTS}
 
@@ -110,6 +111,7 @@ class DeviceStates:
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
         self._away: dict[StatePart, list[_HostCopy]] = {}
         self._refusals: list[RemovableHandle] = []
+        self._ended_by: str | None = None
 
     @property
     def offloaded(self) -> frozenset[StatePart]:
@@ -121,6 +123,10 @@ class DeviceStates:
         if self._reader is not None:
             self._reader.wait()
 
+    def end(self, call: str) -> None:
+        """Note that ``call`` has ended the engine, the first one if there are several."""
+        self._ended_by = self._ended_by or call
+
     def check(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
         """Refuse ``what`` while a part that it needs is away, or values are half-updated.
 
@@ -131,7 +137,7 @@ class DeviceStates:
         self.check_here(what, needed)
 
     def check_here(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
-        """Refuse ``what`` while a part that it needs is away, and prepare for it.
+        """Refuse ``what`` while a part is away or after the engine's end, and prepare for it.
 
         What was published has ended then, so nothing that ``what`` exchanges meets a publication
         that another rank has yet to launch. If it needs all parts, master weights have what
@@ -140,6 +146,12 @@ class DeviceStates:
         Raises:
             RuntimeError: with what to do.
         """
+        if self._ended_by is not None:
+            raise RuntimeError(
+                f"rank {self._runtime.rank}: {what} of an engine that has ended, by "
+                f"{self._ended_by}: its model may have other values and another engine since. Go "
+                "on with the model as it is, or build another engine"
+            )
         if self._away and needed & self._away.keys():
             raise RuntimeError(self._explain(what, needed))
         self._runtime.drain()

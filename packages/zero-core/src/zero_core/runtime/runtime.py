@@ -117,6 +117,10 @@ class _TailReads:
         with self._lock:
             runtime._use_tail()
 
+    @property
+    def is_ended(self) -> bool:
+        return all(flat.is_ended for flat in self._params.values())
+
     def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
         """Return why ``param`` cannot be read: see `zero_core.core.access.ValueHolder`."""
         return self._params[id(param)].refusal(param, is_write=is_write)

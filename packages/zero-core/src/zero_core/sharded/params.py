@@ -518,6 +518,10 @@ class FlatParams:
             if self.device.type != "cpu":  # a reader may use another stream than the training
                 torch.accelerator.current_stream(self.device).synchronize()
 
+    @property
+    def is_ended(self) -> bool:
+        return self._why_refused is _ENDED
+
     def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
         """Return why ``param`` cannot be read: see `zero_core.core.access.ValueHolder`."""
         what = f"parameter {self._name_of(param)} was {'written' if is_write else 'read'}"

@@ -1,5 +1,6 @@
 """Helpers for tests: ranks on one machine, a model with every difficulty in it, the DDP oracle."""
 
+from zero_core.testing.failing import Call, Failure, described, failing
 from zero_core.testing.interrupted import check_left_anywhere
 from zero_core.testing.models import Hard, RootAndBlocks, batch, make_model, seeded, wide_blocks
 from zero_core.testing.oracle import (
@@ -27,7 +28,9 @@ from zero_core.testing.simulated import (
 __all__ = [
     "LR",
     "WEIGHT_DECAY",
+    "Call",
     "Case",
+    "Failure",
     "Gap",
     "GatedRanks",
     "Hard",
@@ -39,7 +42,9 @@ __all__ = [
     "batch",
     "check_left_anywhere",
     "compare_with_ddp",
+    "described",
     "device_collectives",
+    "failing",
     "make_model",
     "preload",
     "read_gaps",

@@ -1,0 +1,201 @@
+"""A model and its optimizer as a build found them, to be put back if the build fails.
+
+[Note: a build is a transaction]
+All that may fail through a user's fault precedes the first value that moves: configuration,
+optimizer, schedule, tiers, the engine and its hooks, and what an adapter attaches. Up to there
+references alone are kept, and the model gets its own memory back. Values are given up unit by unit
+as they move, as a rank may have no room for them beside the engine: those that each rank has whole,
+in their own dtype, are copied back from there. Whole ones that are rounded are kept until the build
+has ended. Where a later failure meets all
+ranks alike they are gathered again: trained ones from the master weights, frozen ones as the
+compute dtype has them. Else (a lost peer, Ctrl-C with several ranks) the error says that they are
+gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_core._torch import DisableTorchFunction, get_grad, set_grad, swap_tensor
+from zero_core.core import access
+from zero_core.errors import CollectiveError
+from zero_core.init.slices import restore_slice, slice_of
+from zero_core.init.values import InitialValues
+from zero_core.lifecycle import Ownership
+from zero_core.sharded.params import FlatParams
+from zero_core.sharded.sharded_state import ShardedState
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Torch's attributes of a tensor with its hooks."""
+
+
+class _FormerParam:
+    """A parameter or component as it was.
+
+    Attributes:
+        param: the object.
+        is_lost: whether the engine alone has the values.
+        is_whole: whether the parameter is in memory of the engine's that has its value whole.
+    """
+
+    def __init__(self, param: Tensor, *, is_taken: bool) -> None:
+        """Remember ``param``, and its memory if the engine replaces that (``is_taken``)."""
+        self.param = param
+        self.is_lost = False
+        self.is_whole = False
+        self._class = type(param)
+        self._attributes = dict(vars(param))
+        self._requires_grad = param.requires_grad
+        self._grad = get_grad(param)
+        found = {name: getattr(param, name) for name in _HOOKS}
+        self._hooks = {name: None if h is None else dict(h) for name, h in found.items()}
+        self.slice = slice_of(param)
+        self._data: Tensor | None = None
+        if is_taken:
+            with DisableTorchFunction():
+                self._data = param.data
+
+    def give_up(self) -> None:
+        """Free the memory, and remember its form."""
+        if self.is_lost:
+            return
+        assert self._data is not None, "the engine takes it"
+        self._device = self._data.device
+        self.is_lost = True
+        self._data = torch.empty_like(self._data, device="meta")
+
+    def give_up_to(self, flat: FlatParams) -> None:
+        """Free the memory if the values in ``flat``, where the parameter is now, can replace it."""
+        if not flat.is_kept:
+            self.give_up()
+        elif self._data is not None and self._data.dtype == self.param.dtype:
+            self.give_up()
+            self.is_whole = True
+
+    def take_whole(self) -> None:
+        """Take the value from the engine's memory."""
+        with DisableTorchFunction():
+            self.take(self.param.data)
+
+    def take(self, value: Tensor) -> None:
+        """Have memory of the former kind again, with ``value``."""
+        assert self._data is not None, "the engine takes it"
+        self._data = torch.empty_like(self._data, device=self._device).copy_(value)
+        self.is_lost = False
+
+    def forget(self) -> None:
+        """Free the memory for good."""
+        self._data = None
+
+    def restore(self, former: Tensor | None) -> None:
+        """Make the parameter what it was. ``former``: see `InitialValues.former`."""
+        param = self.param
+        with DisableTorchFunction():
+            set_grad(param, None)
+            if former is not None and former.is_meta:
+                swap_tensor(param, former)
+            elif self._data is not None and not self.is_lost:
+                param.data = self._data
+            if param.requires_grad != self._requires_grad:
+                param.requires_grad_(self._requires_grad)
+            if not self.is_lost:
+                set_grad(param, self._grad)
+        for name, before in self._hooks.items():
+            now = getattr(param, name)
+            if now is not None:
+                _put_back(now, before or {})
+            if before is None:
+                setattr(param, name, None)
+        access.set_class(param, self._class)
+        _put_back(vars(param), self._attributes)
+        if self.slice is not None:
+            restore_slice(param, self.slice)
+
+
+class FormerModel:
+    """A model and its optimizer before a build: see [Note: a build is a transaction].
+
+    Attributes:
+        ownership: of the engine's hooks and shards; None before there are any.
+    """
+
+    ownership: Ownership | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Tensor],
+        optimizer: torch.optim.Optimizer,
+        initial: InitialValues,
+    ) -> None:
+        """Remember ``model``, of which the engine takes ``params``, and ``optimizer``."""
+        self._initial = initial
+        owners: list[object] = [*model.modules(), optimizer]
+        tables = [vars(owner) for owner in owners]
+        tables += [table for own in tables for table in own.values() if isinstance(table, dict)]
+        tables += optimizer.param_groups
+        self._tables = [(table, dict(table)) for table in tables]
+        held = [b for b in model.buffers() if not b.is_meta and b.is_contiguous()]
+        held += [v for g in optimizer.param_groups for v in g.values() if isinstance(v, Tensor)]
+        self._written = [(tensor, tensor.detach().clone()) for tensor in held]
+        taken = {id(param): param for param in params}
+        others = {id(param): param for param in model.parameters()}
+        self._params = {
+            key: _FormerParam(param, is_taken=key in taken)
+            for key, param in (others | taken).items()
+        }
+
+    def give_up(self, flat: FlatParams) -> None:
+        """Free the former memory of the parameters of ``flat``, which has adopted them."""
+        for key in map(id, flat.params):
+            if key not in self._initial.former and self._params[key].slice is None:
+                self._params[key].give_up_to(flat)
+
+    def forget(self) -> None:
+        """Free all former memory: the build has ended."""
+        for param in self._params.values():
+            param.forget()
+
+    @torch.no_grad()
+    def restore_after(self, error: BaseException) -> None:
+        """Make everything what it was, after ``error``."""
+        for param in self._params.values():
+            if param.is_whole:
+                param.take_whole()
+        lost = {key for key, param in self._params.items() if param.is_lost}
+        try:
+            if self.ownership is not None:
+                self.ownership.undo()
+                if lost:
+                    self._take_back(lost, self.ownership.state, error)
+        finally:
+            for key, param in self._params.items():
+                param.restore(self._initial.former.get(key))
+            for tensor, before in self._written:
+                tensor.data.copy_(before)
+            for table, items in self._tables:
+                _put_back(table, items)
+
+    def _take_back(self, lost: set[int], state: ShardedState, error: BaseException) -> None:
+        """Gather the values of ``lost`` parameters, if all ranks do."""
+        key_of = {state.param_names[key]: key for key in lost}
+        is_alike = isinstance(error, Exception) and not isinstance(error, CollectiveError)
+        if is_alike or state.control.world_size == 1:
+            for spec, value in state.full_params(dtype=torch.float64):  # of the master weights
+                if spec.name in key_of:
+                    self._params[key_of[spec.name]].take(value)
+        else:
+            error.add_note(
+                f"{len(lost)} parameters, {min(key_of)} among them, were in shards already, and "
+                "their values are gone: load them anew before the next build()"
+            )
+
+
+def _put_back(table: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Make ``table``, the same object, what it was."""
+    table.clear()
+    table.update(items)
