@@ -345,8 +345,8 @@ def build(
                 patches.start()
             control.place.enter(OUTSIDE)
         runtime.publish()  # what a tier has rounded otherwise
-        former.forget()
         for flat in params:
+            former.give_up(flat)
             flat.forget_marks()
         release_free_pages()  # what the parameters' own storage left
         return engine

@@ -253,6 +253,7 @@ class ShardedModel:
         Small is what ``stage3_param_persistence_threshold`` and
         ``stage3_model_persistence_threshold`` say. Every rank must call it, once.
         """
+        self._device_states.check("keep_small_params()")
         zero = self.config.zero_optimization
         limits = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
         self._small_params = SmallParams(self.sharded_state, *limits)

@@ -107,9 +107,10 @@ def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialV
 
 
 def adopt(flat: FlatParams, former: FormerModel) -> None:
-    """Give a segment's parameters the engine's memory. ``former`` drops theirs."""
+    """Give a segment's parameters the engine's memory. ``former`` drops what is in shards."""
     flat.adopt()
-    former.give_up(flat)
+    if not flat.is_kept:
+        former.give_up(flat)
     for param in flat.params:
         forget_slice(param)
 

@@ -3,10 +3,9 @@
 [Note: a build is a transaction]
 All that may fail through a user's fault precedes the first value that moves: configuration,
 optimizer, schedule, tiers, the engine and its hooks, and what an adapter attaches. Up to there
-references alone are kept, and the model gets its own memory back. Values are given up unit by unit
-as they move, as a rank may have no room for them beside the engine: those that each rank has whole,
-in their own dtype, are copied back from there. Whole ones that are rounded are kept until the build
-has ended. Where a later failure meets all
+references alone are kept, and the model gets its own memory back. Values that move to memory which
+each rank has whole are kept until the build has ended. Those that move to shards are given up unit
+by unit, as a rank may have no room for them beside the engine. Where a later failure meets all
 ranks alike they are gathered again: trained ones from the master weights, frozen ones as the
 compute dtype has them. Else (a lost peer, Ctrl-C with several ranks) the error says that they are
 gone.
@@ -39,14 +38,12 @@ class _FormerParam:
     Attributes:
         param: the object.
         is_lost: whether the engine alone has the values.
-        is_whole: whether the parameter is in memory of the engine's that has its value whole.
     """
 
     def __init__(self, param: Tensor, *, is_taken: bool) -> None:
         """Remember ``param``, and its memory if the engine replaces that (``is_taken``)."""
         self.param = param
         self.is_lost = False
-        self.is_whole = False
         self._class = type(param)
         self._attributes = dict(vars(param))
         self._requires_grad = param.requires_grad
@@ -68,32 +65,16 @@ class _FormerParam:
         self.is_lost = True
         self._data = torch.empty_like(self._data, device="meta")
 
-    def give_up_to(self, flat: FlatParams) -> None:
-        """Free the memory if the values in ``flat``, where the parameter is now, can replace it."""
-        if not flat.is_kept:
-            self.give_up()
-        elif self._data is not None and self._data.dtype == self.param.dtype:
-            self.give_up()
-            self.is_whole = True
-
-    def take_whole(self) -> None:
-        """Take the value from the engine's memory."""
-        with DisableTorchFunction():
-            self.take(self.param.data)
-
     def take(self, value: Tensor) -> None:
         """Have memory of the former kind again, with ``value``."""
         assert self._data is not None, "the engine takes it"
         self._data = torch.empty_like(self._data, device=self._device).copy_(value)
         self.is_lost = False
 
-    def forget(self) -> None:
-        """Free the memory for good."""
-        self._data = None
-
     def restore(self, former: Tensor | None) -> None:
         """Make the parameter what it was. ``former``: see `InitialValues.former`."""
         param = self.param
+        access.set_class(param, self._class)
         with DisableTorchFunction():
             set_grad(param, None)
             if former is not None and former.is_meta:
@@ -110,7 +91,6 @@ class _FormerParam:
                 _put_back(now, before or {})
             if before is None:
                 setattr(param, name, None)
-        access.set_class(param, self._class)
         _put_back(vars(param), self._attributes)
         if self.slice is not None:
             restore_slice(param, self.slice)
@@ -150,22 +130,14 @@ class FormerModel:
         }
 
     def give_up(self, flat: FlatParams) -> None:
-        """Free the former memory of the parameters of ``flat``, which has adopted them."""
+        """Free the former memory of the parameters of ``flat``, which has their values."""
         for key in map(id, flat.params):
             if key not in self._initial.former and self._params[key].slice is None:
-                self._params[key].give_up_to(flat)
-
-    def forget(self) -> None:
-        """Free all former memory: the build has ended."""
-        for param in self._params.values():
-            param.forget()
+                self._params[key].give_up()
 
     @torch.no_grad()
     def restore_after(self, error: BaseException) -> None:
         """Make everything what it was, after ``error``."""
-        for param in self._params.values():
-            if param.is_whole:
-                param.take_whole()
         lost = {key for key, param in self._params.items() if param.is_lost}
         try:
             if self.ownership is not None:

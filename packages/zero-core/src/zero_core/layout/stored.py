@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_core._torch import inner_tensors, storage_of
+from zero_core._torch import DisableTorchFunction, inner_tensors, storage_of
 from zero_core.errors import ConfigError
 from zero_core.protocols import PartitionedParam
 
@@ -183,7 +183,8 @@ def dim_order(tensor: Tensor) -> tuple[int, ...]:
     # Of equal strides all but one are of single elements, and that one comes first: so `unflatten`
     # gives these the strides that they have in channels-last formats.
     order = tuple(sorted(dims, key=lambda d: (-strides[d], -tensor.shape[d], d)))
-    return order if tensor.numel() and tensor.permute(order).is_contiguous() else dims
+    with DisableTorchFunction():  # it is no read
+        return order if tensor.numel() and tensor.permute(order).is_contiguous() else dims
 
 
 def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
