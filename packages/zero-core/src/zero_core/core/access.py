@@ -55,6 +55,7 @@ NEEDS_NO_VALUE = frozenset(
         *(Tensor.requires_grad_, Tensor.__dlpack_device__),
         *(torch.is_complex, torch.is_floating_point, torch.is_signed, torch.numel),
         *(torch.is_same_size, torch.result_type, torch.autograd.grad),
+        torch._has_compatible_shallow_copy_type,
     }
 )
 """Functions of a parameter that read and write none of its values. A test compares them with all

@@ -15,7 +15,7 @@ were changed are overwritten: one that was not touched keeps the bits that its r
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -58,12 +58,13 @@ class GatheredParams:
     def __init__(self, runtime: Runtime, state: ShardedState) -> None:
         self._runtime = runtime
         self._state = state
-        self._num_open = 0
+        # Of each open context, versions of what it only reads, by id of the parameter.
+        self._reading: list[dict[int, int]] = []
         self._edited: set[int] = set()  # ids of parameters that a context may change
 
     @property
     def is_open(self) -> bool:
-        return self._num_open > 0
+        return bool(self._reading)
 
     def version_of(self, param: nn.Parameter) -> int | None:
         """Return the version of the values of ``param``, None if it is not sharded here."""
@@ -130,21 +131,24 @@ class GatheredParams:
             self._edited.update(id(p.param) for p in full)
         # What is changed in these is lost, unless a context around this one takes it over.
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
-        before = [p.param._version for p in lost]
-        self._num_open += 1
+        versions = {id(p.param): p.param._version for p in lost}
+        self._reading.append(versions)
         try:
             with self._watching(lost):
                 yield
             if edit is not None:
                 edit.publish()
                 self._runtime.values_replaced()
+                edited = {id(p.param): p.param._version for p in full}
+                for known in self._reading:
+                    known.update((key, edited[key]) for key in known.keys() & edited.keys())
             else:
                 self._keep_replaced(full)
-                _check_unwritten(lost, before, self._state)
+                _check_unwritten(lost, versions, self._state)
         finally:
             if edit is not None:
                 self._edited.difference_update(id(p.param) for p in full)
-            self._num_open -= 1
+            self._reading = [known for known in self._reading if known is not versions]
             for param in full:
                 param.flat.restore(param.position)
 
@@ -314,7 +318,7 @@ class _Edit:
 
 
 def _check_unwritten(
-    full: Sequence[_FullParam], versions: Sequence[int], state: ShardedState
+    full: Sequence[_FullParam], versions: Mapping[int, int], state: ShardedState
 ) -> None:
     """Refuse changes within a context that only reads, of which nothing would be left.
 
@@ -323,9 +327,9 @@ def _check_unwritten(
     """
     changed = [
         state.layout.params[p.slot.param].name
-        for p, version in zip(full, versions, strict=True)
-        if p.param._version != version
-        or p.param.data_ptr() != p.tensor.data_ptr()
+        for p in full
+        if p.param._version != versions[id(p.param)]
+        or p.flat.restore(p.position)
         or not _has_own_slice(p)
     ]
     if changed:

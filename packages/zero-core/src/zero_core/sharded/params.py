@@ -543,8 +543,6 @@ class FlatParams:
         return self._find_moved() if moved is None else moved
 
     def _find_moved(self) -> int | None:
-        if not self._are_views_set and not self._copies:
-            return None  # they refuse to be moved
         with DisableTorchFunction():  # an address is no read
             found = list(map(Tensor.data_ptr, self.params))
         expected = self._expected_addresses()
@@ -652,15 +650,15 @@ class FlatParams:
             self.refresh()
             for param in self.params:
                 torch.autograd.graph.increment_version(param)
-            self._why_refused = _AWAY
             self._set_placeholders()
+        self._why_refused = _AWAY
 
     def reoccupy(self) -> None:
         """Note that the memory of kept values is there again, at another address."""
+        self._why_refused = _SHARDED
         if self.is_kept:
             assert self.full is not None
             self.address = self.full.data_ptr()
-            self._why_refused = _SHARDED
             self.wait()
 
     def restore(self, position: int) -> bool:
