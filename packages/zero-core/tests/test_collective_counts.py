@@ -4,7 +4,7 @@ Here B = 4 blocks (units 1 to 4, one segment each) and the root (unit 0).
 
 [Note: counts on paper]
 Parameters. At stage 0 every rank holds and updates everything: no gather. At stages 1 and 2 a rank
-updates its slice alone: each unit is gathered once after an update, when a forward first needs it.
+updates its slice alone: each unit is gathered once after an update, at the end of the step.
 At stage 3 a unit is gathered before its forward and released after it, and again before its
 backward, but for two: the root, which stays from forward to backward, and the last block, with
 which backward begins. Forward: B + 1 gathers, 0 1 2 3 4; backward: B - 1, 3 2 1.
@@ -97,12 +97,12 @@ class _Run:
         }
         assert by_kind == {"fb": gathers, "r": reductions, "g": sums}, (self.stage, log)
 
-    def fresh(self) -> list[str]:
-        """Gathers of the first forward after an update."""
-        return [] if self.stage == 0 else FORWARD
+    def published(self) -> list[str]:
+        """Gathers that an update launches."""
+        return FORWARD if self.stage in (1, 2) else []
 
-    def again(self) -> list[str]:
-        """Gathers of another forward before the next update."""
+    def forward(self) -> list[str]:
+        """Gathers of a forward."""
         return FORWARD if self.stage == 3 else []
 
     def back(self) -> list[str]:
@@ -115,79 +115,73 @@ class _Run:
 
 
 def _plain(run: _Run) -> None:
-    run.micro_step()
-    # Before the first update every rank has the initial values at stages 0 to 2.
-    run.expect(run.again() + run.back(), REDUCED, run.sums())
-    for _ in range(2):
+    for _ in range(3):
         run.micro_step()
-        run.expect(run.fresh() + run.back(), REDUCED, run.sums())
+        run.expect(run.forward() + run.back() + run.published(), REDUCED, run.sums())
 
 
 def _accumulation(run: _Run) -> None:
-    for step in range(2):
+    for _ in range(2):
         for micro in range(3):
             run.micro_step()
-            forward = run.fresh() if step > 0 and micro == 0 else run.again()
-            run.expect(forward + run.back(), REDUCED, run.sums() if micro == 2 else [])
+            published, sums = (run.published(), run.sums()) if micro == 2 else ([], [])
+            run.expect(run.forward() + run.back() + published, REDUCED, sums)
 
 
 def _no_sync(run: _Run) -> None:
-    for step in range(2):
+    for _ in range(2):
         for micro in range(3):
-            forward = run.fresh() if step > 0 and micro == 0 else run.again()
             if micro < 2:  # gradients stay on the rank
                 with run.engine.no_sync():
                     run.micro_step()
-                run.expect(forward + run.back(), [], [])
+                run.expect(run.forward() + run.back(), [], [])
             else:  # one reduction per unit and step
                 run.micro_step()
-                run.expect(forward + run.back(), REDUCED, run.sums())
+                run.expect(run.forward() + run.back() + run.published(), REDUCED, run.sums())
 
 
 def _two_forwards(run: _Run) -> None:
-    for step in range(2):
-        first = run.fresh() if step else run.again()
+    for _ in range(2):
         losses = run.loss() + run.loss()
         # The root is still there; the last block, which stayed, gives way to the second forward.
         again = ["f1", "f2", "f3", "f4"] if run.stage == 3 else []
-        run.expect(first + again, [], [])
+        run.expect(run.forward() + again, [], [])
         run.engine.backward(losses)
         run.engine.step()
         # Backward of the second forward, then of the first, for which the last block comes back.
         twice = [*BACKWARD, "b4", *BACKWARD] if run.stage == 3 else []
-        run.expect(twice, REDUCED, run.sums())
+        run.expect(twice + run.published(), REDUCED, run.sums())
 
 
 def _two_backwards(run: _Run) -> None:
-    for step in range(2):
-        for turn in range(2):
+    for _ in range(2):
+        for _ in range(2):
             run.engine.backward(run.loss())
-            forward = run.fresh() if step and not turn else run.again()
             # Each backward is reduced; each is at the boundary, so at stage 0 each sum is gathered.
-            run.expect(forward + run.back(), REDUCED, run.sums())
+            run.expect(run.forward() + run.back(), REDUCED, run.sums())
         run.engine.step()
-        run.expect([], [], [])
+        run.expect(run.published(), [], [])
 
 
 def _evaluation(run: _Run) -> None:
     run.micro_step()
     run.log.clear()
     run.engine.eval()
-    for turn, mode in enumerate((torch.no_grad, torch.inference_mode)):
+    for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             run.loss()
         # A forward's gathers and nothing else: without gradients everything is released at its end.
-        run.expect(run.again() if turn else run.fresh(), [], [])
+        run.expect(run.forward(), [], [])
     run.engine.train()
     run.micro_step()
-    run.expect(run.again() + run.back(), REDUCED, run.sums())
+    run.expect(run.forward() + run.back() + run.published(), REDUCED, run.sums())
 
 
 def _gathered(run: _Run) -> None:
     run.micro_step()
     run.log.clear()
     with run.engine.gathered() as module:
-        run.expect(run.fresh(), [], [])  # once each
+        run.expect(run.forward(), [], [])  # once each
         with torch.no_grad():
             for _ in range(3):
                 module(torch.ones(1, 6))

@@ -128,10 +128,6 @@ def _where_values_are_whole(ranks: SimulatedRanks, stage: int) -> None:
     engine = _engine(stage, process_group=ranks)
     _train(engine, ranks.rank, range(1))
     state = engine.full_state_dict()
-    if stage:
-        with pytest.raises(RuntimeError, match=r"parameter .*first\.weight does not hold"):
-            copy.deepcopy(engine.module)
-    engine.publish()
     if stage == 3:
         with pytest.raises(RuntimeError, match=r"blocks\.1\.\w+\.weight .*gathered\(\)"):
             copy.deepcopy(engine.module.blocks[1])

@@ -1,7 +1,7 @@
 """Parameter shards that rest off the device: streamed ahead of use, with the same numbers.
 
 The tier here keeps them in a dict and fills a buffer only when it is waited for, so that whoever
-reads too early reads NaN.
+reads its buffer too early reads NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero_core
+from zero_core._torch import DisableTorchFunction
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import LibraryControlGroup
 from zero_core.layout.arithmetic import Segment
@@ -220,7 +221,8 @@ def _memory(ranks: SimulatedRanks) -> None:
     staged = 2 * (root.shard_numel + block.shard_numel) if ranks.size > 1 else 0
     assert report["fetched shards"] == staged
     assert engine.sharded_state.tier._published.chunks[0][1].is_meta
-    assert all(p.untyped_storage().nbytes() == 2 for p in engine.module.blocks.parameters())
+    with DisableTorchFunction():  # no read of values, which are not there
+        assert all(p.untyped_storage().nbytes() == 2 for p in engine.module.blocks.parameters())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

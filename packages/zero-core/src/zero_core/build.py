@@ -343,11 +343,12 @@ def build(
                     tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
             if is_training:
                 patches.start()
+            runtime.publish()  # what a tier has rounded otherwise
+            for flat in params:
+                flat.forget_marks()
             control.place.enter(OUTSIDE)
-        runtime.publish()  # what a tier has rounded otherwise
         for flat in params:
             former.give_up(flat)
-            flat.forget_marks()
         release_free_pages()  # what the parameters' own storage left
         return engine
     except BaseException as error:

@@ -58,14 +58,13 @@ class GatheredParams:
     def __init__(self, runtime: Runtime, state: ShardedState) -> None:
         self._runtime = runtime
         self._state = state
-        self._num_open = 0
-        self._edited: set[int] = set()  # ids of parameters that a context may change
-        # Versions, by id, of the parameters that each context only reads.
+        # Of each open context, versions of what it only reads, by id of the parameter.
         self._reading: list[dict[int, int]] = []
+        self._edited: set[int] = set()  # ids of parameters that a context may change
 
     @property
     def is_open(self) -> bool:
-        return self._num_open > 0
+        return bool(self._reading)
 
     def version_of(self, param: nn.Parameter) -> int | None:
         """Return the version of the values of ``param``, None if it is not sharded here."""
@@ -134,7 +133,6 @@ class GatheredParams:
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
         before = {id(p.param): p.param._version for p in lost}
         self._reading.append(before)
-        self._num_open += 1
         try:
             with self._watching(lost):
                 yield
@@ -151,7 +149,6 @@ class GatheredParams:
             self._reading = [read for read in self._reading if read is not before]
             if edit is not None:
                 self._edited.difference_update(id(p.param) for p in full)
-            self._num_open -= 1
             for param in full:
                 param.flat.restore(param.position)
 
@@ -180,7 +177,7 @@ class GatheredParams:
             specs[p.slot.param].name
             for p in full
             if p.param._version != versions[id(p.param)]
-            or p.param.data_ptr() != p.tensor.data_ptr()
+            or p.flat.restore(p.position)
             or not _has_own_slice(p, specs[p.slot.param])
         ]
         if changed:

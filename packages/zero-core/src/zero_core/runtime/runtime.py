@@ -418,7 +418,7 @@ class Runtime:
         for flat in unit.params:
             if flat.full is not None and not flat.is_kept:
                 self.saved.gathered.pop(flat.address, None)
-                flat.release()
+            flat.release()
 
     def release_all(self) -> None:
         """Release every unit, the root and the tail included."""
@@ -836,6 +836,7 @@ class Runtime:
             self.ready.clear()
             flats = (flat for unit in self.units for flat in unit.params)
         for flat in flats:
+            self.release(self.units[flat.segment.unit])  # a forward may have left old values in it
             self.ready.discard(flat.segment.unit)
             flat.invalidate()
         self.publish()

@@ -570,8 +570,6 @@ class FlatParams:
         return self._find_moved() if moved is None else moved
 
     def _find_moved(self) -> int | None:
-        if not self._are_views_set and not self._copies:
-            return None  # they refuse to be moved
         with DisableTorchFunction() if self._is_closed else nullcontext():  # it is no read
             found = list(map(Tensor.data_ptr, self.params))
         expected = self._expected_addresses()
@@ -580,6 +578,8 @@ class FlatParams:
         return next(i for i, address in enumerate(expected) if found[i] != address)
 
     def _expected_addresses(self) -> list[int]:
+        if not (self._are_views_set or self._copies):
+            return self._placeholders.addresses
         if not self._are_views_set:
             holes = enumerate(self._placeholders.slots)
             expected = [self._copies.get(position, hole) for position, hole in holes]
@@ -681,15 +681,15 @@ class FlatParams:
             self.refresh()
             for param in self.params:
                 torch.autograd.graph.increment_version(param)
-            self._why_refused = _AWAY
             self._set_placeholders()
+        self._why_refused = _AWAY
 
     def reoccupy(self) -> None:
         """Note that the memory of kept values is there again, at another address."""
+        self._why_refused = _SHARDED
         if self.is_kept:
             assert self.full is not None
             self.address = self.full.data_ptr()
-            self._why_refused = _SHARDED
             self.wait()
 
     def restore(self, position: int) -> bool:
