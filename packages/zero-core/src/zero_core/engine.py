@@ -168,6 +168,7 @@ class Engine(ShardedModel):
         Raises:
             RuntimeError: units have been updated in backward.
         """
+        self._device_states.check_here("zero_grad()")
         self.optimizer.zero_grad()
         self._train.accumulation.forget()
 

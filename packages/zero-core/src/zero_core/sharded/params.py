@@ -662,6 +662,7 @@ class FlatParams:
         for param in self.params:
             param.grad = None  # what an earlier backward left would be added to the first gradient
         if self.is_kept:
+            self._are_views_set, self._is_closed = False, True  # a load may have set views before
             self.wait()
         else:
             self._set_placeholders()
