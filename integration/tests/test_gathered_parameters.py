@@ -233,7 +233,7 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     model[1].bias = _Own(model[1].bias.detach())
     engine = initialize(model=model, config=_config(3))[0]
     weight, own = engine.module[1].weight, engine.module[1].bias
-    assert type(own) is _Own
+    assert isinstance(own, _Own)
     seen: list[Any] = []
     handles = [
         engine.module[1].register_forward_pre_hook(lambda *_: seen.append(weight.ds_status)),

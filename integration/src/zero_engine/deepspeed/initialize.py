@@ -17,6 +17,7 @@ from zero_core import engine_of
 from zero_core.comm.topology import find_ranks
 from zero_core.config import OptimizerConfig, load_config
 from zero_core.config.schema import explain
+from zero_core.core import access
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import check_served, make_optimizer
 from zero_core.optim.muon import tag_matrices
@@ -51,6 +52,11 @@ EMPTY_ENTRIES = (
     "state_dict() within deepspeed.zero.GatheredParameters(list(model.parameters()))"
 )
 """How to save what ``module.state_dict()`` does not hold."""
+CURES = access.Cures(
+    read="deepspeed.zero.GatheredParameters([param])",
+    write="deepspeed.zero.GatheredParameters([param], modifier_rank=...)",
+    declare="call deepspeed.zero.register_external_parameter(module, param) before initialize()",
+)
 _log = logging.getLogger(__name__)
 
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -151,6 +157,7 @@ def initialize(
         core.allow_empty_entries(
             EMPTY_ENTRIES
         )  # as DeepSpeed's: OpenRLHF reads the names on rank 0
+    core.name_cures(CURES)
     announce(settings, core.config, rank=core.rank, world_size=core.world_size)
     if lr_scheduler is not None and isinstance(core, zero_core.Engine):
         is_made = not callable(lr_scheduler)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.core import access
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.layout.arithmetic import ParamSpec
+from zero_core.object_methods import ObjectMethods
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -80,11 +82,8 @@ class Ownership:
         if self.is_ended:
             return
         self._end()
-        try:
-            if not self._state.has_stale_values:
-                return
-        except CollectiveError as error:
-            _log.warning("%s: the parameters whose values it carried hold none now", error)
+        if not self._has_stale_values():
+            return
         for values in self._state.params:
             values.abandon()
         for module in self._state.module.modules():
@@ -97,9 +96,17 @@ class Ownership:
             return iter(())
         self._end()
         values = self._state.params
-        if not self._state.has_stale_values and all(v.is_kept for v in values):
+        if not self._has_stale_values() and all(v.is_kept for v in values):
             return iter(())
         return (shard for v in values for shard in _local_shards(v, self._state))
+
+    def _has_stale_values(self) -> bool:
+        """Whether values are missing here, or their exchange has failed."""
+        try:
+            return self._state.has_stale_values
+        except CollectiveError as error:
+            _log.warning("%s: the parameters whose values it carried hold none now", error)
+            return True
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
         """End with the ``full`` values by name in the parameters, and with buffers on the CPU.
@@ -131,7 +138,8 @@ class Ownership:
             if absent:
                 raise RuntimeError(
                     f"{prefix}{absent[0]}: the module's parameters do not hold the current values "
-                    "here: use engine.full_state_dict(), or state_dict() within engine.gathered()"
+                    "here: use engine.full_state_dict(), or state_dict() within "
+                    f"{self._state.cures.read}"
                 )
 
         def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
@@ -152,6 +160,13 @@ class Ownership:
             hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
         return hooks
 
+    def allow_empty_entries(self, advice: str) -> None:
+        """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
+        self.empty_entries_advice = advice
+        modules = list(self._state.module.modules())
+        name = nn.Module._save_to_state_dict.__name__
+        self.hooks.append(ObjectMethods(name, [(m, partial(_save_opened, m)) for m in modules]))
+
     def _warn_of_empty_entries(self, what: str) -> None:
         """Warn once, on the first rank: that one writes files."""
         if not self._has_warned and self._state.control.rank == 0:
@@ -167,6 +182,11 @@ class Ownership:
             and self.name_of(param) is not None
             and not self._state.holds_value(param)
         ]
+
+
+def _save_opened(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    with access.opened(module._parameters.values()):  # what is not here is emptied afterwards
+        type(module)._save_to_state_dict(module, *args, **kwargs)
 
 
 _alive: list[weakref.ref[Ownership]] = []  # the newest last
@@ -196,6 +216,7 @@ def check_is_free(model: nn.Module) -> None:
 @torch.no_grad()
 def _local_shards(values: FlatParams, state: ShardedState) -> Iterator[LeftShard]:
     segment, control = values.segment, state.control
+    access.open_all(values.read_params)  # for the caller, who gives them values
     shard = values.read_shard().detach()
     ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
     for position, param in enumerate(values.params):

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import GetSetDescriptorType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,20 @@ _CONVERSIONS = frozenset(
 )
 """They return the parameter itself, or the name of a type, where there is nothing to convert."""
 _SET_DATA = _PROPERTIES["data"].__set__
+
+
+class Cures(NamedTuple):
+    """Calls that let a program use a sharded parameter, as its interface names them in errors.
+
+    Attributes:
+        read: gathers parameters.
+        write: gathers parameters that one rank is to change.
+        declare: has the forward of another module gather a parameter.
+    """
+
+    read: str = "engine.gathered()"
+    write: str = "engine.gathered(modifier_rank=...)"
+    declare: str = "make it or its module a part of that one before build()"
 
 
 class ValueHolder(Protocol):

@@ -331,9 +331,9 @@ def _check_unwritten(
     if changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise RuntimeError(
-            f"rank {state.control.rank}: {', '.join(changed[:4])}{more} changed within gathered(), "
-            "which only reads: at stage 3 the new values would be lost. Change them within "
-            "gathered(modifier_rank=0), whose rank's values reach all others"
+            f"rank {state.control.rank}: {', '.join(changed[:4])}{more} changed within "
+            f"{state.cures.read}, which only reads: at stage 3 the new values would be lost. "
+            f"Change them within {state.cures.write}, which brings one rank's values to all"
         )
 
 
