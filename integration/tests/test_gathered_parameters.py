@@ -260,6 +260,8 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert (own.ds_status == here) == (world_size == 1)
     assert own.partition_numel() == own.ds_tensor.numel()
     assert own.ds_tensor.dtype == torch.bfloat16
+    if world_size > 1:
+        _refusals_name_deepspeeds_calls(weight)
     with zero.GatheredParameters(engine.module.parameters()):
         assert own.ds_status == here
         copied = copy.deepcopy(engine.module)
@@ -274,6 +276,21 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert "ds_external_parameters" not in vars(model)
     if world_size == 1:  # otherwise its parameters are still sharded
         assert len(pickle.loads(pickle.dumps(model))) == len(model)
+
+
+def _refusals_name_deepspeeds_calls(weight: nn.Parameter) -> None:
+    from zero_engine.deepspeed import zero
+
+    reads = r"1\.weight was read.*zero\.GatheredParameters.*zero\.register_external_parameter"
+    with pytest.raises(RuntimeError, match=reads):
+        weight.norm()
+    writes = r"1\.weight was written.*zero\.GatheredParameters.*modifier_rank="
+    with torch.no_grad(), pytest.raises(RuntimeError, match=writes):
+        weight.zero_()
+    lost = r"1\.weight changed within deepspeed\.zero\..* would be lost.*modifier_rank="
+    with torch.no_grad(), pytest.raises(RuntimeError, match=lost), zero.GatheredParameters(weight):
+        weight.add_(1.0)
+    assert torch.zeros_like(weight).shape == weight.shape  # nothing is read
 
 
 def _edits_that_would_be_lost(rank: int, world_size: int) -> None:

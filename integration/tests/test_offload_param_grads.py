@@ -83,4 +83,4 @@ def test_a_gradient_that_an_update_in_backward_has_used_is_told_as_missing(caplo
     assert "update_in_backward to false" in record.message
     param = next(p for p in engine.module.parameters() if p.requires_grad)
     with pytest.raises(RuntimeError, match="is not kept where units are updated"):
-        param.grad = torch.ones(param.shape)
+        param.grad = torch.ones_like(param)
