@@ -262,6 +262,7 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert own.ds_tensor.dtype == torch.bfloat16
     if world_size > 1:
         _refusals_name_deepspeeds_calls(weight)
+        engine.module.to(engine.device)  # nothing to move
     with zero.GatheredParameters(engine.module.parameters()):
         assert own.ds_status == here
         copied = copy.deepcopy(engine.module)
@@ -291,6 +292,7 @@ def _refusals_name_deepspeeds_calls(weight: nn.Parameter) -> None:
     with torch.no_grad(), pytest.raises(RuntimeError, match=lost), zero.GatheredParameters(weight):
         weight.add_(1.0)
     assert torch.zeros_like(weight).shape == weight.shape  # nothing is read
+    assert weight.to(weight.device, weight.dtype) is weight
 
 
 def _edits_that_would_be_lost(rank: int, world_size: int) -> None:

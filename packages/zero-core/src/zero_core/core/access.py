@@ -55,6 +55,7 @@ NEEDS_NO_VALUE = frozenset(
         *(Tensor.requires_grad_, Tensor.__dlpack_device__),
         *(torch.is_complex, torch.is_floating_point, torch.is_signed, torch.numel),
         *(torch.is_same_size, torch.result_type, torch.autograd.grad),
+        torch._has_compatible_shallow_copy_type,  # `nn.Module.to`
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randint_like),
         *(torch.randn_like, torch.zeros_like, Tensor.new_empty, Tensor.new_empty_strided),
         *(Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros),
