@@ -140,7 +140,7 @@ def _load(rank: int, world_size: int, folder: str) -> None:
         assert {json.loads(path.read_text())["values"] for path in files} == {"manifest.json"}
         model = engine.module
         if stage == 3:
-            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
                 _is_as(load_state_dict_from_zero_checkpoint(model, place).state_dict(), expected)
             engine.backward(engine(_ids(rank), labels=_ids(rank)).loss)  # the engine stays
         assert load_state_dict_from_zero_checkpoint(model, place) is model

@@ -235,7 +235,7 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     engine = initialize(model=model, config=config)[0]
     weight, own = engine.module[1].weight, engine.module[1].bias
-    assert type(own) is _Own
+    assert isinstance(own, _Own)
     seen: list[Any] = []
     handles = [
         engine.module[1].register_forward_pre_hook(lambda *_: seen.append(weight.ds_status)),
@@ -262,6 +262,9 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert (own.ds_status == here) == (world_size == 1)
     assert own.partition_numel() == own.ds_tensor.numel()
     assert own.ds_tensor.dtype == torch.bfloat16
+    if world_size > 1:
+        _refusals_name_deepspeeds_calls(weight)
+        engine.module.to(engine.device)  # nothing to move
     with zero.GatheredParameters(engine.module.parameters()):
         assert own.ds_status == here
         copied = copy.deepcopy(engine.module)
@@ -276,6 +279,22 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert "ds_external_parameters" not in vars(model)
     if world_size == 1:  # otherwise its parameters are still sharded
         assert len(pickle.loads(pickle.dumps(model))) == len(model)
+
+
+def _refusals_name_deepspeeds_calls(weight: nn.Parameter) -> None:
+    from zero_engine.deepspeed import zero
+
+    reads = r"1\.weight was read.*zero\.GatheredParameters.*zero\.register_external_parameter"
+    with pytest.raises(RuntimeError, match=reads):
+        weight.norm()
+    writes = r"1\.weight was written.*zero\.GatheredParameters.*modifier_rank="
+    with torch.no_grad(), pytest.raises(RuntimeError, match=writes):
+        weight.zero_()
+    lost = r"1\.weight changed within deepspeed\.zero\..* would be lost.*modifier_rank="
+    with torch.no_grad(), pytest.raises(RuntimeError, match=lost), zero.GatheredParameters(weight):
+        weight.add_(1.0)
+    assert torch.zeros_like(weight).shape == weight.shape  # nothing is read
+    assert weight.to(weight.device, weight.dtype) is weight
 
 
 def _edits_that_would_be_lost(rank: int, world_size: int) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_leaves
 import cpu_adam
 import zero_core
 import zero_offload
+from zero_core.comm.queues import HostQueues
 from zero_core.optim.device_tier import DeviceTier
+from zero_core.protocols import Work
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import SimulatedRanks, late_device, run_alone, seeded, simulate
 from zero_core.testing.happens_before import find_races, wait_of
@@ -47,9 +49,10 @@ put off, and an update lets square sums go first."""
 _BETWEEN_STEPS = ("offload", "reload")
 """Functions that let the whole device finish, for another program that takes its memory."""
 
-_WAITED_BEFORE = ("stream_after",)
+_WAITED_BEFORE = ("stream_after", " begin")
 """Functions whose wait a program does not need where the host has waited for the device: a save
-does, copies in memory (which need a launcher) do not. They must run, and leave no race."""
+does, copies in memory (which need a launcher) and a step (which reads the ranks' agreement before
+it publishes) do not. They must run, and leave no race."""
 
 
 class Net(nn.Module):
@@ -89,6 +92,18 @@ class _PinnedAccesses(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Launched(NamedTuple):
+    """A job of a queue, whose end its waiters are ordered after."""
+
+    work: Work
+    start: object
+    end: object
+
+    def wait(self) -> None:
+        self.work.wait()
+        late_device.note_handover("receive", id(self.end))
+
+
 class _HostKernels:
     """Adds to the trace what it cannot see: kernels of the host, and hand-overs of threads."""
 
@@ -124,6 +139,7 @@ class _HostKernels:
             "square_sum": MemoryStepper.square_sum,
             "add_up": accumulation.add_up,
             "submit": ThreadPoolExecutor.submit,
+            "launch": HostQueues.launch,
             "result": Future.result,
             "add": Worker.add,
             "run_next": Worker.run_next,
@@ -155,6 +171,18 @@ class _HostKernels:
             future = originals["submit"](executor, run, *args)
             self._ends[id(future)] = (future, start, end)
             return future
+
+        def launch(queues: HostQueues, job: Callable[[], None], *, is_reduction: bool) -> Any:
+            start, end = object(), object()
+            late_device.note_handover("send", id(start))
+
+            def run() -> None:
+                late_device.note_handover("receive", id(start))
+                job()
+                late_device.note_handover("send", id(end))
+
+            launched = originals["launch"](queues, run, is_reduction=is_reduction)
+            return _Launched(launched, start, end)
 
         def result(future: Future[Any], *args: Any) -> Any:
             found = originals["result"](future, *args)
@@ -200,6 +228,7 @@ class _HostKernels:
             mock.patch.object(MemoryStepper, "square_sum", square_sum),
             mock.patch.object(accumulation, "add_up", add_up),
             mock.patch.object(ThreadPoolExecutor, "submit", submit),
+            mock.patch.object(HostQueues, "launch", launch),
             mock.patch.object(Future, "result", result),
             mock.patch.object(Worker, "add", add),
             mock.patch.object(Worker, "run_next", run_next),
@@ -261,6 +290,7 @@ CASES = {
 ON_RANKS = {
     "stage 0": _config("bf16", {"stage": 0}),
     "stage 1": _config("bf16", {"stage": 1}, gradient_accumulation_steps=2),
+    "stage 2, offloaded": _config("bf16", {"stage": 2, "offload_optimizer": OFFLOAD}),
     "stage 3": _config("bf16", {"stage": 3, "stage3_param_persistence_threshold": 0}),
     "stage 3, offloaded": _config("bf16", {"stage": 3, "offload_optimizer": OFFLOAD}),
     "quantized": _config(

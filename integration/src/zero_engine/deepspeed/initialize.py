@@ -17,6 +17,7 @@ from zero_core import engine_of
 from zero_core.comm.topology import find_ranks
 from zero_core.config import OptimizerConfig, load_config
 from zero_core.config.schema import explain
+from zero_core.core import access
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import check_served, make_optimizer
 from zero_core.optim.muon import tag_matrices
@@ -51,6 +52,11 @@ EMPTY_ENTRIES = (
     "state_dict() within deepspeed.zero.GatheredParameters(list(model.parameters()))"
 )
 """How to save what ``module.state_dict()`` does not hold."""
+CURES = access.Cures(
+    read="deepspeed.zero.GatheredParameters([param])",
+    write="deepspeed.zero.GatheredParameters([param], modifier_rank=...)",
+    declare="call deepspeed.zero.register_external_parameter(module, param) before initialize()",
+)
 _log = logging.getLogger(__name__)
 
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -143,6 +149,7 @@ def initialize(
     made: list[_Made] = []
 
     def attach(core: zero_core.ShardedModel) -> None:
+        core.name_cures(CURES)
         mark_configured(model, core.config.zero_optimization.leaf_module)
         if core.config.zero_optimization.stage == 3:
             core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold

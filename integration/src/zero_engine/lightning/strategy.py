@@ -186,10 +186,6 @@ class ZeroStrategy(DDPStrategy):
     def model_to_device(self) -> None:
         """Do nothing: the engine has moved it."""
 
-    def on_train_end(self) -> None:
-        """Publish the trained values where each rank has room for the whole module."""
-        self.engine.publish()
-
     def teardown(self) -> None:
         """End Lightning's part. The engine stays on the module, for a test after ``fit``."""
         assert self.cluster_environment is not None

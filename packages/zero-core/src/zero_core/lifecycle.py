@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.core import access
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.layout.arithmetic import ParamSpec
+from zero_core.object_methods import ObjectMethods
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -111,11 +113,8 @@ class Ownership:
         if self.is_ended:
             return
         self._end()
-        try:
-            if not self.state.has_stale_values:
-                return
-        except CollectiveError as error:
-            _log.warning("%s: the parameters whose values it carried hold none now", error)
+        if not self._has_stale_values():
+            return
         if self.state.control.world_size == 1:
             try:
                 for values in self.state.params:
@@ -135,9 +134,17 @@ class Ownership:
             return iter(())
         self._end()
         values = self.state.params
-        if not self.state.has_stale_values and all(v.is_kept for v in values):
+        if not self._has_stale_values() and all(v.is_kept for v in values):
             return iter(())
         return (shard for v in values for shard in _local_shards(v, self.state))
+
+    def _has_stale_values(self) -> bool:
+        """Whether values are missing here, or their exchange has failed."""
+        try:
+            return self.state.has_stale_values
+        except CollectiveError as error:
+            _log.warning("%s: the parameters whose values it carried hold none now", error)
+            return True
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
         """End with the ``full`` values by name in the parameters, and with buffers on the CPU.
@@ -171,7 +178,8 @@ class Ownership:
             if absent:
                 raise RuntimeError(
                     f"{prefix}{absent[0]}: the module's parameters do not hold the current values "
-                    "here: use engine.full_state_dict(), or state_dict() within engine.gathered()"
+                    "here: use engine.full_state_dict(), or state_dict() within "
+                    f"{self.state.cures.read}"
                 )
 
         def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
@@ -190,6 +198,13 @@ class Ownership:
             self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
             self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
 
+    def allow_empty_entries(self, advice: str) -> None:
+        """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
+        self.empty_entries_advice = advice
+        modules = list(self.state.module.modules())
+        name = nn.Module._save_to_state_dict.__name__
+        self.hooks.append(ObjectMethods(name, [(m, partial(_save_opened, m)) for m in modules]))
+
     def _warn_of_empty_entries(self, what: str) -> None:
         """Warn once, on the first rank: that one writes files."""
         if not self._has_warned and self.state.control.rank == 0:
@@ -205,6 +220,11 @@ class Ownership:
             and self.name_of(param) is not None
             and not self.state.holds_value(param)
         ]
+
+
+def _save_opened(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    with access.opened(module._parameters.values()):  # what is not here is emptied afterwards
+        type(module)._save_to_state_dict(module, *args, **kwargs)
 
 
 _alive: list[weakref.ref[Ownership]] = []  # the newest last
@@ -253,6 +273,7 @@ def _leave_whole(values: FlatParams, state: ShardedState) -> None:
 @torch.no_grad()
 def _local_shards(values: FlatParams, state: ShardedState) -> Iterator[LeftShard]:
     segment, control = values.segment, state.control
+    access.open_all(values.read_params)  # for the caller, who gives them values
     shard = values.read_shard().detach()
     ranges = [segment.shard_range(rank) for rank in range(control.world_size)]
     for position, param in enumerate(values.params):

@@ -30,6 +30,7 @@ from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
+from zero_core.core import access
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.schedules.base import Schedule, ScheduleFactory
@@ -349,7 +350,12 @@ class ShardedModel:
         ``advice``: how a caller gets the values.
         """
         self._device_states.check("allow_empty_entries()", NO_PARTS)
-        self._ownership.empty_entries_advice = advice
+        self._ownership.allow_empty_entries(advice)
+
+    def name_cures(self, cures: access.Cures) -> None:
+        """Have errors about uses of sharded parameters name the calls of another interface."""
+        for flat in self.sharded_state.params:
+            flat.cures = cures
 
     def full_state_dict(
         self, *, dtype: torch.dtype | None = None, rank: int | None = None

@@ -158,7 +158,6 @@ class Checkpoints(Facts):
         if not load_module_only:
             samples = self.global_steps * self.train_batch_size()
             self.global_samples = own.get("global_samples", samples)
-        self.core.publish()
         return str(loaded), client_state
 
     def save_16bit_model(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zero_core import CheckpointError, engine_of
 from zero_core.checkpoint.files import read_buffers, read_weights
+from zero_core.core import access
 from zero_core.protocols import PartitionedParam
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
 from zero_engine.deepspeed.refusal import complete
@@ -56,9 +57,9 @@ def load_state_dict_from_zero_checkpoint(
     """Move ``model`` to the CPU and load the checkpoint's values, in its dtypes. Returns ``model``.
 
     Needs no other rank. As in DeepSpeed, an engine that trains the model ends with it: make another
-    one to train on. Within `GatheredParameters` of all parameters of stage 3 it stays, and the
-    values are there until the end of that. A warning names parameters that the checkpoint does not
-    have.
+    one to train on. Within `GatheredParameters` of all parameters of stage 3, with a
+    ``modifier_rank``, it stays and takes that rank's values. A warning names parameters that the
+    checkpoint does not have.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it has none of the model's parameters.
@@ -71,7 +72,9 @@ def load_state_dict_from_zero_checkpoint(
         if not engine.is_gathered:
             engine.close()
     for name, param in model.named_parameters():
-        if engine_of(param) is None:  # memory of its own, whatever it was before
+        is_left_empty = name not in state and access.is_refused(param)
+        if engine_of(param) is None and not is_left_empty:  # memory of its own
+            access.open_all([param])
             if isinstance(param, PartitionedParam):
                 param.make_ordinary()
             param.data = state.get(name, param.data).to("cpu", param.dtype, copy=True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
+from zero_core.core import access
 from zero_core.runtime.copies import EngineParameter
 
 SANITY_CHECKS = "ds_enable_sanity_checks"
@@ -100,7 +101,8 @@ def describe_engine(engine: ShardedModel) -> None:
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     engine.remove_at_end(
-        _Class(param) if type(param) is nn.Parameter else _OwnClass(param) for param in params
+        _Class(param) if access.own_class(param) is nn.Parameter else _OwnClass(param)
+        for param in params
     )
 
 
@@ -109,10 +111,10 @@ class _Class:
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param
-        param.__class__ = ShardedParameter
+        access.use_class([param], ShardedParameter)
 
     def remove(self) -> None:
-        self._param.__class__ = nn.Parameter
+        access.use_class([self._param], nn.Parameter)
 
 
 class _OwnClass:
@@ -121,7 +123,7 @@ class _OwnClass:
     _num_params: ClassVar[Counter[type[nn.Parameter]]] = Counter()
 
     def __init__(self, param: nn.Parameter) -> None:
-        self._class = type(param)
+        self._class = access.own_class(param)
         self._attributes = vars(param)
         self._status = self._attributes.pop("ds_status")
         if not self._num_params[self._class]:

@@ -12,7 +12,7 @@ keep the precision that a cast would have lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -235,9 +235,10 @@ class GatheredParameters:
 
         Args:
             params: a parameter, or an iterable of them.
-            modifier_rank: whose changes count; by default they are read only, and changes of
-                those that no engine has are lost. With ``enable_sanity_checks`` a change in place
-                is an error at the end, on every rank (not one by way of ``param.data``).
+            modifier_rank: whose changes count; by default they are read only. Changes of those
+                that no engine has are lost then; of an engine's of stage 3 they are an error at the
+                end, on the rank that made them. With ``enable_sanity_checks`` a change in place is
+                an error on every rank.
             fwd_module: also calls `register_external_parameter` with it, before there is an engine.
             enabled: False: it does nothing.
         """
@@ -246,7 +247,6 @@ class GatheredParameters:
         self._params = list(unique.values())
         self._modifier_rank = modifier_rank
         self._stack = ExitStack()
-        self._versions: list[tuple[nn.Parameter, int, int]] = []
         if fwd_module is not None:
             for param in self._params:
                 if engine_of(param) is None:
@@ -269,18 +269,14 @@ class GatheredParameters:
                     gathered = engine.gathered(params=own, modifier_rank=self._modifier_rank)
                     stack.enter_context(gathered)
             stack.enter_context(_available(self._params))
+            if self._modifier_rank is None:
+                checked = [p for p in self._params if vars(p).get(SANITY_CHECKS)]
+                stack.enter_context(_unedited(checked))
             self._stack = stack.pop_all()
-        if self._modifier_rank is None:
-            checked = [p for p in self._params if vars(p).get(SANITY_CHECKS)]
-            self._versions = [(p, p.data_ptr(), p._version) for p in checked]
 
     def __exit__(self, *error: Any) -> None:
         stack, self._stack = self._stack, ExitStack()
-        versions, self._versions = self._versions, []
-        is_edited = any((p.data_ptr(), p._version) != (at, n) for p, at, n in versions)
         stack.__exit__(*error)
-        if versions and error[0] is None:
-            _check_unedited(is_edited, _control_of(versions[0][0]))
 
     def _check_recorded(self, partitioned: list[nn.Parameter]) -> None:
         """Check the use within `Init`, where nothing is sharded yet and rank 0's changes count."""
@@ -292,13 +288,19 @@ class GatheredParameters:
             )
 
 
-def _check_unedited(is_edited: bool, control: ControlGroup) -> None:
-    """Refuse edits that would be lost. Every rank must call it.
+@contextmanager
+def _unedited(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Refuse edits within that would be lost. Every rank must leave it.
 
     Raises:
         RuntimeError: a rank has made one.
     """
-    found = control.gather(torch.tensor([int(is_edited)])).tolist()
+    before = [(p.data_ptr(), p._version) for p in params]
+    yield
+    if not params:
+        return
+    is_edited = before != [(p.data_ptr(), p._version) for p in params]
+    found = _control_of(params[0]).gather(torch.tensor([int(is_edited)])).tolist()
     if any(found):
         ranks = [rank for rank, is_own in enumerate(found) if is_own]
         raise RuntimeError(

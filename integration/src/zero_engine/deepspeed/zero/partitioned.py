@@ -302,10 +302,11 @@ def partition(param: nn.Parameter, value: PartitionedValue) -> None:
 def leave_partitioned(engine: ShardedModel) -> None:
     """Close ``engine`` and leave its model the current values, for what follows it.
 
-    At stages 0 to 2 parameters keep their values where every rank has them all, as after
-    `Engine.publish`. Otherwise they are partitioned: each rank keeps in host memory what it has of
-    them. As `Engine.close`, it waits for no other rank. But parameters that can't be partitioned
-    (integers and those of a class of their own) are gathered, and every rank must call it.
+    At stages 0 to 2 parameters keep their values, as every rank has them all. At stage 3, or where
+    a step was broken off, they are partitioned: each rank keeps in host memory what it has of
+    them. As `Engine.close`, it starts no exchange with other ranks. But parameters that can't be
+    partitioned (integers and those of a class of their own) are gathered, and every rank must call
+    it.
     """
     for param, spec, control, spans, local in engine.leave_shards():
         part = _copy_off_heap(local, local.dtype)

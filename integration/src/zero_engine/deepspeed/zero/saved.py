@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import _CheckpointFrame
 
 from zero_core import ShardedModel
+from zero_core.core import access
 from zero_engine.deepspeed.zero.described import ASKED, ZeroParamStatus
 
 NAMES = (
@@ -89,4 +90,5 @@ def _describe(unpacked: Iterable[Any]) -> None:
 def _param_behind(tensor: Tensor) -> nn.Parameter | None:
     """Return the parameter whose gathered values ``tensor`` is."""
     alike = [param for engine in _engines for param in engine.by_shape.get(tensor.shape, ())]
-    return next((param for param in alike if param.data_ptr() == tensor.data_ptr()), None)
+    here = (param for param in alike if not access.is_refused(param))
+    return next((param for param in here if param.data_ptr() == tensor.data_ptr()), None)

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import GetSetDescriptorType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,10 @@ NEEDS_NO_VALUE = frozenset(
         *(Tensor.requires_grad_, Tensor.__dlpack_device__),
         *(torch.is_complex, torch.is_floating_point, torch.is_signed, torch.numel),
         *(torch.is_same_size, torch.result_type, torch.autograd.grad),
-        torch._has_compatible_shallow_copy_type,
+        torch._has_compatible_shallow_copy_type,  # `nn.Module.to`
+        *(torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randint_like),
+        *(torch.randn_like, torch.zeros_like, Tensor.new_empty, Tensor.new_empty_strided),
+        *(Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros),
     }
 )
 """Functions of a parameter that read and write none of its values. A test compares them with all
@@ -68,6 +71,20 @@ _CONVERSIONS = frozenset(
 )
 """They return the parameter itself, or the name of a type, where there is nothing to convert."""
 _SET_DATA = _PROPERTIES["data"].__set__
+
+
+class Cures(NamedTuple):
+    """Calls that let a program use a sharded parameter, as its interface names them in errors.
+
+    Attributes:
+        read: gathers parameters.
+        write: gathers parameters that one rank is to change.
+        declare: has the forward of another module gather a parameter.
+    """
+
+    read: str = "engine.gathered()"
+    write: str = "engine.gathered(modifier_rank=...)"
+    declare: str = "make it or its module a part of that one before build()"
 
 
 class ValueHolder(Protocol):

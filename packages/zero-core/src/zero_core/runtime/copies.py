@@ -73,8 +73,8 @@ class ModelCopies:
                 name = self._state.param_names[id(param)]
                 raise RuntimeError(
                     f"parameter {name} does not hold its current values here, so "
-                    "that a copy of the module would not either: copy within engine.gathered(), on "
-                    "every rank, or at stages 0 to 2 after engine.publish()"
+                    f"that a copy of the module would not either: copy within "
+                    f"{self._state.cures.read}, on every rank"
                 )
 
     @contextmanager

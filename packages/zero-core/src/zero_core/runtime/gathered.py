@@ -172,7 +172,7 @@ class GatheredParams:
         Raises:
             RuntimeError: with the names of the parameters.
         """
-        specs = self._state.layout.params
+        specs, cures = self._state.layout.params, self._state.cures
         changed = [
             specs[p.slot.param].name
             for p in full
@@ -184,8 +184,8 @@ class GatheredParams:
             more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
             raise RuntimeError(
                 f"rank {self._state.control.rank}: {', '.join(changed[:4])}{more} changed within "
-                "gathered(), which only reads: at stage 3 the new values would be lost. Change "
-                "them within gathered(modifier_rank=0), whose rank's values reach all others"
+                f"{cures.read}, which only reads: at stage 3 the new values would be lost. Change "
+                f"them within {cures.write}, which brings one rank's values to all"
             )
 
     def _check_same(self, modifier_rank: int, params: Sequence[nn.Parameter]) -> None:

@@ -332,7 +332,8 @@ class Runtime:
         elif self._has_sharded_params and not self._running and torch.is_grad_enabled():
             raise RuntimeError(
                 f"rank {self.rank}: a part of {unit!r} was called by itself, with gradients: "
-                "call the engine (or its module), or use engine.gathered() without gradients"
+                f"call the engine (or its module), or use {unit.params[0].cures.read} without "
+                "gradients"
             )
         elif unit.is_tail:
             self._use_tail()

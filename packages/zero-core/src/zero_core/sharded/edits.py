@@ -106,8 +106,7 @@ class Edits:
             raise RankMismatchError(
                 f"rank {self._state.control.rank}, step {step}: not updated, as ranks have written "
                 f"different values into {', '.join(differing[:4])}{more} since the last step: "
-                "write the same on every rank, or one rank's within "
-                "engine.gathered(modifier_rank=...)"
+                f"write the same on every rank, or one rank's within {self._state.cures.write}"
             )
 
     def forget(self) -> None:

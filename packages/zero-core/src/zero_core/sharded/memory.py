@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment
-from zero_core.layout.discovery import Discovered
+from zero_core.layout.discovery import Discovered, Quantized
 from zero_core.layout.stored import dim_order
 from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
 from zero_core.sharded.changes.log import ChangeLog
@@ -276,22 +276,16 @@ class Memory:
             has_remote_updates=self._has_peers and self.has_sharded_state and segment.is_trainable,
             views=self._views_of(segment),
             names=[self._layout.params[slot.param].name for slot in segment.slots],
-            wholes=self._wholes_of(segment),
+            quantized=self._quantized_in(segment),
             has_masters_apart=self._has_own_tier
             or self._config.zero_optimization.offload_optimizer.device != "none"
             or segment.dtype not in self._config.own_masters,
         )
 
-    def _wholes_of(self, segment: Segment) -> dict[str, nn.Parameter] | None:
-        """Return the quantized parameters that have components in a segment of bytes, by name."""
-        if not segment.is_opaque:
-            return None
+    def _quantized_in(self, segment: Segment) -> list[Quantized]:
+        """Return the quantized parameters that have components in ``segment``."""
         here = set(map(id, self._params_of(segment)))
-        return {
-            q.name: q.param
-            for q in self._found.quantized
-            if not here.isdisjoint(map(id, q.components))
-        }
+        return [q for q in self._found.quantized if not here.isdisjoint(map(id, q.components))]
 
     def _views_of(self, segment: Segment) -> SegmentViews:
         params = self._params_of(segment)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from enum import Enum
 from typing import NamedTuple
@@ -20,19 +20,19 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.queues import HostQueues
 from zero_core.core import access
 from zero_core.layout.arithmetic import Segment
+from zero_core.layout.discovery import Quantized
 from zero_core.layout.stored import dim_order, flatten, from_bytes, to_bytes, unflatten
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
 from zero_core.sharded.pool import BufferPool, CopyStream, RefilledBuffers
 from zero_core.watch.place import UPDATE
 
 _NO_VERSION = -1
-# Why a parameter refuses to be read, and to be written.
+# Why a parameter refuses to be read, and to be written. Fields are those of `access.Cures`.
 _SHARDED = (
-    "where stage 3 holds only this rank's shard of it: read it within engine.gathered(), which all "
-    "ranks enter; or, for the forward of another module, make it or its module a part of that one "
-    "before build()",
+    "where stage 3 holds only this rank's shard of it: read it within {read}, which all ranks "
+    "enter; or, for the forward of another module, {declare}",
     "where stage 3 holds only this rank's shard of it, so the value would be lost: write it within "
-    "engine.gathered(modifier_rank=...), which all ranks enter",
+    "{write}, which all ranks enter",
 )
 _EARLY = (
     "between backward and step(), where it is half updated, as units are updated in backward: do "
@@ -289,6 +289,7 @@ class FlatParams:
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
         read_params: parameters of the model that have values here: what its code reads.
         is_watched: whether what programs write into parameters must be taken over.
+        cures: what errors name.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ class FlatParams:
         has_remote_updates: bool,
         views: SegmentViews,
         names: Sequence[str],
-        wholes: Mapping[str, nn.Parameter] | None = None,
+        quantized: Sequence[Quantized] = (),
         has_masters_apart: bool = False,
     ) -> None:
         """Manage ``params``, one per slot. `adopt` then takes their storage over.
@@ -314,18 +315,26 @@ class FlatParams:
             has_remote_updates: whether other ranks update slices of it.
             views: of this segment and those that are like it.
             names: of ``params``.
-            wholes: the model's parameters by name, where ``params`` are components of them.
+            quantized: the model's parameters that ``params`` are components of, if they are.
             has_masters_apart: whether updates start from other memory than the values.
         """
         self.segment = segment
         self.params = list(params)
-        own = zip(names, params, strict=True)
-        if wholes is None:
-            wholes = {name: param for name, param in own if isinstance(param, nn.Parameter)}
-        self.read_params = list(wholes.values())
-        self._read_names = list(wholes)
+        parts = [(q.name, q.param, q.components) for q in quantized] or [
+            (name, param, (param,))
+            for name, param in zip(names, params, strict=True)
+            if isinstance(param, nn.Parameter)
+        ]
+        self._read_names = [name for name, _, _ in parts]
+        self.read_params = [param for _, param, _ in parts]
+        position_of = {id(param): position for position, param in enumerate(params)}
+        self._read_positions = [
+            [position_of[id(c)] for c in components if id(c) in position_of]
+            for _, _, components in parts
+        ]
         self.is_watched = has_masters_apart and segment.is_trainable and kept is not None
         self._versions: list[int] = []
+        self.cures = access.Cures()
         self._why_refused = _SHARDED
         self._lock = threading.RLock()  # of waits: any thread may read
         self.device = device
@@ -478,10 +487,9 @@ class FlatParams:
         if self._is_gathered or not self._source.is_updated():
             self._defer()
         else:
-            self._full_version = self.version
+            self.gather()  # this blocks nobody: the device alone waits
             if self._is_closed:
                 self._open()
-
         self.forget_marks()
 
     # ------------------------------------------------------------------ access
@@ -525,7 +533,8 @@ class FlatParams:
     def refusal(self, param: nn.Parameter, *, is_write: bool) -> str:
         """Return why ``param`` cannot be read: see `zero_core.core.access.ValueHolder`."""
         what = f"parameter {self._name_of(param)} was {'written' if is_write else 'read'}"
-        return f"rank {self.rank}: {what} {self._why_refused[is_write]}"
+        why = self._why_refused[is_write].format(**self.cures._asdict())
+        return f"rank {self.rank}: {what} {why}"
 
     def _name_of(self, param: nn.Parameter) -> str:
         return self._read_names[[p is param for p in self.read_params].index(True)]
@@ -730,7 +739,7 @@ class FlatParams:
             assert copy is not None, "the first holder has the values"
             self._copies[position] = copy
             if not self._are_views_set:
-                access.open_all(self._read_at(position))
+                access.open_all(self._find_held())
                 self.params[position].data = copy
         return self._copies[position]
 
@@ -742,23 +751,33 @@ class FlatParams:
         del self._copies[position]
         if not self._are_views_set:
             self.params[position].data = self._placeholders.slots[position]
-            access.refuse(self._read_at(position))
+            self._refuse_absent()
 
     def _set_placeholders(self) -> None:
         if self._is_closed:
             self._open()
-        values, refused = self._placeholders.slots, self.read_params
+        values = self._placeholders.slots
         if self._copies:
             values = [self._copies.get(position, hole) for position, hole in enumerate(values)]
-            held = {id(p) for position in self._copies for p in self._read_at(position)}
-            refused = [p for p in refused if id(p) not in held]
         list(map(_set_data, self.params, values))
         self._are_views_set = self._is_deferred = False
         self._is_closed = True
+        self._refuse_absent()
+
+    def _refuse_absent(self) -> None:
+        refused = self.read_params
+        if self._copies:
+            held = set(map(id, self._find_held()))
+            refused = [param for param in refused if id(param) not in held]
         access.refuse(refused)
 
-    def _read_at(self, position: int) -> list[nn.Parameter]:
-        return [p for p in self.read_params if p is self.params[position]]
+    def _find_held(self) -> list[nn.Parameter]:
+        """Return the parameters whose values are all in copies."""
+        return [
+            param
+            for param, positions in zip(self.read_params, self._read_positions, strict=True)
+            if all(position in self._copies for position in positions)
+        ]
 
     def _current_views(self) -> BufferViews:
         assert self.full is not None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
+from zero_core.core import access
 from zero_core.layout.arithmetic import Layout, ParamSpec, Piece, Segment
 from zero_core.layout.buffers import CommonBuffers
 from zero_core.layout.discovery import Quantized, plain_name
@@ -121,6 +122,11 @@ class ShardedState:
         """Return this rank's piece of parameter number ``param``, None if it has none."""
         index = self.piece_numbers.get(param)
         return None if index is None else self.pieces[index]
+
+    @property
+    def cures(self) -> access.Cures:
+        """Calls that errors about uses of sharded parameters name."""
+        return self.params[0].cures
 
     @property
     def device(self) -> torch.device:
