@@ -227,7 +227,14 @@ def test_a_model_can_be_built_again_after_its_engine(stage, world_size, end):
 
 READERS = {
     *("autocast", "close", "comm_report", "get_global_grad_norm", "leave_shards", "memory_report"),
-    *("is_gradient_accumulation_boundary", "owns", "remove_at_end", "stay_with_model", "report"),
+    *(
+        "is_gradient_accumulation_boundary",
+        "name_cures",
+        "owns",
+        "remove_at_end",
+        "stay_with_model",
+        "report",
+    ),
 }
 """What an engine that has ended may still be asked."""
 

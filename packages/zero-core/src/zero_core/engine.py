@@ -756,7 +756,7 @@ class Engine(ShardedModel):
         Raises:
             CheckpointError: as `load_checkpoint`; also where only some ranks find a checkpoint.
         """
-        self._device_states.check("resume()", NO_PARTS)
+        self._device_states.check_here("resume()", NO_PARTS)
         control, place = self.sharded_state.control, location_of(directory)
         if self._snapshots is not None:
             self._snapshots.open(place)

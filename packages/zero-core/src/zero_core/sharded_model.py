@@ -442,7 +442,7 @@ class ShardedModel:
     def _load_checkpoint(
         self, directory: str | Location, tag: str | None, without: Collection[str]
     ) -> tuple[Location, dict[str, Any]]:
-        self._device_states.check("load_checkpoint()")
+        self._device_states.check_here("load_checkpoint()")
         with self.place.during("load_checkpoint()"), self.rewriting():
             found = load_checkpoint(
                 self.sharded_state, location_of(directory), tag, self._train, without=without

@@ -139,9 +139,9 @@ class DeviceStates:
     def check_here(self, what: str, needed: frozenset[StatePart] = ALL_PARTS) -> None:
         """Refuse ``what`` while a part is away or after the engine's end, and prepare for it.
 
-        What was published has ended then, so nothing that ``what`` exchanges meets a publication
-        that another rank has yet to launch. If it needs all parts, master weights have what
-        programs wrote into parameters.
+        If it needs all parts, what was published has ended then, so nothing that it exchanges meets
+        a publication that another rank has yet to launch; and master weights have what programs
+        wrote into parameters.
 
         Raises:
             RuntimeError: with what to do.
@@ -154,8 +154,10 @@ class DeviceStates:
             )
         if self._away and needed & self._away.keys():
             raise RuntimeError(self._explain(what, needed))
+        if needed is not ALL_PARTS:
+            return
         self._runtime.drain()
-        if needed is ALL_PARTS and (marked := self._edits.marked()):
+        if marked := self._edits.marked():
             self.wait_for_reader()
             self._edits.take(marked)
 
