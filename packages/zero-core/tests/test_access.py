@@ -14,7 +14,15 @@ import zero_core
 from zero_core import RankMismatchError
 from zero_core.core.access import NEEDS_NO_VALUE
 from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, simulate
-from zero_core.testing.readers import Log, Watched, inputs
+from zero_core.testing.readers import (
+    AFTER,
+    BEFORE,
+    Log,
+    Watched,
+    check_truth,
+    inputs,
+    read_everywhere,
+)
 
 STEPS = 3
 REFUSAL = "parameter blocks.1.inner.weight was read where stage 3 holds only"
@@ -50,49 +58,17 @@ def _ddp(ranks: SimulatedRanks) -> tuple[dict[Any, Any], list[float]]:
     return log.found, losses
 
 
-def _engine(ranks: SimulatedRanks, stage: int) -> tuple[dict[Any, Any], list[float]]:
-    model = Watched()
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
-    log, losses = Log(model.blocks[1].inner.weight), []
-    for step in range(STEPS):
-        is_last = step == STEPS - 1
-        if is_last:
-            log.look("before the forward")
-        with model.looking(log.look if is_last else model.look):
-            loss = engine(inputs(step, ranks.rank))
-        if is_last:
-            log.look("before backward")
-        engine.backward(loss)
-        if is_last:
-            log.look("before the step")
-        engine.step()
-        if is_last:
-            log.look("after the step")
-            with torch.no_grad(), model.looking(lambda m: log.look(f"{m}, evaluating")):
-                engine(inputs(step, ranks.rank))
-            log.look("after an evaluation")
-        losses.append(loss.item())
-    with engine.gathered():
-        log.look("gathered")
-    return log.found, losses
-
-
 def _tells_the_truth(ranks: SimulatedRanks, stage: int) -> None:
-    # With more ranks DDP adds gradients in another order.
-    expected, losses = _ddp(ranks) if ranks.size == 2 else _engine(ranks, 0)
-    found, own = _engine(ranks, stage)
-    assert own == losses
-    gathered = {key: value for key, value in found.items() if key[0] == "gathered"}
-    for (_, reader), value in gathered.items():
-        assert value == expected["after an evaluation", reader], reader
-    for key, value in expected.items():
-        if key[0] == "gathered":
-            continue
-        if stage == 3 and key[0] not in ("forward of block 1", "forward of block 1, evaluating"):
-            assert isinstance(found[key], str), key
-            assert found[key].startswith(f"rank {ranks.rank}: {REFUSAL}"), (key, found[key])
-        else:
-            assert found[key] == value, key
+    engine = zero_core.build(Watched(), Case(stage).config(), process_group=ranks)
+    found, losses = read_everywhere(engine, ranks.rank, STEPS)
+    here = {"forward of block 1", "forward of block 1, evaluating", BEFORE, AFTER}
+    refused = {moment for moment, _ in found} - here if stage == 3 else set()
+    check_truth(found, dict.fromkeys(refused, REFUSAL))
+    if ranks.size == 2:  # with more ranks DDP adds gradients in another order
+        expected, of_ddp = _ddp(ranks)
+        assert losses == of_ddp
+        for key, value in expected.items():
+            assert found[key] == value or key[0] in refused, key
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3)])

@@ -158,7 +158,13 @@ class Checkpoints(Facts):
         if not load_module_only:
             samples = self.global_steps * self.train_batch_size()
             self.global_samples = own.get("global_samples", samples)
+        self.fill_small_params()
         return str(loaded), client_state
+
+    def fill_small_params(self) -> None:
+        """Bring parameters that stay whole at stage 3 up to date. Every rank must call it."""
+        if self.core.config.zero_optimization.stage == 3:
+            self.core.publish()
 
     def save_16bit_model(
         self,

@@ -185,6 +185,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         arguments = _SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
         with self.watch.part("step"), arguments, self._stepping():
             core.step()
+            if is_boundary:
+                self.fill_small_params()
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
             self._end_step()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zero_core.engine import Engine
 from zero_core.testing.models import seeded
 
 WIDTH = 6
@@ -110,7 +111,7 @@ class Watched(nn.Module):
 
     @contextmanager
     def looking(self, look: Callable[[str], None]) -> Iterator[None]:
-        """Call ``look`` within."""
+        """Use ``look`` within."""
         self.look = look
         try:
             yield
@@ -144,3 +145,51 @@ def _read(read: Callable[[nn.Parameter], Any], param: nn.Parameter) -> Any:
     except RuntimeError as error:
         return str(error)
     return found.tolist() if isinstance(found, Tensor) else found
+
+
+BEFORE, AFTER = "gathered before the step", "gathered after the step"
+"""Moments at which every reader is known to be right."""
+
+
+def read_everywhere(engine: Engine, rank: int, steps: int) -> tuple[dict[Any, Any], list[float]]:
+    """Train a `Watched` and read at all moments of the last step. Return findings and losses."""
+    model = engine.module
+    assert isinstance(model, Watched)
+    log, losses = Log(model.blocks[1].get_parameter("inner.weight")), []
+    for step in range(steps):
+        is_last = step == steps - 1
+        if is_last:
+            log.look("before the forward")
+            with engine.gathered():
+                log.look(BEFORE)
+        with model.looking(log.look if is_last else model.look):
+            loss = engine(inputs(step, rank))
+        if is_last:
+            log.look("before backward")
+        engine.backward(loss)
+        if is_last:
+            log.look("before the step")
+        engine.step()
+        if is_last:
+            log.look("after the step")
+            with torch.no_grad(), model.looking(lambda m: log.look(f"{m}, evaluating")):
+                engine(inputs(step, rank))
+            log.look("after an evaluation")
+            with engine.gathered():
+                log.look(AFTER)
+        losses.append(loss.item())
+    return log.found, losses
+
+
+def check_truth(found: dict[Any, Any], refusals: dict[str, str]) -> None:
+    """Check that each reader found the value of its moment.
+
+    ``refusals``: what begins the errors of moments at which the value is refused, by moment.
+    """
+    for (moment, reader), value in found.items():
+        if moment in refusals:
+            assert isinstance(value, str), (moment, reader, value)
+            assert refusals[moment] in value, (moment, reader, value)
+        else:
+            is_after = "after" in moment or "evaluating" in moment
+            assert value == found[AFTER if is_after else BEFORE, reader], (moment, reader)
