@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from types import GetSetDescriptorType
 from typing import Any
 
@@ -270,9 +271,9 @@ def test_edits_past_the_engine_are_those_within_gathered(stage, dtype, way):
     simulate(_edited, 2, stage, way, dtype)
 
 
-def _edits_on_one_rank(ranks: SimulatedRanks, stage: int) -> None:
+def _edits_on_one_rank(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
     model = Watched()
-    engine = zero_core.build(model, Case(stage, "bf16").config(), process_group=ranks)
+    engine = zero_core.build(model, Case(stage, dtype).config(), process_group=ranks)
     engine.backward(engine(inputs(0, ranks.rank)))
     engine.step()
     if ranks.rank == 1:
@@ -280,11 +281,138 @@ def _edits_on_one_rank(ranks: SimulatedRanks, stage: int) -> None:
     engine.backward(engine(inputs(1, ranks.rank)))
     with pytest.raises(RankMismatchError, match=r"into blocks\.1\.inner\.weight since the last"):
         engine.step()
+    with engine.gathered(modifier_rank=0):  # the cure that it names
+        pass
+    engine.step()
+    masters = engine.full_state_dict(dtype=torch.float32)
+    for name, param in model.named_parameters():
+        if param.is_floating_point():
+            assert torch.equal(masters[name].to(param.dtype), param), name
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_an_edit_of_one_rank_is_refused_by_all(stage):
-    simulate(_edits_on_one_rank, 3, stage)
+def test_an_edit_of_one_rank_is_refused_by_all_until_it_is_mended(stage, dtype):
+    simulate(_edits_on_one_rank, 3, stage, dtype)
+
+
+class _ClampsItself(Watched):
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.blocks[1]
+
+        def clamp(module: nn.Module, args: Any) -> None:
+            with torch.no_grad():
+                block.inner.weight.clamp_(-0.05, 0.05)
+
+        handle = block.register_forward_pre_hook(clamp)
+        try:
+            return super().forward(x)
+        finally:
+            handle.remove()
+
+
+def _writes_in_forward(ranks: SimulatedRanks, stage: int) -> None:
+    model = _ClampsItself()
+    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine.backward(engine(inputs(0, ranks.rank)))
+    if stage == 3:
+        with pytest.raises(
+            RuntimeError, match=r"blocks\.1\.inner\.weight was written where stage 3"
+        ):
+            engine.step()
+        return
+    engine.step()
+    assert engine.full_state_dict()["blocks.1.inner.weight"].abs().max() < 0.07
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_write_in_the_units_own_forward_is_kept_or_told(stage):
+    simulate(_writes_in_forward, 2, stage)
+
+
+def _small_params(ranks: SimulatedRanks) -> None:
+    model = Watched()
+    engine = zero_core.build(model, Case(3).config(), process_group=ranks)
+    engine.keep_small_params()
+    bias = model.blocks[1].inner.bias
+    with torch.no_grad():
+        bias.clamp_(-0.01, 0.01)
+    engine.backward(engine(inputs(0, ranks.rank)))
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.inner\.bias was written where stage 3"):
+        engine.step()
+
+
+def test_a_write_into_a_small_parameter_that_stage_3_keeps_is_told():
+    simulate(_small_params, 2)
+
+
+def _parametrized(ranks: SimulatedRanks, stage: int) -> None:
+    model = Watched()
+    nn.utils.parametrizations.weight_norm(model.blocks[1].inner)
+    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine.backward(engine(inputs(0, ranks.rank)))
+    engine.step()
+    if ranks.rank == 0:  # alone: a read gathers nothing
+        if stage == 3:
+            with pytest.raises(RuntimeError, match="was read where stage 3 holds only"):
+                model.blocks[1].inner.weight.norm()
+        else:
+            model.blocks[1].inner.weight.norm()
+    engine.backward(engine(inputs(1, ranks.rank)))
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_rank_may_read_a_parametrized_weight(stage):
+    simulate(_parametrized, 2, stage)
+
+
+def _drops(ranks: SimulatedRanks, stage: int) -> None:
+    trained = []
+    for is_left in (True, False):
+        model = Watched()
+        engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+        if is_left:
+            (10 * model(inputs(5, ranks.rank))).backward()  # of another engine's loss
+            model.zero_grad()
+        engine.backward(engine(inputs(0, ranks.rank)))
+        engine.step()
+        trained.append(engine.full_state_dict())
+    for name, value in trained[0].items():
+        assert torch.equal(value, trained[1][name]), name
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_zero_grad_of_the_module_drops_what_another_loss_has_left(stage):
+    simulate(_drops, 2, stage)
+
+
+def _reads_beside_steps(ranks: SimulatedRanks) -> None:
+    model = Watched()
+    engine = zero_core.build(model, Case(2).config(), process_group=ranks)
+    weight, errors, is_over = model.blocks[1].inner.weight, [], threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            try:
+                weight.detach().clone()
+            except RuntimeError as error:
+                errors.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for step in range(8):
+        engine.backward(engine(inputs(step, ranks.rank)))
+        engine.step()
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    assert not errors
+
+
+def test_threads_read_while_the_engine_steps():
+    simulate(_reads_beside_steps, 2)
 
 
 def _writes_without_modifier(ranks: SimulatedRanks, where: str, way: str) -> None:
@@ -301,7 +429,7 @@ def _writes_without_modifier(ranks: SimulatedRanks, where: str, way: str) -> Non
 @pytest.mark.parametrize("way", ["data", "in place"])
 @pytest.mark.parametrize("where", ["one", "all"])
 def test_a_write_that_stage_3_would_lose_is_told(where, way):
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.inner\.weight changed within gathered\(\)"):
+    with pytest.raises(RuntimeError, match=r"1\.inner\.weight changed within engine\.gathered"):
         simulate(_writes_without_modifier, 2, where, way)
 
 

@@ -158,7 +158,7 @@ def test_kept_values_wait_for_the_state_tier_when_no_rank_updates_a_part() -> No
     flat.invalidate()
     assert not flat.is_current
     flat.gather()
-    assert (source.gathers, source.waits) == ([], 1)
+    assert (source.gathers, source.waits) == ([], 2)
     flat.wait()
     assert flat.is_current
     flat.invalidate()

@@ -10,8 +10,10 @@ between is in `zero_core.runtime.runtime` (gather and reduce) and in the state t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -35,6 +37,7 @@ from zero_core.errors import (
     RankMismatchError,
     UnusedParameterError,
 )
+from zero_core.object_methods import ObjectMethods
 from zero_core.plugins import REPORTS, load_part
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import Recorder, Subject
@@ -104,6 +107,9 @@ class Engine(ShardedModel):
         self.remove_at_end([optimizer.guard])
         if seeds is not None:
             self.remove_at_end([seeds])
+        if parts.config.zero_optimization.stage:  # at stage 0 the module's own drops it
+            drop = partial(_drop_gradient, weakref.ref(self), self.module.zero_grad)
+            self.remove_at_end([ObjectMethods("zero_grad", [(self.module, drop)])])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Floating inputs are cast to the compute dtype, if one is set."""
@@ -771,3 +777,13 @@ class Engine(ShardedModel):
         if not control.sum(torch.tensor([float(is_here)], device=self.device)).item():
             return None
         return self.load_checkpoint(place)[1]
+
+
+def _drop_gradient(
+    reference: weakref.ref[Engine], zero_grad: Callable[[bool], None], set_to_none: bool = True
+) -> None:
+    """Drop the engine's gradient too, as ``zero_grad`` of its module."""
+    engine = reference()
+    if engine is not None:
+        engine.optimizer.zero_grad()
+    zero_grad(set_to_none)

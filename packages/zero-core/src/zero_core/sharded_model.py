@@ -126,7 +126,7 @@ class ShardedModel:
         self.place = parts.communicator.place
         self._transport = parts.transport
         self._meter = parts.meter
-        self._gathering = GatheredParams(runtime, state)
+        self._gathering = GatheredParams(runtime, state, parts.device_states.edits)
         self._module_units = ModuleUnits(runtime)
         self._buffers = buffers = BufferSync(
             state.module, state.common_buffers, state.control, runtime
@@ -213,16 +213,18 @@ class ShardedModel:
     ) -> AbstractContextManager[nn.Module]:
         """Gather the exact values of all parameters, or of ``params`` alone, within a context.
 
-        By default values are only read. Changes that rank ``modifier_rank`` makes in place reach
-        all shards and master weights at the end. Every rank must enter it with the same parameters.
-        For read-only use this is not checked: a mismatch hangs. It takes the memory of what is
-        gathered (of ``params``, and one unit at a time), on the modifier twice. It nests. Within
-        its own forward or backward a unit has that one's values: with qwZ, quantized.
+        By default values are only read: at stage 3 a change is an error at the end. Changes that
+        rank ``modifier_rank`` makes in place reach all shards and master weights at the end. Every
+        rank must enter it with the same parameters. For read-only use this is not checked: a
+        mismatch hangs. It takes the memory of what is gathered (of ``params``, and one unit at a
+        time), on the modifier twice. It nests. Within its own forward or backward a unit has that
+        one's values: with qwZ, quantized.
 
         Raises:
             ValueError: there is no such rank, or one of ``params`` is not this engine's.
             RankMismatchError: a change was announced with different parameters or ranks.
-            RuntimeError: parameters are to be changed within a forward or backward.
+            RuntimeError: parameters are to be changed within a forward or backward, or were changed
+                at stage 3 without ``modifier_rank``.
         """
         self._device_states.check("gathered()")
         self._device_states.wait_for_reader()
@@ -238,9 +240,9 @@ class ShardedModel:
     def publish(self) -> None:
         """Wait for the values of the last step, where each rank has room for them all.
 
-        At stages 0 to 2 a step leaves it to the next forward; then ``module.state_dict()`` works on
-        any rank alone. At stage 3 they rest as shards: see `gathered`; copies by
-        `keep_small_params` are filled. Every rank must call it.
+        A step launches their exchange; the next forward, or whoever reads a parameter first, waits
+        for it too. At stage 3 values rest as shards: see `gathered`; copies by `keep_small_params`
+        are filled. Every rank must call it.
         """
         self._device_states.check("publish()", FORWARD_PARTS)
         with self.place.during("publish()"):
@@ -463,6 +465,7 @@ class ShardedModel:
         self._runtime.discard()
         self._train.accumulation.forget()
         self._runtime.values_replaced()
+        self._device_states.edits.forget()
         self.place.unfinished = ""
 
     # -------------------------------------------------------- offload of states

@@ -58,7 +58,7 @@ NEEDS_NO_VALUE = frozenset(
         torch._has_compatible_shallow_copy_type,  # `nn.Module.to`
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randint_like),
         *(torch.randn_like, torch.zeros_like, Tensor.new_empty, Tensor.new_empty_strided),
-        *(Tensor.new_full, Tensor.new_ones, Tensor.new_tensor, Tensor.new_zeros),
+        *(Tensor.new_full, Tensor.new_ones, Tensor.new_zeros),
     }
 )
 """Functions of a parameter that read and write none of its values. A test compares them with all
@@ -123,15 +123,17 @@ class _Closed:
                 return found
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, _Closed):
-                leaf._open(func)
+                name = getattr(func, "__name__", "")  # foreign: torch's functions
+                writes = func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
+                leaf._open(func, is_write=writes and leaf is args[0])
         return func(*args, **kwargs)
 
-    def _open(self, func: Any) -> None:
+    def _open(self, func: Any, *, is_write: bool) -> None:
         """Open the parameter for ``func``, or raise."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._open(copy.deepcopy)
+        self._open(copy.deepcopy, is_write=False)
         return copy.deepcopy(self, memo)  # by its own class
 
 
@@ -140,7 +142,7 @@ class _Deferred(_Closed):
 
     __slots__ = ()
 
-    def _open(self: Any, func: Any) -> None:
+    def _open(self: Any, func: Any, *, is_write: bool) -> None:
         _holder_of(self).await_values(self)
 
 
@@ -149,12 +151,10 @@ class _Refused(_Closed):
 
     __slots__ = ()
 
-    def _open(self: Any, func: Any) -> None:
+    def _open(self: Any, func: Any, *, is_write: bool) -> None:
         if func == _SET_DATA and _has_no_engine(self):
             open_all([self])
             return
-        name = getattr(func, "__name__", "")  # foreign: torch's functions
-        is_write = func == _SET_DATA or (name.endswith("_") and not name.endswith("__"))
         raise RuntimeError(_holder_of(self).refusal(self, is_write=is_write))
 
     def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
@@ -215,6 +215,14 @@ class _Watched:
     def data(self, value: Tensor) -> None:
         _aliased.add(id(self))
         _SET_DATA(self, value)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        watched = type(self)
+        self.__class__ = watched.__mro__[watched.__mro__.index(_Watched) + 1]
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = watched
 
 
 _watched_classes: dict[type, type] = {}  # by the class behind

@@ -103,7 +103,7 @@ class DeviceStates:
 
         ``reader`` is waited for before states are written.
         """
-        self._edits = edits
+        self.edits = edits
         self._reader = reader
         self._memory = memory
         self._runtime = runtime
@@ -157,9 +157,9 @@ class DeviceStates:
         if needed is not ALL_PARTS:
             return
         self._runtime.drain()
-        if marked := self._edits.marked():
+        if marked := self.edits.marked():
             self.wait_for_reader()
-            self._edits.take(marked)
+            self.edits.take(marked)
 
     def _explain(self, what: str, needed: frozenset[StatePart]) -> str:
         away = ", ".join(sorted(needed & self._away.keys()))

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import ParamSpec, Slot
 from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.edits import Edits
 from zero_core.sharded.params import FlatParams
-from zero_core.sharded.sharded_state import MASTER, ShardedState
+from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.unit import Unit
 
 _SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
@@ -55,9 +56,10 @@ class _FullParam(NamedTuple):
 class GatheredParams:
     """Implementation of `zero_core.Engine.gathered` and ``publish``."""
 
-    def __init__(self, runtime: Runtime, state: ShardedState) -> None:
+    def __init__(self, runtime: Runtime, state: ShardedState, edits: Edits) -> None:
         self._runtime = runtime
         self._state = state
+        self._edits = edits
         # Of each open context, versions of what it only reads, by id of the parameter.
         self._reading: list[dict[int, int]] = []
         self._edited: set[int] = set()  # ids of parameters that a context may change
@@ -126,7 +128,7 @@ class GatheredParams:
             )
         edit = None
         if modifier_rank is not None:
-            edit = _Edit(self._state, modifier_rank, full)
+            edit = _Edit(self._state, self._edits, modifier_rank, full)
             self._state.control.barrier()  # others may read this rank's slice until they are here
             self._edited.update(id(p.param) for p in full)
         # What is changed in these is lost, unless a context around this one takes it over.
@@ -138,6 +140,7 @@ class GatheredParams:
                 yield
             if edit is not None:
                 edit.publish()
+                self._edits.forget(self._state.layout.params[p.slot.param].name for p in full)
                 self._runtime.values_replaced()
                 known = {id(p.param): p.param._version for p in full}
                 for read in self._reading:
@@ -256,7 +259,9 @@ class GatheredParams:
 class _Edit:
     """Changes by rank ``rank``, from now until `publish`. See [Note: edits]."""
 
-    def __init__(self, state: ShardedState, rank: int, params: Sequence[_FullParam]) -> None:
+    def __init__(
+        self, state: ShardedState, edits: Edits, rank: int, params: Sequence[_FullParam]
+    ) -> None:
         """Remember the values on ``rank``. Takes their memory there once more.
 
         Raises:
@@ -267,6 +272,7 @@ class _Edit:
                 f"modifier_rank = {rank}: expected a rank below {state.control.world_size}"
             )
         self._state = state
+        self._edits = edits
         self._rank = rank
         self._params = list(params)
         self._is_own = state.control.rank == rank
@@ -314,30 +320,18 @@ class _Edit:
     def _spread(self, index: int, *, is_changed: bool) -> None:
         full = self._params[index]
         values = self._spec_of(full).to_elements(full.tensor)  # a view
-        mask = torch.zeros_like(full.tensor, dtype=torch.uint8)
         if self._is_own:
             full.tensor.copy_(full.param.data)
-            if full.flat.local_span is not None:
-                mask.copy_(_differs(full.tensor, self._before[index]))
         # Unchanged ones too: other ranks may have written to theirs.
         self._state.control.broadcast(values, source=self._rank)
         (full.flat.edit if is_changed else full.flat.write)(full.slot.start, values)
-        if is_changed and full.flat.local_span is not None:
-            changed = self._spec_of(full).to_elements(mask)  # a view
-            self._state.control.broadcast(changed, source=self._rank)
-            self._write_master(full.slot, values, changed.bool())
+        is_suspect = is_changed or self._edits.is_marked(self._spec_of(full).name)
+        piece = self._state.piece_of(full.slot.param)
+        if is_suspect and piece is not None:
+            self._edits.write_back(piece, values)
 
     def _spec_of(self, full: _FullParam) -> ParamSpec:
         return self._state.layout.params[full.slot.param]
-
-    def _write_master(self, slot: Slot, values: Tensor, mask: Tensor) -> None:
-        piece = self._state.piece_of(slot.param)
-        if piece is None:  # other ranks update all of it
-            return
-        own = slice(piece.offset, piece.offset + piece.stop - piece.start)
-        old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
-        new = values[own].cpu().to(old.dtype)
-        self._state.tier.write_state(MASTER, piece.start, torch.where(mask[own].cpu(), new, old))
 
 
 def _has_own_slice(full: _FullParam, spec: ParamSpec) -> bool:

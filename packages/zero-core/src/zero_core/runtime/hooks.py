@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from zero_core._torch import (
@@ -209,6 +210,8 @@ def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module], handles: list[An
     """
     units = ModuleUnits(runtime)
     for module in modules[0].modules():
+        if isinstance(module, ParametrizationList):
+            continue  # a read of the parametrized weight calls it, and a read gathers nothing
         own = units.of(module, recurse=False)
         is_one_graph = False
         if is_own_graph(module):  # one graph with all its parts

@@ -84,6 +84,8 @@ class ParamGuard:
 
     def _check_memory(self) -> None:
         for values in self._values:
+            if (lost := values.take_written()) is not None:
+                raise RuntimeError(lost)
             if (position := values.misplaced()) is not None:
                 param = values.params[position]
                 expected = f"{values.dtype_of(position)} on {values.device}"

@@ -181,6 +181,10 @@ class Runtime:
         self._published = [flat for flat in kept if flat.is_exchanged]
         self._launcher: Launcher | None = None
         self._is_publishing = False  # not all that was launched has been waited for
+        self._publishing = threading.RLock()
+        for unit in self.units:
+            for flat in unit.params:
+                flat.publishing = self._publishing
         self._order = BackwardOrder(
             [u.index for u in self.units if u.grads],
             None if self._tail is None else self._tail.index,
@@ -832,6 +836,10 @@ class Runtime:
 
         ``flats``: whose values are meant; None: all.
         """
+        with self._publishing:
+            self._change_values(flats)
+
+    def _change_values(self, flats: Iterable[FlatParams] | None) -> None:
         self.part_hooks.resume()
         if flats is None:
             self.ready.clear()

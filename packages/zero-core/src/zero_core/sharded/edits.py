@@ -4,6 +4,7 @@
 ``p.clamp_()``, ``p.data.copy_()`` or ``module.load_state_dict()`` change what a parameter shows.
 The next update starts from the master weight, and would undo them where that is other memory. So
 they are taken over before it. (At stage 3 a parameter that is not gathered cannot be written.)
+Where the master weight is the value itself, versions alone are marks, and ranks are compared.
 
 A mark is a suspicion: a version that moved (an operator in place), or a read of ``data``, which may
 have been for a norm. Of a marked parameter this rank compares its own slice with the rounding of
@@ -44,13 +45,18 @@ class Edits:
     def begin(self) -> Edits:
         """Mark what is written from now on, until `remove`."""
         for flat in self._kept:
-            access.watch(flat.read_params)
+            if flat.has_masters_apart:
+                access.watch(flat.read_params)
             flat.forget_marks()
         return self
 
     def remove(self) -> None:
         for flat in self._kept:
             access.stop_watching(flat.read_params)
+
+    def is_marked(self, name: str) -> bool:
+        """Whether this rank may have written parameter ``name`` since the last step."""
+        return name in self._marked
 
     @property
     def num_written(self) -> int:
@@ -65,12 +71,13 @@ class Edits:
     def take(self, marked: Iterable[tuple[FlatParams, list[tuple[int, bool]]]]) -> None:
         """Bring what was written into ``marked`` parameters to their master weights."""
         for flat, marks in marked:
+            flat.wait_update()
             for position, is_written in marks:
                 slot = flat.segment.slots[position]
                 assert flat.full is not None, "it is kept"
                 elements = flat.full[slot.start : slot.stop]
                 piece = self._state.piece_of(slot.param)
-                if piece is not None and self._take_piece(piece, elements):
+                if flat.has_masters_apart and piece and self.write_back(piece, elements):
                     is_written = True
                     flat.edited.add(position)
                 name = self._state.layout.params[slot.param].name
@@ -79,7 +86,7 @@ class Edits:
                 else:
                     self._marked.setdefault(name, None)
 
-    def _take_piece(self, piece: Piece, elements: Tensor) -> bool:
+    def write_back(self, piece: Piece, elements: Tensor) -> bool:
         """Overwrite master weights that ``elements`` are no rounding of. Return whether any was."""
         own = elements[piece.offset : piece.offset + piece.stop - piece.start].cpu()
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
@@ -109,9 +116,10 @@ class Edits:
                 f"write the same on every rank, or one rank's within {self._state.cures.write}"
             )
 
-    def forget(self) -> None:
-        """Forget what was compared."""
-        self._marked.clear()
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """Forget what was written to parameters, all or ``names``: all ranks have the same."""
+        for name in list(self._marked) if names is None else names:
+            self._marked.pop(name, None)
 
 
 def _differing(names: Iterable[str], rows: Sequence[dict[str, int | None]]) -> Iterator[str]:

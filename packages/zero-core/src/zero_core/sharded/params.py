@@ -288,7 +288,9 @@ class FlatParams:
         rank: this rank.
         edited: positions of parameters that `edit` has overwritten, until somebody clears them.
         read_params: parameters of the model that have values here: what its code reads.
-        is_watched: whether what programs write into parameters must be taken over.
+        is_watched: whether what programs write into parameters is compared between the ranks.
+        has_masters_apart: whether it must reach other memory than the values, too.
+        publishing: held while values change and their exchange is launched; shared by an engine's.
         cures: what errors name.
     """
 
@@ -332,11 +334,14 @@ class FlatParams:
             [position_of[id(c)] for c in components if id(c) in position_of]
             for _, _, components in parts
         ]
-        self.is_watched = has_masters_apart and segment.is_trainable and kept is not None
-        self._versions: list[int] = []
+        self.is_watched = segment.is_trainable and kept is not None
+        self.has_masters_apart = has_masters_apart
+        self._versions = list(map(_get_version, self.params))
+        self._written: int | None = None  # position of one that was written while UNSHARDED
         self.cures = access.Cures()
         self._why_refused = _SHARDED
         self._lock = threading.RLock()  # of waits: any thread may read
+        self.publishing = threading.RLock()
         self.device = device
         self.full = kept
         self.address = 0 if kept is None else kept.data_ptr()
@@ -413,8 +418,20 @@ class FlatParams:
             self.finish_gather()
             self._open()
             if not self._are_views_set:
+                if self._copies:
+                    self._note_written()
+                else:
+                    self._versions = list(map(_get_version, self.params))
                 list(map(_set_data, self.params, self._current_views().slots))
                 self._are_views_set = True
+
+    def _note_written(self) -> None:
+        """Note a parameter that was written in memory that is about to be given up."""
+        versions = list(map(_get_version, self.params))
+        if versions != self._versions:
+            pairs = enumerate(zip(versions, self._versions, strict=True))
+            self._written = next(position for position, (now, before) in pairs if now != before)
+            self._versions = versions
 
     def _open(self) -> None:
         access.open_all(self.read_params)
@@ -463,8 +480,10 @@ class FlatParams:
                 self._set_placeholders()
             return
         self.finish_gather()
-        if self._are_views_set and self._moved is None:
-            self._moved = self._find_moved()
+        if self._are_views_set:
+            if self._moved is None:
+                self._moved = self._find_moved()
+            self._note_written()
         self._set_placeholders()
         self._pool.release(full)
         self.full = None
@@ -482,6 +501,7 @@ class FlatParams:
         """Note that shards have new values: what is gathered is stale from now on."""
         self.version += 1
         self._why_refused = _SHARDED
+        self.forget_marks()
         if not self.is_kept:
             return
         if self._is_gathered or not self._source.is_updated():
@@ -490,14 +510,14 @@ class FlatParams:
             self.gather()  # this blocks nobody: the device alone waits
             if self._is_closed:
                 self._open()
-        self.forget_marks()
 
     # ------------------------------------------------------------------ access
 
     def forget_marks(self) -> None:
         """Count what is in the parameters as this engine's."""
-        if self.is_watched:
+        if self.has_masters_apart:
             access.take_aliased(self.params)
+        with DisableTorchFunction():
             self._versions = list(map(_get_version, self.params))
 
     def take_marks(self) -> list[tuple[int, bool]]:
@@ -505,7 +525,8 @@ class FlatParams:
 
         Since the last call, or since the engine's own last change.
         """
-        before, self._versions = self._versions, list(map(_get_version, self.params))
+        with DisableTorchFunction():
+            before, self._versions = self._versions, list(map(_get_version, self.params))
         found = dict.fromkeys(access.take_aliased(self.params), False)
         if before != self._versions:
             pairs = enumerate(zip(before, self._versions, strict=True))
@@ -514,6 +535,8 @@ class FlatParams:
 
     def await_values(self, param: nn.Parameter) -> None:
         """Wait for the value of ``param``: see `zero_core.core.access.ValueHolder`."""
+        with self.publishing:
+            pass  # another thread may be about to launch the gather
         with self._lock:
             if self.is_exchanged and not self.is_gathered:
                 raise RuntimeError(
@@ -522,9 +545,10 @@ class FlatParams:
                     "checkpoint, on every rank"
                 )
             self.gather()
+            self.finish_gather()
+            if self.device.type != "cpu":  # readers may use other streams than the training
+                torch.accelerator.synchronize(self.device)
             self.wait()
-            if self.device.type != "cpu":  # a reader may use another stream than the training
-                torch.accelerator.current_stream(self.device).synchronize()
 
     @property
     def is_ended(self) -> bool:
@@ -569,6 +593,16 @@ class FlatParams:
     def has_values_of(self, position: int) -> bool:
         """Whether the parameter at ``position`` holds its current values."""
         return self.is_current or (not self._are_views_set and position in self._copies)
+
+    def take_written(self) -> str | None:
+        """Return why a write into a parameter is lost, once, or None: there was none."""
+        position, self._written = self._written, None
+        if position is None:
+            return None
+        param = self.params[position]
+        if not isinstance(param, nn.Parameter):
+            return None
+        return self.refusal(param, is_write=True)
 
     def misplaced(self) -> int | None:
         """Return the position of a parameter whose ``data`` other code has replaced, or None.

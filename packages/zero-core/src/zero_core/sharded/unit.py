@@ -14,7 +14,7 @@ full        [padded_numel], compute dtype: the gathered values. At stages 0 to 2
 views       one per parameter, into ``full``, in the parameter's shape: ``param.data`` while
             gathered.
 placeholder one NaN (0 for integer dtypes), expanded to the parameter's shape: ``param.data`` while
-            sharded, so that a read of a released parameter shows up as NaN.
+            sharded. The parameter's class refuses reads of it: `zero_core.core.access`.
 full_grad   [padded_numel], communication dtype: this rank's own gradients, before their reduction.
             Already multiplied by ``predivide`` (1 / world size; 1 for a sum, or where the loss is
             divided by all micro-batches). Accumulation dtype if they add up over several backwards.

@@ -55,7 +55,8 @@ UPDATED_IN_BACKWARD = (
 SHARDED = (
     "param.grad is None at stages 1 to 3, where no rank has the whole gradient, so "
     "torch.nn.utils.clip_grad_norm_ clips nothing: set gradient_clipping in the configuration, or "
-    "call engine.clip_grad_norm_(); engine.states reads and sets gradients"
+    "call engine.clip_grad_norm_(); engine.states reads and sets gradients, engine.zero_grad() "
+    "drops them"
 )
 
 
@@ -183,8 +184,6 @@ class ParamGrads:
                 self._assigned[id(param)] = param
             return False
         if self._why_none:
-            if grad is None:
-                return True
             raise RuntimeError(self._why_none)
         set_grad(param, grad)  # it checks shape, dtype and device
         set_grad(param, None)

@@ -82,6 +82,7 @@ class GradientStatistics:
             has_unreduced: whether this rank has gradients that no reduction has carried.
             is_tail_late: whether this rank had a block's gradients before the tail's.
             left_out: units that needed no gradient on this rank.
+            num_written: parameters that programs have written: see `zero_core.sharded.edits`.
             words: hash of what must be equal on all ranks: see `zero_core.step.agreement`.
         """
         self._wait()  # the upload of sums that nobody has read
