@@ -367,7 +367,7 @@ class ShardedModel:
         Values are those of the working shards. With a ``dtype`` other than a parameter's own they
         are its master weights, cast to it. Tied names share a tensor. Every rank must call it.
         """
-        self._device_states.check("full_state_dict()")
+        self._device_states.check_states("full_state_dict()")
         with self.place.during("full_state_dict()"):
             return export.full_state_dict(self.sharded_state, dtype=dtype, rank=rank)
 
@@ -378,7 +378,7 @@ class ShardedModel:
 
         Every rank must call it; rank 0 writes. Returns the folder.
         """
-        self._device_states.check("export_safetensors()")
+        self._device_states.check_states("export_safetensors()")
         with self.place.during("export_safetensors()"):
             place = local_path(directory, "an export")
             return export.export_safetensors(self.sharded_state, place, dtype=dtype)
@@ -424,7 +424,7 @@ class ShardedModel:
 
     @contextmanager
     def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
-        self._device_states.check(call)
+        self._device_states.check_states(call)
         self._communicator.forget_values()
         with self.place.during(call):
             yield
@@ -564,7 +564,7 @@ class ShardedModel:
             RuntimeError: within ``gathered``, or gradients wait for a step and are not to be
                 dropped; or the engine has ended before.
         """
-        self._device_states.check("unwrap()")
+        self._device_states.check_states("unwrap()")
         if self._gathering.is_open:
             raise RuntimeError("unwrap() within gathered(): call it after that has ended")
         if not drops_partial and self.states.has_any_gradient():
@@ -586,7 +586,7 @@ class ShardedModel:
         """
         if self._ownership.is_ended:
             return iter(())
-        self._device_states.check("leave_shards()")
+        self._device_states.check_states("leave_shards()")
         shards = self._ownership.leave_shards()
         self._device_states.end("leave_shards()")
         self._end_collectives()

@@ -140,8 +140,7 @@ class DeviceStates:
         """Refuse ``what`` while a part is away or after the engine's end, and prepare for it.
 
         If it needs all parts, what was published has ended then, so nothing that it exchanges meets
-        a publication that another rank has yet to launch; and master weights have what programs
-        wrote into parameters.
+        a publication that another rank has yet to launch.
 
         Raises:
             RuntimeError: with what to do.
@@ -157,9 +156,14 @@ class DeviceStates:
         if needed is not ALL_PARTS:
             return
         self._runtime.drain()
-        if marked := self.edits.marked():
+        self.edits.find()
+
+    def check_states(self, what: str) -> None:
+        """Do as `check` for ``what`` reads master weights, which have all that was written then."""
+        self.check(what)
+        if self.edits.is_pending:
             self.wait_for_reader()
-            self.edits.take(marked)
+            self.edits.apply()
 
     def _explain(self, what: str, needed: frozenset[StatePart]) -> str:
         away = ", ".join(sorted(needed & self._away.keys()))

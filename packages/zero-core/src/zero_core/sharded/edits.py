@@ -3,7 +3,7 @@
 [Note: edits past the engine]
 ``p.clamp_()``, ``p.data.copy_()`` or ``module.load_state_dict()`` change what a parameter shows.
 The next update starts from the master weight, and would undo them where that is other memory. So
-they are taken over before it. (At stage 3 a parameter that is not gathered cannot be written.)
+they are brought there before it. (At stage 3 a parameter that is not gathered cannot be written.)
 Where the master weight is the value itself, versions alone are marks, and ranks are compared.
 
 A mark is a suspicion: a version that moved (an operator in place), or a read of ``data``, which may
@@ -12,8 +12,9 @@ its master weights, and takes over the elements that differ, no others.
 
 Every rank must write the same, as with DDP. The step's all-reduce counts the parameters that were
 written (`num_written`). If there are any, ranks compare them before the update, and refuse the step
-where they differ. What a rank writes through ``data`` alone, and only into elements that others
-update, is not seen if these do not write it too.
+where they differ. Only then do master weights change (`apply`). A save or an export compares
+nothing: it brings this rank's part there before. What a rank writes through ``data`` alone, and
+only into elements that others update, is not seen if these do not write it too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from torch import Tensor
 from zero_core.core import access
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import Piece
-from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 
 
@@ -41,6 +41,8 @@ class Edits:
         self._kept = [flat for flat in state.params if flat.is_watched]
         # By name of what was marked since the last step: a checksum if it was written, else None.
         self._marked: dict[str, int | None] = {}
+        # By name of what master weights lack: this rank's piece, and the parameter's elements.
+        self._pending: dict[str, tuple[Piece, Tensor]] = {}
 
     def begin(self) -> Edits:
         """Mark what is written from now on, until `remove`."""
@@ -63,40 +65,53 @@ class Edits:
         """Number of parameters that were written since the last step."""
         return sum(checksum is not None for checksum in self._marked.values())
 
-    def marked(self) -> list[tuple[FlatParams, list[tuple[int, bool]]]]:
-        """Return what has been marked since the last call: see `FlatParams.take_marks`."""
-        return [(flat, marks) for flat in self._kept if (marks := flat.take_marks())]
-
     @torch.no_grad()
-    def take(self, marked: Iterable[tuple[FlatParams, list[tuple[int, bool]]]]) -> None:
-        """Bring what was written into ``marked`` parameters to their master weights."""
-        for flat, marks in marked:
-            flat.wait_update()
+    def find(self) -> None:
+        """Find what was written into parameters since the last call, and change nothing."""
+        for flat in self._kept:
+            marks = flat.take_marks()
+            if marks:
+                flat.wait_update()
             for position, is_written in marks:
                 slot = flat.segment.slots[position]
+                name = self._state.layout.params[slot.param].name
                 assert flat.full is not None, "it is kept"
                 elements = flat.full[slot.start : slot.stop]
-                piece = self._state.piece_of(slot.param)
-                if flat.has_masters_apart and piece and self.write_back(piece, elements):
+                piece = self._state.piece_of(slot.param) if flat.has_masters_apart else None
+                if piece is not None and self._compare_piece(piece, elements)[0].any():
                     is_written = True
+                    self._pending[name] = piece, elements
                     flat.edited.add(position)
-                name = self._state.layout.params[slot.param].name
                 if is_written:
                     self._marked[name] = zlib.crc32(bytes(elements.cpu().view(torch.uint8).numpy()))
                 else:
                     self._marked.setdefault(name, None)
 
-    def write_back(self, piece: Piece, elements: Tensor) -> bool:
-        """Overwrite master weights that ``elements`` are no rounding of. Return whether any was."""
+    @property
+    def is_pending(self) -> bool:
+        """Whether master weights lack what `find` has found."""
+        return bool(self._pending)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Bring what `find` has found to the master weights."""
+        pending, self._pending = self._pending, {}
+        for piece, elements in pending.values():
+            self.write_back(piece, elements)
+
+    def write_back(self, piece: Piece, elements: Tensor) -> None:
+        """Overwrite the master weights of ``piece`` that ``elements`` are no rounding of."""
+        changed, own, old = self._compare_piece(piece, elements)
+        if changed.any():
+            wait(self._state.readers)
+            new = torch.where(changed, own.to(old.dtype), old)
+            self._state.tier.write_state(MASTER, piece.start, new)
+
+    def _compare_piece(self, piece: Piece, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where this rank's part of ``elements`` was written, the part, and its masters."""
         own = elements[piece.offset : piece.offset + piece.stop - piece.start].cpu()
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
-        changed = _differs_from_rounded(own, old)
-        if not changed.any():
-            return False
-        wait(self._state.readers)
-        new = torch.where(changed, own.to(old.dtype), old)
-        self._state.tier.write_state(MASTER, piece.start, new)
-        return True
+        return _differs_from_rounded(own, old), own, old
 
     def compare(self, step: int) -> None:
         """Compare what ranks have written. Every rank must call it, if any has `num_written`.
@@ -120,6 +135,7 @@ class Edits:
         """Forget what was written to parameters, all or ``names``: all ranks have the same."""
         for name in list(self._marked) if names is None else names:
             self._marked.pop(name, None)
+            self._pending.pop(name, None)
 
 
 def _differing(names: Iterable[str], rows: Sequence[dict[str, int | None]]) -> Iterator[str]:

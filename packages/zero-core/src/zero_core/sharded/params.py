@@ -774,7 +774,7 @@ class FlatParams:
             self._copies[position] = copy
             if not self._are_views_set:
                 access.open_all(self._find_held())
-                self.params[position].data = copy
+                self._set_memory(position, copy)
         return self._copies[position]
 
     def drop(self, position: int) -> None:
@@ -784,8 +784,12 @@ class FlatParams:
             return
         del self._copies[position]
         if not self._are_views_set:
-            self.params[position].data = self._placeholders.slots[position]
+            self._set_memory(position, self._placeholders.slots[position])
             self._refuse_absent()
+
+    def _set_memory(self, position: int, memory: Tensor) -> None:
+        with DisableTorchFunction():  # a component may belong to a parameter that is refused
+            _set_data(self.params[position], memory)
 
     def _set_placeholders(self) -> None:
         if self._is_closed:

@@ -83,7 +83,7 @@ class StepGradient:
         params_with_grad: parameters that got a gradient on this rank since the last step.
         decision: on the last step, or None before the first.
         param_grads: gives the gradient out as ``param.grad``, if it serves.
-        edits: takes over what programs write into parameters.
+        edits: what programs write into parameters.
     """
 
     def __init__(
@@ -175,7 +175,8 @@ class StepGradient:
         self.reopen()
         self.check_not_updated("a further backward of the same step")
         if self._is_updated_in_backward or self._speculation.is_on:
-            self.edits.take(self.edits.marked())  # before the first update
+            self.edits.find()  # before the first update
+            self.edits.apply()
         if self._config.loss_scaling.enabled and not self._train.scaler.is_applied:
             raise RuntimeError(
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
@@ -501,6 +502,7 @@ class StepGradient:
         if self._statistics.is_any_written:
             self._settle(is_void=True)
             self.edits.compare(self._train.global_steps + 1)
+        self.edits.apply()
         self.edits.forget()
         self.param_grads.close()
         self._changed_before, self._changed_late = self._changed_late, set()

@@ -353,7 +353,7 @@ class StateAccess:
         return self._gradient.factor
 
     def _find(self, name: str, what: str, *, is_local: bool = False) -> tuple[Segment, Slot]:
-        self._device_states.check("access to states by name")
+        self._device_states.check_states("access to states by name")
         self._device_states.wait_for_reader()
         plain = plain_name(name)
         if plain not in self._home:
