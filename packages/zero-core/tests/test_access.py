@@ -334,6 +334,7 @@ def _small_params(ranks: SimulatedRanks) -> None:
     model = Watched()
     engine = zero_core.build(model, Case(3).config(), process_group=ranks)
     engine.keep_small_params()
+    engine.publish()
     bias = model.blocks[1].inner.bias
     with torch.no_grad():
         bias.clamp_(-0.01, 0.01)

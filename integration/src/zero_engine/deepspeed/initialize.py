@@ -153,6 +153,7 @@ def initialize(
         mark_configured(model, core.config.zero_optimization.leaf_module)
         if core.config.zero_optimization.stage == 3:
             core.stay_with_model()  # as DeepSpeed's shards do, which parameters hold
+            core.keep_small_params()
             describe_engine(core)
             serve_saved(core)
             # as DeepSpeed's: OpenRLHF reads the names on rank 0
@@ -187,9 +188,6 @@ def initialize(
         for param in untrained:
             param.requires_grad_(True)
         raise
-    core = made[0][0].core
-    if core.config.zero_optimization.stage == 3:
-        core.keep_small_params()
     return made[0]
 
 

@@ -344,6 +344,7 @@ def build(
             if is_training:
                 patches.start()
             runtime.publish()  # what a tier has rounded otherwise
+            engine.publish()
             for flat in params:
                 flat.forget_marks()
             control.place.enter(OUTSIDE)

@@ -254,7 +254,8 @@ class ShardedModel:
         """Keep small parameters whole at stage 3, as DeepSpeed does: copies that `publish` fills.
 
         Small is what ``stage3_param_persistence_threshold`` and
-        ``stage3_model_persistence_threshold`` say. Every rank must call it, once.
+        ``stage3_model_persistence_threshold`` say. The next `publish` makes the copies. Every rank
+        must call it, once.
         """
         self._device_states.check("keep_small_params()")
         zero = self.config.zero_optimization
