@@ -181,7 +181,7 @@ def _skip_blocks(ranks: SimulatedRanks, stage: int) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_may_skip_different_blocks(stage):
     simulate(_skip_blocks, 3, stage)
 

@@ -11,7 +11,7 @@ between is in `zero_core.runtime.runtime` (gather and reduce) and in the state t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_core._torch import cast_floats
 from zero_core.checkpoint.background.saver import OnPending, PendingSave
@@ -108,7 +108,7 @@ class Engine(ShardedModel):
         if seeds is not None:
             self.remove_at_end([seeds])
         if parts.config.zero_optimization.stage:  # at stage 0 the module's own drops it
-            drop = partial(_drop_gradient, weakref.ref(self), self.module.zero_grad)
+            drop = partial(_drop_gradient, weakref.ref(self), self.module)
             self.remove_at_end([ObjectMethods("zero_grad", [(self.module, drop)])])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -780,10 +780,10 @@ class Engine(ShardedModel):
 
 
 def _drop_gradient(
-    reference: weakref.ref[Engine], zero_grad: Callable[[bool], None], set_to_none: bool = True
+    reference: weakref.ref[Engine], module: nn.Module, set_to_none: bool = True
 ) -> None:
-    """Drop the engine's gradient too, as ``zero_grad`` of its module."""
+    """Drop the engine's gradient too, as ``zero_grad`` of its ``module``."""
     engine = reference()
     if engine is not None:
         engine.optimizer.zero_grad()
-    zero_grad(set_to_none)
+    type(module).zero_grad(module, set_to_none)

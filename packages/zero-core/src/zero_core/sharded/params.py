@@ -735,6 +735,7 @@ class FlatParams:
             assert self.full is not None
             self.address = self.full.data_ptr()
             self.wait()
+            self.forget_marks()  # `vacate` has moved the versions
 
     def restore(self, position: int) -> bool:
         """Make the parameter at ``position`` a view again, if its ``data`` was replaced.
