@@ -388,6 +388,20 @@ def test_zero_grad_of_the_module_drops_what_another_loss_has_left(stage):
     simulate(_drops, 2, stage)
 
 
+def _late_backward(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
+    engine = zero_core.build(Watched(), Case(stage, dtype).config(), process_group=ranks)
+    old = engine(inputs(0, ranks.rank))
+    engine.backward(engine(inputs(1, ranks.rank)))
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"inplace operation|ran before the last step"):
+        engine.backward(old)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
+def test_a_backward_of_a_forward_before_the_step_is_refused_as_in_torch(stage, dtype):
+    simulate(_late_backward, 2, stage, dtype)
+
+
 def _reads_beside_steps(ranks: SimulatedRanks) -> None:
     model = Watched()
     engine = zero_core.build(model, Case(2).config(), process_group=ranks)

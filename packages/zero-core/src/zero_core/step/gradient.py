@@ -126,6 +126,13 @@ class StepGradient:
         self._why_skipped = _CHANGED
         spans = {flat.segment.index: flat.local_span for flat in state.params}
         self._starts = {index: span[0] for index, span in spans.items() if span is not None}
+        # Trained parameters that are whole here, by number.
+        self._whole_params = [
+            (slot.param, param)
+            for flat in state.params
+            if flat.is_kept and flat.segment.is_trainable
+            for slot, param in zip(flat.segment.slots, flat.params, strict=True)
+        ]
         self._pieces_of: dict[int, list[int]] = {}
         for number, piece in enumerate(state.pieces):
             self._pieces_of.setdefault(piece.segment, []).append(number)
@@ -555,6 +562,11 @@ class StepGradient:
         active = [i for i in self.decision.active if i not in done]
         self._tier.step(groups, active, grad_scale=self.decision.grad_scale)
         self._ahead = []
+        if self._whole_params:
+            # As of an optimizer's update in place: a backward of a forward before it is refused.
+            used = self._statistics.num_ranks_with_grad
+            updated = [param for number, param in self._whole_params if used[number]]
+            torch.autograd.graph.increment_version(updated)
 
     # -------------------------------------------------- optimizer in backward
 
