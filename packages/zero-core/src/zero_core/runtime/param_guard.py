@@ -84,8 +84,6 @@ class ParamGuard:
 
     def _check_memory(self) -> None:
         for values in self._values:
-            if (lost := values.take_written()) is not None:
-                raise RuntimeError(lost)
             if (position := values.misplaced()) is not None:
                 param = values.params[position]
                 expected = f"{values.dtype_of(position)} on {values.device}"
@@ -95,6 +93,8 @@ class ParamGuard:
                     "module.to(), module.double(), param.data = ... or param.set_(): the engine "
                     f"would not follow it. Cast and move a model before build(). {_ADVICE}"
                 )
+            if (lost := values.take_written()) is not None:
+                raise RuntimeError(lost)
 
     def _check_frozen(self) -> None:
         for param in self._frozen:
