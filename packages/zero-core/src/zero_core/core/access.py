@@ -182,6 +182,7 @@ class _Classes(dict[type, type]):
     def __init__(self, base: type) -> None:
         super().__init__()
         self._base = base
+        self.made: set[type] = set()
 
     def __missing__(self, found: type) -> type:
         own = _own_classes[found]
@@ -190,6 +191,7 @@ class _Classes(dict[type, type]):
         else:
             self[own] = made = type(own.__name__, (self._base, own), {"__module__": __name__})
             _own_classes[made] = own
+            self.made.add(made)
             allow_foreach(made)
         return made
 
@@ -246,6 +248,11 @@ def refuse(params: Sequence[nn.Parameter]) -> None:
 def is_refused(param: Tensor) -> bool:
     """Whether a read of ``param`` raises."""
     return isinstance(param, _Refused)
+
+
+def are_refused(params: Sequence[nn.Parameter]) -> bool:
+    """Whether reads of all ``params`` raise."""
+    return all(map(_REFUSED.made.__contains__, map(type, params)))
 
 
 def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:

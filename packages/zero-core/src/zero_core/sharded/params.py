@@ -420,8 +420,6 @@ class FlatParams:
             if not self._are_views_set:
                 if self._copies:
                     self._note_written()
-                else:
-                    self._versions = list(map(_get_version, self.params))
                 list(map(_set_data, self.params, self._current_views().slots))
                 self._are_views_set = True
 
@@ -613,6 +611,8 @@ class FlatParams:
         return self._find_moved() if moved is None else moved
 
     def _find_moved(self) -> int | None:
+        if not (self._are_views_set or self._copies) and access.are_refused(self.read_params):
+            return None  # else the objects were swapped, with their classes
         with DisableTorchFunction() if self._is_closed else nullcontext():  # it is no read
             found = list(map(Tensor.data_ptr, self.params))
         expected = self._expected_addresses()
