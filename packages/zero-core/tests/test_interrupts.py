@@ -334,7 +334,8 @@ def _run(engine: Engine, program: str) -> None:
     """Run a program of one letter per call.
 
     F(orward), B(ackward of the oldest loss), R(etain its graph), N(o sync: forward and backward),
-    E(valuate), S(tep), Z(ero the gradient).
+    E(valuate), S(tep, which no loss of before it outlives: torch refuses its backward),
+    Z(ero the gradient).
     """
     losses: list[Tensor] = []
     for number, verb in enumerate(program):
@@ -354,6 +355,7 @@ def _run(engine: Engine, program: str) -> None:
                     engine(**inputs)
             case "S":
                 engine.step()
+                losses.clear()
             case "Z":
                 engine.zero_grad()
 
