@@ -242,6 +242,8 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
         engine.module[1].register_forward_hook(lambda *_: seen.append(own.ds_status)),
     ]
     engine.backward(engine(torch.ones(1, 5).bfloat16()).float().mean())
+    with pytest.raises(RuntimeError, match=r"param\.grad is None at stages 1 to 3"):
+        weight.grad = torch.zeros(7, 7, dtype=torch.bfloat16)
     engine.step()
     assert seen == [here] * 2
     for handle in handles:

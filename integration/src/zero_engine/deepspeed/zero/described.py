@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
 from zero_core.core import access
-from zero_core.runtime.copies import EngineParameter
+from zero_core.step.param_grads import TrainedParameter
 
 SANITY_CHECKS = "ds_enable_sanity_checks"
 """Attribute that has `GatheredParameters` look for edits that would be lost."""
@@ -46,7 +46,7 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-class ShardedParameter(EngineParameter):
+class ShardedParameter(TrainedParameter):
     """Class of a parameter while an engine of stage 3 has it."""
 
     @property
