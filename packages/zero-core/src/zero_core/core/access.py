@@ -176,19 +176,13 @@ class _OwnClasses(dict[type, type]):
 _own_classes = _OwnClasses()
 
 
-class Classes(dict[type, type]):
-    """Subclasses of a base and a parameter's own class, by that class or another one of its.
-
-    Attributes:
-        made: these subclasses.
-        shown: classes that programs see where a unit in use has the faster one behind it.
-    """
+class _Classes(dict[type, type]):
+    """Subclasses of a base and a parameter's own class, by that class or another one of its."""
 
     def __init__(self, base: type) -> None:
         super().__init__()
         self._base = base
         self.made: set[type] = set()
-        self.shown: dict[type, type] = {}
 
     def __missing__(self, found: type) -> type:
         own = _own_classes[found]
@@ -202,23 +196,7 @@ class Classes(dict[type, type]):
         return made
 
 
-_DEFERRED, REFUSED = Classes(_Deferred), Classes(_Refused)
-
-
-def refusals_of(shown: type[nn.Parameter]) -> Classes:
-    """Return classes as `REFUSED`, of ``shown`` where a parameter is torch's own while open.
-
-    Torch calls are the slower on a subclass, and each unit makes many. What only programs between
-    units ask of ``shown`` costs them nothing so.
-    """
-    found = Classes(_Refused)
-    found.made = REFUSED.made
-    made = found[shown]
-    found[nn.Parameter] = found[made] = made
-    found.shown[nn.Parameter] = shown
-    _own_classes[made] = nn.Parameter
-    return found
-
+_DEFERRED, _REFUSED = _Classes(_Deferred), _Classes(_Refused)
 
 _get_data = _PROPERTIES["data"].__get__
 _aliased: set[int] = set()  # ids of watched parameters whose data was read
@@ -262,15 +240,9 @@ def defer(params: Sequence[nn.Parameter]) -> None:
     list(map(_set_class, params, map(_DEFERRED.__getitem__, map(type, params))))
 
 
-def refuse(params: Sequence[nn.Parameter], classes: Classes = REFUSED) -> None:
+def refuse(params: Sequence[nn.Parameter]) -> None:
     """Have reads of parameters raise."""
-    list(map(_set_class, params, map(classes.__getitem__, map(type, params))))
-
-
-def show(params: Iterable[Tensor], classes: Classes) -> None:
-    """Give open parameters the classes that programs see."""
-    for param in params:
-        set_class(param, classes.shown.get(type(param), type(param)))
+    list(map(_set_class, params, map(_REFUSED.__getitem__, map(type, params))))
 
 
 def is_refused(param: Tensor) -> bool:
@@ -280,14 +252,14 @@ def is_refused(param: Tensor) -> bool:
 
 def are_refused(params: Sequence[nn.Parameter]) -> bool:
     """Whether reads of all ``params`` raise."""
-    return all(map(REFUSED.made.__contains__, map(type, params)))
+    return all(map(_REFUSED.made.__contains__, map(type, params)))
 
 
 def use_class(params: Iterable[nn.Parameter], own: type[nn.Parameter]) -> None:
     """Give parameters the class ``own``, for whenever they are open from now on."""
     for param in params:
         if isinstance(param, _Closed):
-            param.__class__ = (REFUSED if is_refused(param) else _DEFERRED)[own]
+            param.__class__ = (_REFUSED if is_refused(param) else _DEFERRED)[own]
         else:
             param.__class__ = own
 

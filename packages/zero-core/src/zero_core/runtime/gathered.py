@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_core.core import access
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import ParamSpec, Slot
 from zero_core.runtime.runtime import Runtime
@@ -136,8 +135,6 @@ class GatheredParams:
         lost = [p for p in full if not (p.flat.is_kept or id(p.param) in self._edited)]
         before = {id(p.param): p.param._version for p in lost}
         self._reading.append(before)
-        for p in full:
-            access.show([p.param], p.flat.refusals)
         try:
             with self._watching(lost):
                 yield

@@ -292,7 +292,6 @@ class FlatParams:
         has_masters_apart: whether it must reach other memory than the values, too.
         publishing: held while values change and their exchange is launched; shared by an engine's.
         cures: what errors name.
-        refusals: classes of parameters without values.
     """
 
     def __init__(
@@ -340,7 +339,6 @@ class FlatParams:
         self._versions = list(map(_get_version, self.params))
         self._written: int | None = None  # position of one that was written while UNSHARDED
         self.cures = access.Cures()
-        self.refusals = access.REFUSED
         self._why_refused = _SHARDED
         self._lock = threading.RLock()  # of waits: any thread may read
         self.publishing = threading.RLock()
@@ -776,9 +774,7 @@ class FlatParams:
             assert copy is not None, "the first holder has the values"
             self._copies[position] = copy
             if not self._are_views_set:
-                held = self._find_held()
-                access.open_all(held)
-                access.show(held, self.refusals)
+                access.open_all(self._find_held())
                 self._set_memory(position, copy)
         return self._copies[position]
 
@@ -812,7 +808,7 @@ class FlatParams:
         if self._copies:
             held = set(map(id, self._find_held()))
             refused = [param for param in refused if id(param) not in held]
-        access.refuse(refused, self.refusals)
+        access.refuse(refused)
 
     def _find_held(self) -> list[nn.Parameter]:
         """Return the parameters whose values are all in copies."""

@@ -84,7 +84,6 @@ class TrainedParameter(EngineParameter):
 
 
 allow_foreach(TrainedParameter)
-_REFUSALS = access.refusals_of(TrainedParameter)
 
 _serving: dict[int, weakref.ref[ParamGrads]] = {}  # by id of the parameter
 
@@ -129,10 +128,6 @@ class ParamGrads:
             if isinstance(param, nn.Parameter) and access.own_class(param) is nn.Parameter
         ]
         self._places = {id(param): place for param, *place in self._params}
-        # While a unit is in use at stage 3 no program asks for its gradients.
-        self._sharded = [f for f in params if f.segment.is_trainable and not f.is_kept]
-        sharded = {id(param) for flat in self._sharded for param in flat.params}
-        self._kept = [param for param, _, _ in self._params if id(param) not in sharded]
         self._complete: dict[int, FlatGrads] = {}  # by segment, while they may be read
         # By segment and position: what reads return, None where there is to be no gradient.
         self._given: dict[int, dict[int, Tensor | None]] = {}
@@ -145,9 +140,7 @@ class ParamGrads:
     def serve(self) -> ParamGrads:
         """Serve reads and changes of ``param.grad`` until `remove`."""
         own = weakref.ref(self, partial(_forget, tuple(self._places)))
-        access.use_class(self._kept, TrainedParameter)
-        for flat in self._sharded:
-            flat.refusals = _REFUSALS
+        access.use_class((param for param, _, _ in self._params), TrainedParameter)
         _serving.update((number, own) for number in self._places)
         return self
 
@@ -155,8 +148,6 @@ class ParamGrads:
         self.clear()
         for number in self._places:
             _serving.pop(number, None)
-        for flat in self._sharded:
-            flat.refusals = access.REFUSED
         access.use_class((param for param, _, _ in self._params), nn.Parameter)
 
     # ------------------------------------------------------------- of scripts
