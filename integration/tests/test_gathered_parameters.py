@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zero_core
+from zero_core.step.param_grads import TrainedParameter
 from zero_core.testing import spawn
 from zero_engine.deepspeed.zero.described import ShardedParameter
 
@@ -278,6 +279,7 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
     assert is_zero_param(weight)
     assert not isinstance(weight, ShardedParameter)
     assert "ds_tensor" not in vars(_Own)
+    assert not hasattr(TrainedParameter, "ds_tensor")
     assert "ds_external_parameters" not in vars(model)
     if world_size == 1:  # otherwise its parameters are still sharded
         assert len(pickle.loads(pickle.dumps(model))) == len(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import nullcontext
 from types import GetSetDescriptorType
 from typing import Any
 
@@ -507,8 +508,10 @@ def _warns(ranks: SimulatedRanks, stage: int) -> None:
         model.zero_grad()
         engine.backward(engine(inputs(step, ranks.rank)))
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with pytest.raises(RuntimeError, match=r"engine\.states"):
-            model.outlet.weight.grad = torch.zeros_like(plain := Watched().outlet.weight)
+        plain, held = Watched().outlet.weight, [model.outlet.weight]
+        for whole in (nullcontext(), engine.gathered(), engine.gathered(params=held)):
+            with whole, pytest.raises(RuntimeError, match=r"engine\.states"):
+                model.outlet.weight.grad = torch.zeros_like(plain)
         assert plain.grad is None
         engine.step()
 
@@ -516,6 +519,6 @@ def _warns(ranks: SimulatedRanks, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_torchs_clipping_which_clips_nothing_is_told_once(stage, caplog):
     with caplog.at_level(logging.WARNING):
-        simulate(_warns, 1, stage)
+        simulate(_warns, 2, stage)
     told = [r for r in caplog.records if "clips nothing" in r.getMessage()]
-    assert len(told) == 1
+    assert len(told) == 2  # once on each rank

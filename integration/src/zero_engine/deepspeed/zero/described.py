@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero_core import ShardedModel, engine_of
 from zero_core.core import access
-from zero_core.step.param_grads import TrainedParameter
+from zero_core.runtime.copies import EngineParameter
 
 SANITY_CHECKS = "ds_enable_sanity_checks"
 """Attribute that has `GatheredParameters` look for edits that would be lost."""
@@ -46,7 +46,7 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-class ShardedParameter(TrainedParameter):
+class ShardedParameter(EngineParameter):
     """Class of a parameter while an engine of stage 3 has it."""
 
     @property
@@ -101,20 +101,26 @@ def describe_engine(engine: ShardedModel) -> None:
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     engine.remove_at_end(
-        _Class(param) if access.own_class(param) is nn.Parameter else _OwnClass(param)
+        _Class(param) if _is_plain(access.own_class(param)) else _OwnClass(param)
         for param in params
     )
 
 
+def _is_plain(own: type[nn.Parameter]) -> bool:
+    """Whether a class is torch's own, or one that an engine has given."""
+    return own is nn.Parameter or issubclass(own, EngineParameter)
+
+
 class _Class:
-    """The class of one parameter, `ShardedParameter` until `remove`."""
+    """The class of one parameter, a `ShardedParameter` until `remove`."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param
-        access.use_class([param], ShardedParameter)
+        self._before = access.own_class(param)
+        access.use_class([param], access.derive(ShardedParameter, self._before))
 
     def remove(self) -> None:
-        access.use_class([self._param], nn.Parameter)
+        access.use_class([self._param], self._before)
 
 
 class _OwnClass:

@@ -147,17 +147,20 @@ class ProcessMessages:
         """
         self._group = group
         self._timeout_s = timeout_s
-        known = self._known_group()
+        self._known = known = self._known_group()
         self._under_way = set[_Message]() if known is None else _under_way.setdefault(known, set())
 
+    # Not by `dist.isend` and `dist.irecv`, whose checks of each call take as long as the message.
+
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        return self._start(dist.isend(tensor, group=self._group, group_dst=target, tag=tag))
+        assert self._known is not None, "a single rank sends nothing"
+        return self._start(self._known.send([_real(tensor)], target, tag))
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        return self._start(dist.irecv(tensor, group=self._group, group_src=source, tag=tag))
+        assert self._known is not None, "a single rank receives nothing"
+        return self._start(self._known.recv([_real(tensor)], source, tag))
 
-    def _start(self, work: dist.Work | None) -> Work:
-        assert work is not None
+    def _start(self, work: dist.Work) -> Work:
         timed = work if self._timeout_s is None else TimedWork(work, self._timeout_s)
         return _Message(cast(Work, timed), self._under_way)
 
@@ -171,6 +174,11 @@ class ProcessMessages:
         name = "" if known is None else known.group_name
         number = next(_numbers.setdefault(name, count()))
         return CONTROL_CHANNEL + 1 + number % (_NUM_CHANNELS - 1)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor in a dtype that gloo sends."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @dataclass(slots=True, eq=False)

@@ -227,7 +227,15 @@ class _Watched:
             self.__class__ = watched
 
 
-_watched_classes: dict[type, type] = {}  # by the class behind
+_derived: dict[tuple[type, type], type] = {}
+
+
+def derive(base: type, own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class with bases ``base`` and ``own``. Torch's optimizers take it as ``own``."""
+    if (base, own) not in _derived:
+        _derived[base, own] = type(own.__name__, (base, own), {"__module__": __name__})
+        allow_foreach(_derived[base, own])
+    return _derived[base, own]
 
 
 def open_all(params: Sequence[nn.Parameter]) -> None:
@@ -290,12 +298,7 @@ def opened(params: Iterable[nn.Parameter | None]) -> Iterator[None]:
 def watch(params: Iterable[nn.Parameter]) -> None:
     """Note reads of ``data`` for `take_aliased`, until `stop_watching`."""
     for param in params:
-        own = own_class(param)
-        if own not in _watched_classes:
-            made = type(own.__name__, (_Watched, own), {"__module__": __name__})
-            allow_foreach(made)
-            _watched_classes[own] = made
-        use_class([param], _watched_classes[own])
+        use_class([param], derive(_Watched, own_class(param)))
 
 
 def stop_watching(params: Iterable[nn.Parameter]) -> None:
