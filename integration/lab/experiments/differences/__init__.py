@@ -1,0 +1,1 @@
+"""Lossless differences of weights: recorded, encoded beside other codecs, and sent in real runs."""

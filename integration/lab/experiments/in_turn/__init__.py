@@ -1,0 +1,1 @@
+"""Costs of a key: engines with and without it train in turn."""

@@ -1,0 +1,337 @@
+"""Predicted time and memory of a step against measured ones, and the choice against a search.
+
+[Note: cases]
+held-out   24 configurations that nothing was fitted to: stage, dtype, offload, ranks, model, link
+tuning     others, by which the prediction may be mended
+search     6 of the held-out ones: every choice of the plan is measured, then the chosen one and the
+           fastest ones again, in turns, and the chosen one is compared with each of these
+
+The rates are those of ``zero-engine doctor --measure``, taken first. Ranks of "2 nodes" are alone
+in network namespaces that a limited veth pair joins (`benchmarks.experiments.comm.link`; root). The
+exchanges over that link are measured by the same program in the same namespaces.
+
+time      median of the steps, all ranks beginning together, over the predicted seconds. Each case
+          and each choice is measured in ``--rounds`` rounds, minutes apart, and the fastest round
+          counts: what else the machine does only adds to it
+memory    peak resident memory of a rank over the planned bytes, in a run of its own with glibc's
+          ``MALLOC_MMAP_THRESHOLD_`` at 64 KiB, as in `benchmarks.experiments.memory`
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import zero_core
+from benchmarks.experiments.comm.link import NODES, Link, missing_for_link
+from benchmarks.experiments.memory import RETURN_FREED
+from benchmarks.harness import options
+from benchmarks.harness.job import Job
+from benchmarks.harness.options import RESULTS, Output, of
+from benchmarks.harness.ranks import HERE, Node, Place, RankError, Row, Runner, run_ranks
+from benchmarks.harness.report import MS, Column, Section, bars, judged, machine, publish
+from benchmarks.harness.rounds import start_ranks
+from lab.experiments.plan.cases import AGAIN, SETS, Case
+from zero_core.plan.rates import Calibration, Rates
+from zero_core.plan.result import Choice
+from zero_engine.calibration.machine import measure_machine, read_calibration
+from zero_engine.calibration.rank import measure as measure_rank
+from zero_engine.calibration.rank import merged
+
+RATE_MBIT = 500
+"""Of the link between the nodes."""
+TIME_BAR, WORST_TIME_BAR, NUM_WITHIN = 0.10, 0.20, 20
+MEMORY_BAR, WORST_MEMORY_BAR = 0.05, 0.08
+CHOICE_BAR, PLAN_BAR_S = 0.05, 30.0
+NUM_FINALISTS, FINAL_ROUNDS, HOPELESS = 3, 9, 1.5
+"""Of a search. See `search`."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Settings of all cases: steps, rates, and the nodes of a link, if there is one."""
+
+    steps: int
+    warmup: int
+    runner: Runner
+    calibration: Calibration
+    linked: Calibration | None
+    nodes: Sequence[Node]
+
+    def nodes_of(self, case: Case) -> Sequence[Node]:
+        return self.nodes if case.has_link else (HERE,)
+
+    def plan(self, case: Case) -> tuple[zero_core.Plan, float]:
+        """Return the plan and the seconds that it took."""
+        started_at = time.perf_counter()
+        found = case.job.plan(
+            has_activations=True,
+            device_type="cpu",
+            ranks_per_node=1 if case.has_link else case.job.ranks,
+            calibration=self.linked if case.has_link else self.calibration,
+        )
+        return found, time.perf_counter() - started_at
+
+    def step_s(self, case: Case) -> float:
+        """Return the median seconds of an optimizer step.
+
+        Raises:
+            RankError: the ranks failed.
+        """
+        micro_steps = int(case.job.top.get("gradient_accumulation_steps", 1))
+        job = replace(case.job, steps=self.steps * micro_steps, warmup=self.warmup * micro_steps)
+        arguments = {"job": job}
+        target = "benchmarks.harness.train:on_cpu"
+        row = start_ranks(target, arguments, job, self.runner, self.nodes_of(case))
+        if "ranks" not in row:
+            raise RankError(str(row.get("failure", row)), str(row.get("log", "")))
+        times: list[float] = row["ranks"][0]["times_s"]
+        groups = zip(*[iter(times)] * micro_steps, strict=True)
+        return float(statistics.median(sum(group) for group in groups))
+
+    def peak_bytes(self, case: Case) -> float:
+        """Return the largest rise of a rank's resident memory."""
+        micro_steps = int(case.job.top.get("gradient_accumulation_steps", 1))
+        job = replace(case.job, steps=2 * micro_steps)
+        rows = run_ranks(
+            "benchmarks.experiments.memory:measure",
+            {"job": job, "marks": []},
+            job.ranks,
+            environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **RETURN_FREED},
+            nodes=self.nodes_of(case),
+        )
+        return max(float(row["peak_bytes"]) for row in rows)
+
+
+def compared(bench: Bench, case: Case, step_s: float) -> Row:
+    """Return a case's predicted and measured time and memory."""
+    planned, plan_s = bench.plan(case)
+    assert planned.step_time is not None, "there are inputs and a calibration"
+    predicted_s = planned.step_time.total_s
+    use = planned.memory
+    planned_bytes = use.device_bytes + use.host_bytes
+    peak = bench.peak_bytes(case)
+    time_ratio, memory_ratio = step_s / predicted_s, peak / planned_bytes
+    return {
+        "predicted_s": predicted_s,
+        "step_s": step_s,
+        "time_ratio": time_ratio,
+        "is_time_met": abs(predicted_s / step_s - 1) <= TIME_BAR,
+        "planned_bytes": planned_bytes,
+        "peak_bytes": peak,
+        "memory_ratio": memory_ratio,
+        "is_memory_met": abs(memory_ratio - 1) <= MEMORY_BAR,
+        "plan_s": plan_s,
+        "bound": planned.step_time.bound,
+        "lanes": dict(planned.step_time.lanes),
+    }
+
+
+def search(bench: Bench, case: Case, rounds: int) -> Row:
+    """Measure every choice of a case's plan, and compare the chosen one with the fastest.
+
+    A choice that took `HOPELESS` times as long as the fastest one so far is not measured in the
+    next round. Of many choices that are equally fast, the one that measures fastest is the
+    luckiest. So the `NUM_FINALISTS` fastest and the chosen one are measured again, in turns,
+    `FINAL_ROUNDS` times, and these times alone are compared: each finalist's with the chosen
+    one's of the same round, because the machine's speed changes over minutes more than choices
+    differ.
+    """
+    planned, plan_s = bench.plan(case)
+    best = planned.best
+    assert best is not None, "no memory was given"
+    choices = {c.whole: c for c in planned.choices if c.is_fitting and not c.is_rounded}
+    rows: dict[str, Row] = {}
+    for number in range(rounds):
+        limit = HOPELESS * min((row["step_s"] for row in rows.values()), default=math.inf)
+        for name, choice in choices.items():
+            assert choice.step_time is not None, "there are inputs and a calibration"
+            predicted_s = choice.step_time.total_s
+            row = rows.setdefault(name, {"predicted_s": predicted_s, "step_s": math.inf})
+            if number and row["step_s"] > limit:
+                continue
+            row["step_s"] = min(row["step_s"], _choice_s(bench, case, choice))
+            found = f"{predicted_s:.4f} s, measured {row['step_s']:.4f} s"
+            print(f"  round {number + 1}: {name}: {found}", flush=True)
+    order = sorted(rows, key=lambda name: float(rows[name]["step_s"]))
+    finalists = list(dict.fromkeys([best.whole, *order[:NUM_FINALISTS]]))
+    times: dict[str, list[float]] = {name: [] for name in finalists}
+    for number in range(FINAL_ROUNDS):
+        # Turned round every other time: none is always measured after the same one.
+        for name in finalists[:: -1 if number % 2 else 1]:
+            times[name].append(_choice_s(bench, case, choices[name]))
+    over = {name: _median_ratio(times[best.whole], times[name]) for name in finalists}
+    for name in finalists:
+        rows[name] |= {"final_s": statistics.median(times[name]), "chosen_over": over[name]}
+        print(f"  final: {name}: {rows[name]['final_s']:.4f} s, {over[name]:.3f}", flush=True)
+    fastest = max(over, key=lambda name: over[name])
+    return {
+        "chosen": best.whole,
+        "fastest": fastest,
+        "over_best": over[fastest],
+        "is_met": over[fastest] <= 1 + CHOICE_BAR,
+        "plan_s": plan_s,
+        "choices": rows,
+    }
+
+
+def _median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median of times that were taken in turns, each over the other of its round."""
+    return statistics.median(mine / other for mine, other in zip(times, others, strict=True))
+
+
+def _choice_s(bench: Bench, case: Case, choice: Choice) -> float:
+    return bench.step_s(replace(case, job=_job_of(case.job, choice)))
+
+
+def _job_of(job: Job, choice: Choice) -> Job:
+    """Return the job with a choice's configuration. Its steps have as many samples."""
+    written = choice.apply(job.config())
+    again = AGAIN if choice.is_recomputed else {}
+    zero = {k: v for k, v in written["zero_optimization"].items() if k != "stage"}
+    top = {**again, "gradient_accumulation_steps": choice.micro_steps}
+    return replace(job, stage=choice.stage, zero=zero, micro_batch=choice.micro_batch, top=top)
+
+
+def measure_link(place: Place) -> Row:
+    """Return the rates of the exchanges between the ranks of a link."""
+    torch.set_num_threads(1)
+    place.join()
+    return measure_rank(torch.device("cpu"), cores=1, disk=None, is_link_alone=True)
+
+
+def _over_link(calibration: Calibration, link: Link) -> Calibration:
+    """Return the rates of two ranks of this machine, each a node of its own behind the link."""
+    rows = run_ranks(f"{__name__}:measure_link", {}, len(NODES), nodes=link.nodes)
+    found = {"format": "zero calibration 1", "device": "", "source": "", "rates": [merged(rows)]}
+    own, of_link = calibration.at(len(NODES)), Calibration.from_json(found, "the link's rates")
+    cores = None if own.cores is None else max(1, own.cores // len(NODES))
+    curves = {**own.curves, **of_link.rates[0].curves}
+    return Calibration(calibration.device, "", (Rates(1, own.threads, cores, curves),))
+
+
+def main(
+    sets: Annotated[list[str] | None, of(SETS, "--set")] = None,
+    steps: options.Steps = 12,
+    warmup: options.Warmup = 3,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Cases whose name has these words. Repeatable.")
+    ] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="Rates measured before. Default: they are measured first.")
+    ] = None,
+    rate: Annotated[int, typer.Option(min=1, help="Mbit/s of the link.")] = RATE_MBIT,
+    rounds: options.Rounds = 2,
+    output: Output = RESULTS,
+) -> None:
+    """Measure, write ``plan.json`` and ``plan.png``, print a table per set."""
+    os.environ.pop("OMP_NUM_THREADS", None)  # ranks share the cores
+    started_at = time.perf_counter()
+    calibration = _rates(rates, output)
+    calibration_s = time.perf_counter() - started_at
+    chosen = {
+        name: [c for c in SETS[name]() if all(word in c.name for word in only or ())]
+        for name in sets or SETS
+    }
+    needs_link = any(case.has_link for cases in chosen.values() for case in cases)
+    reason = missing_for_link() if needs_link else ""
+    if reason:
+        print(f"cases of two nodes are skipped: {reason}")
+    parts: dict[str, dict[str, Row]] = {}
+    with Link.made() if needs_link and not reason else nullcontext() as link:
+        linked = None
+        if link is not None:
+            link.limit(rate)
+            linked = _over_link(calibration, link)
+        nodes = () if link is None else link.nodes
+        bench = Bench(steps, warmup, Runner(), calibration, linked, nodes)
+        for name, cases in chosen.items():
+            parts[name] = {}
+            served = [case for case in cases if link is not None or not case.has_link]
+            for case, row in _rows(bench, name, served, rounds):
+                parts[name][case.name] = row
+                shown = row.get("time_ratio", row.get("over_best"))
+                print(f"{name}: {case.name}: {shown:.3f}", flush=True)
+    report = {
+        "machine": machine(),
+        "rates": {"source": calibration.source, "seconds": calibration_s},
+        "rate_mbit": rate,
+        "parts": parts,
+        "summary": {name: summary(name, rows) for name, rows in parts.items() if rows},
+        "seconds": time.perf_counter() - started_at,
+    }
+    publish(output, "plan", report, [section(n, rows) for n, rows in parts.items() if rows])
+
+
+def _rows(
+    bench: Bench, name: str, cases: Sequence[Case], rounds: int
+) -> Iterator[tuple[Case, Row]]:
+    if name == "search":
+        yield from ((case, search(bench, case, rounds)) for case in cases)
+        return
+    fastest = dict.fromkeys((case.name for case in cases), math.inf)
+    for number, case in itertools.product(range(rounds), cases):
+        fastest[case.name] = min(fastest[case.name], bench.step_s(case))
+        print(f"round {number + 1}: {case.name}: {fastest[case.name]:.4f} s", flush=True)
+    yield from ((case, compared(bench, case, fastest[case.name])) for case in cases)
+
+
+def _rates(path: Path | None, output: Path) -> Calibration:
+    if path is not None:
+        return read_calibration(str(path))
+    found = measure_machine([1, 2], None)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "rates.json").write_text(found.to_json() + "\n", encoding="utf-8")
+    return found
+
+
+def summary(name: str, rows: Mapping[str, Row]) -> Row:
+    """Return the figures that the bars are about."""
+    longest = max(row["plan_s"] for row in rows.values())
+    if name == "search":
+        worst = max(row["over_best"] for row in rows.values())
+        return {"worst_over_best": worst, "longest_plan_s": longest}
+    errors = [abs(row["predicted_s"] / row["step_s"] - 1) for row in rows.values()]
+    memory = [abs(row["memory_ratio"] - 1) for row in rows.values()]
+    return {
+        "num_within_10_percent": sum(error <= TIME_BAR for error in errors),
+        "num_cases": len(errors),
+        "worst_time": max(errors),
+        "worst_memory": max(memory),
+        "longest_plan_s": longest,
+    }
+
+
+def section(name: str, rows: Mapping[str, Row]) -> Section:
+    if name == "search":
+        over = Column("of fastest", lambda r: judged(r["over_best"], ".3f", r["is_met"]))
+        columns = [over, Column("chosen", "chosen"), Column("fastest", "fastest")]
+        return Section("the choice and every other", rows, columns, heading="case")
+    columns = [
+        Column("predicted ms", "predicted_s", ".1f", MS),
+        Column("measured ms", "step_s", ".1f", MS),
+        Column("ratio", lambda r: judged(r["time_ratio"], ".3f", r["is_time_met"])),
+        Column("memory", lambda r: judged(r["memory_ratio"], ".3f", r["is_memory_met"])),
+        Column("plan s", "plan_s", ".1f"),
+        Column("bound", "bound"),
+    ]
+    found = summary(name, rows)
+    caption = (
+        f"time within {TIME_BAR:.0%} in {found['num_within_10_percent']} of {found['num_cases']} "
+        f"(bar {NUM_WITHIN} of 24), worst {found['worst_time']:.0%} (bar {WORST_TIME_BAR:.0%}); "
+        f"memory worst {found['worst_memory']:.1%} (bars {MEMORY_BAR:.0%}, {WORST_MEMORY_BAR:.0%})"
+    )
+    title = "measured over predicted time"
+    panels = bars(title, rows, {"": "time_ratio"}, "")
+    return Section(f"plans: {name}", rows, columns, caption, "case", panels)

@@ -1,0 +1,154 @@
+"""Seconds of a transformer's step on machines that are not here, from published figures.
+
+[Note: seconds]
+passes  the operators of one micro-batch on the meta device (`zero_core.plan.activations`), each by
+        the device's published peaks and the shares of them that are assumed to be reached
+        (`zero_engine.calibration.machine.EFFICIENCY`). Nothing is recomputed
+link    2 bytes per parameter and way over the device's bus
+device  28 bytes per parameter over the device's memory
+host    the bytes of `States` per parameter over the host's memory, of which 0.6 is assumed to be
+        reached. That the kernel takes no longer than its bytes is measured (experiment
+        ``cpu_adam``, "offload path"); with 8-bit states it is so where there are enough cores
+
+A rank of a node with several has its share of the parameters, of the bus and of the host's memory.
+Exchanges between ranks are left out of all steps. So is what copies over the bus take of the host's
+memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from benchmarks.harness.models import Gpt, GptShape
+from lab.experiments.schedule.job import Times
+from zero_core.blueprint import Blueprint
+from zero_core.config import load_config
+from zero_core.plan.activations import Trace, trace_step
+from zero_core.plan.rates import Rates
+from zero_engine.calibration.machine import BYTES_PER_UPDATE, device_calibration
+
+CHUNK_NUMEL = 1 << 24
+"""Elements of an update that are published at once, at most."""
+_GRAD_BYTES = 2
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of host memory that are read and written per parameter, with bf16 parameters.
+
+    A line that is written is read before.
+
+    Attributes:
+        update: by an update, with the gradient and the new parameter.
+        log: by the copies to an undo log beside it.
+        keep: to publish what was updated with a log.
+        undo: by the copies back.
+    """
+
+    name: str
+    update: int
+    log: int
+    keep: int
+    undo: int
+    is_eight_bit: bool = False
+
+
+FP32 = States("fp32", BYTES_PER_UPDATE, log=24, keep=8, undo=36)
+"""Master weight and moments of 4 bytes each. A kept one is rounded from the master weight."""
+INT8 = States("8 bit", 14, log=12, keep=6, undo=12, is_eight_bit=True)
+"""Moments of a byte each, and a master weight whose upper half is the parameter."""
+FUSED = States("fp32, log in the kernel's pass", BYTES_PER_UPDATE, log=12, keep=8, undo=36)
+"""Modelled: a kernel that writes the log itself, past the caches, as cpu-adam's do."""
+BESIDE = States("fp32, new states beside the old", BYTES_PER_UPDATE, log=0, keep=8, undo=0)
+"""Modelled: a kernel that writes new states to other memory, past the caches. There is none."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node whose devices each train on their share of the parameters.
+
+    Attributes:
+        device: of the table of devices.
+        host_bytes_per_s: published peak of the node's memory; None for the table's.
+        source: of that peak.
+    """
+
+    name: str
+    device: str
+    ranks: int
+    host_bytes_per_s: float | None
+    source: str
+
+
+EPYC = Machine(
+    "8 H100, two EPYC 9004",
+    "H100",
+    8,
+    921.6e9,
+    "two sockets of 12 channels of DDR5-4800, 460.8 GB/s each (AMD)",
+)
+GH200 = Machine(
+    "GH200",
+    "GH200",
+    1,
+    500e9,
+    "LPDDR5X of Grace, as in SuperOffload's paper (arXiv 2509.21271)",
+)
+NARROW = Machine("8 H100, 200 GB/s", "H100", 8, None, "the table of devices")
+MACHINES = (EPYC, GH200, NARROW)
+
+
+@cache
+def _trace(shape: GptShape, tokens: int) -> Trace:
+    """Return the operators of ``tokens`` in samples of the model's context."""
+    samples = tokens // shape.context
+    found = {
+        "train_micro_batch_size_per_gpu": samples,
+        "optimizer": {"type": "AdamW"},
+        "bf16": {"enabled": True},
+    }
+    config = load_config(found, world_size=1)
+    with torch.device("meta"):
+        model, ids = Gpt(shape), torch.zeros(samples, shape.context, dtype=torch.int64)
+    units = [(name, unit) for name, unit, _ in Blueprint.draw(model, config, 1).found.units]
+    return trace_step(model, config, [ids], units)
+
+
+def rates_of(machine: Machine) -> tuple[Rates, str]:
+    """Return the rates of a machine, and where they are from."""
+    found = device_calibration(
+        machine.device, machine.ranks, host_bytes_per_s=machine.host_bytes_per_s
+    )
+    return found.at(machine.ranks), found.source
+
+
+def times_of(machine: Machine, shape: GptShape, tokens: int, states: States) -> Times:
+    """Return the seconds of a rank's step of ``tokens``. See [Note: seconds]."""
+    rates, _ = rates_of(machine)
+    trace = _trace(shape, tokens)
+    assert trace.backward is not None, "the model returns its loss"
+    numel = shape.numel / machine.ranks
+    byte_s = rates.seconds(["update.host.float32"], numel) / BYTES_PER_UPDATE
+    block_bytes = _GRAD_BYTES * numel / shape.layers
+    blocks = 12 * shape.width**2 * shape.layers
+    return Times(
+        forward_s=sum(part.seconds(rates) for part in trace.forward.values()),
+        backward_s=trace.backward.seconds(rates),
+        link_s=shape.layers * rates.seconds(["copy.to_host"], block_bytes),
+        host_s=states.update * byte_s,
+        device_s=rates.seconds(["update.device.float32"], numel),
+        blocks=shape.layers,
+        log_s=states.log * byte_s,
+        keep_s=states.keep * byte_s,
+        undo_s=states.undo * byte_s,
+        term_s=_GRAD_BYTES * byte_s,
+        root=(1 - blocks / shape.numel) / 2,
+    )
+
+
+def chunks_per_block(machine: Machine, shape: GptShape) -> float:
+    """Return the chunks of a block's update on one rank."""
+    return shape.numel / machine.ranks / shape.layers / CHUNK_NUMEL
