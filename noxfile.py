@@ -7,13 +7,13 @@
     examples   the programs in integration/examples, as they say; arguments name some of them
     docs       the documentation site, into site/; any warning fails
     bench      benchmarks: arguments go to ``python integration/benchmarks/run.py``
-    compat     public scripts with DeepSpeed itself and with ``zero-engine run``: the table in
-               docs/compat.md; arguments go to ``integration/compat/compare.py``. Without any, TRL's
-               trainers too: docs/trl.md. ``scars``: releases of DeepSpeed in which docs/scars.md
-               saw bugs
+    lab        experiments: arguments go to ``python integration/lab/run.py``; ``-- --dry-run``
+               imports all of them
+    compat     public scripts with DeepSpeed itself and with ``zero-engine run``; arguments go to
+               ``integration/compat/compare.py``. Without any, TRL's trainers too. ``scars``:
+               releases of DeepSpeed that had silent bugs
     clusters   the files for clusters by the schemas of those that read them
-    faults     tests that break checkpoints, processes and configurations: the counts in
-               docs/faults.md; arguments go to pytest
+    faults     tests that break checkpoints, processes and configurations; arguments go to pytest
     soak       runs that are killed at random moments, ``-- --minutes 20 --seed 1``
     report     a new user's path by the README's commands, and the page of ``zero-engine report`` in
                a browser (Debian's chromium, or CHROMIUM); arguments go to pytest
@@ -21,8 +21,8 @@
                no compiler; trains there
     kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
     sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
-    matrix     the tests of everything, for a torch release and a Python version: docs/matrix.md;
-               arguments go to pytest
+    matrix     the tests of everything, for a torch release and a Python version; arguments go to
+               pytest
     minimum    each package's tests with the lowest releases that it declares; arguments as above
     hugging_face  the tests and scripts that take transformers, accelerate, TRL, PEFT and Lightning,
                with the newest releases of all and with those before
@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import os
 import re
 import shlex
@@ -76,7 +75,7 @@ CHECKED = ("noxfile.py", ".ci", "packages", "integration")
 CONSTRAINTS = ("--constraint", "constraints.txt")
 PIP_FLAGS = ("--quiet", "--progress-bar=off")
 RUNNERS = ("pytest-xdist>=3.7", "pytest-rerunfailures>=16.3")
-PYTEST_FAULTS = ("python", "-m", "pytest", "-q", "faults", "--write")
+PYTEST_FAULTS = ("python", "-m", "pytest", "-q", "faults")
 TEST_TOOLS = ("pytest>=8.3", "hypothesis>=6.100", *RUNNERS)
 # Files of tests go to several processes: most tests start ranks, which wait for each other more
 # than they compute. A file stays together, for what its tests share.
@@ -244,6 +243,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def lab(session: nox.Session) -> None:
+    """Run an experiment of the lab."""
+    install_everything(session, extras="[bench]")
+    session.run("python", "integration/lab/run.py", *session.posargs)
+
+
+@nox.session
 def report(session: nox.Session) -> None:
     """Go a new user's path, and look at a report's page in headless Chromium."""
     if not (
@@ -312,12 +318,9 @@ def wheels(session: nox.Session) -> None:
     session.install(*PIP_FLAGS, "build>=1.2")
     wheelhouse = Path("wheelhouse").resolve()
     shutil.rmtree(wheelhouse, ignore_errors=True)
-    start = time.monotonic()
     for folder in (*(f"packages/{name}" for name in PACKAGES), "integration"):
         # The wheel is built from the unpacked sdist, in an environment with what it requires alone.
         session.run("python", "-m", "build", "--outdir", str(wheelhouse), folder)
-    build_s = time.monotonic() - start
-    built = {path.name: path.stat().st_size for path in sorted(wheelhouse.iterdir())}
     # By file: an index may have packages of these names that are not these.
     own = [
         f"{path}[all]" if path.name.startswith("zero_engine") else str(path)
@@ -335,24 +338,13 @@ def wheels(session: nox.Session) -> None:
     bare = {"PATH": str(programs), "CC": None, "CXX": None, "PIP_FIND_LINKS": None}
     bare["PIP_CONFIG_FILE"] = os.devnull
     session.run(python, "-c", NO_COMPILER, env=bare, external=True, silent=True, log=False)
-    start = time.monotonic()
     pip_install = (python, "-m", "pip", "install", *PIP_FLAGS, "--no-index")
     links = f"--find-links={wheelhouse}"
     session.run(*pip_install, links, *own, env=bare, external=True)
-    install_s = time.monotonic() - start
-    start = time.monotonic()
-    steps = 20
-    run = (f"--steps={steps}", "--layers=2", "--width=64", "--ranks=2", "--overwrite")
+    run = ("--steps=20", "--layers=2", "--width=64", "--ranks=2", "--overwrite")
     with session.chdir(temporary):  # away from the sources
         zero_engine = str(programs / "zero-engine")
         session.run(zero_engine, "train", *run, "--output=run", env=bare, external=True)
-    train_s = time.monotonic() - start
-    files = [path.stat().st_size for path in wheelhouse.iterdir()]
-    found = {"build_s": build_s, "install_s": install_s, "train_s": train_s, "steps": steps}
-    found |= {"files": built, "wheelhouse_files": len(files), "wheelhouse_bytes": sum(files)}
-    (temporary / "run" / "wheels.json").write_text(json.dumps(found), encoding="utf-8")
-    record = (".ci/matrix.py", "wheels", "all", str(temporary / "run"))
-    session.run(python, *record, external=True)
 
 
 @nox.session
@@ -399,8 +391,7 @@ def matrix(session: nox.Session, torch: str) -> None:
     tested = ("cpu-adam[test,torch]", *(f"{package}[test]" for package in PACKAGES[1:]))
     pinned = (f"torch=={torch}", *OLD_NUMPY.get(torch, ()))
     session.install(*PIP_FLAGS, *pinned, *tested, "./integration[test]", *RUNNERS)
-    name = f"torch {torch}, Python {session.python}"
-    record_tests(session, "matrix", name, (*PACKAGES, "integration"))
+    run_parts(session, *PACKAGES, "integration")
 
 
 @nox.session(python=PYTHONS[0])
@@ -420,7 +411,7 @@ def minimum(session: nox.Session, part: str) -> None:
     session.run(*uv_install, *RUNNERS)
     if part == "integration":
         session.run(*uv_install, "--no-deps", "./integration")
-    record_tests(session, "minimum", part, (part,))
+    run_parts(session, part)
 
 
 @nox.session
@@ -618,21 +609,13 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *arguments, env=NO_SPINNING)
 
 
-def record_tests(session: nox.Session, kind: str, name: str, parts: tuple[str, ...]) -> None:
-    """Run all tests of ``parts`` to the end, write their counts to docs/matrix.md, fail if one did.
-
-    The session's arguments go to pytest.
-    """
-    counts = Path(session.create_tmp()).resolve() / "junit"
-    shutil.rmtree(counts, ignore_errors=True)
+def run_parts(session: nox.Session, *parts: str) -> None:
+    """Run all tests of ``parts``, slow ones too. The session's arguments go to pytest."""
     for part in parts:
         is_package = part != "integration"
         with session.chdir(f"packages/{part}" if is_package else part):
-            files = longest_first(part, *(("tests",) if is_package else ("tests", "conformance")))
-            to_the_end = ("--continue-on-collection-errors", f"--junitxml={counts / part}.xml")
-            pytest = ("python", "-m", "pytest", "-q", *IN_PARALLEL, *to_the_end, *session.posargs)
-            session.run(*pytest, *files, env=NO_SPINNING, success_codes=[0, 1])
-    session.run("python", ".ci/matrix.py", kind, name, str(counts))
+            folders = ("tests",) if is_package else ("tests", "conformance")
+            run_tests(session, *session.posargs, *longest_first(part, *folders))
 
 
 def longest_first(package: str, *folders: str) -> list[str]:

@@ -34,9 +34,9 @@ from rows import Rows
 from benchmarks.harness.ranks import LOG_LENGTH, RankError, run_together
 
 HERE = Path(__file__).parent
-DOCS = HERE.parents[1] / "docs"
-RESULTS = DOCS / "benchmarks" / "compat.json"
-PAGE = DOCS / "compat.md"
+EVIDENCE = HERE.parent / "lab" / "evidence"
+RESULTS = EVIDENCE / "benchmarks" / "compat.json"
+PAGE = EVIDENCE / "compat.md"
 RANKS = 2
 WARMUP_STEPS = 2
 LIMIT_S = 600.0

@@ -6,7 +6,7 @@
 Each release is installed without its dependencies into a folder of its own, and each scar has
 processes of its own. What a release looks for in vain on a CPU beside today's torch and NumPy has
 a stand-in here: see `stand_in`. No code of a release is changed. Ends with code 1 if a scar does
-not end as `scars.SEEN` says, which ``docs/scars.md`` repeats.
+not end as `scars.SEEN` says, which ``integration/lab/evidence/scars.md`` repeats.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ import tempfile
 from pathlib import Path
 
 from cases import Case, Config, Planned
-from compare import DOCS, Sides, parser_of_tables, run_table
+from compare import EVIDENCE, Sides, parser_of_tables, run_table
 from families.trl_scripts import ZERO_2, ZERO_3, ZERO_3_OFFLOAD
 from scripts import generate, trl_trainer
 
-RESULTS = DOCS / "benchmarks" / "trl.json"
-PAGE = DOCS / "trl.md"
+RESULTS = EVIDENCE / "benchmarks" / "trl.json"
+PAGE = EVIDENCE / "trl.md"
 HEAD = """# TRL's trainers, and generation
 
     nox -s compat

@@ -1,22 +1,16 @@
-"""Counts the faults that tests try and that held, and writes docs/faults.md from the counts.
+"""Counts the faults that tests try and those that hold, and prints both at the end.
 
-A test is one fault, unless it says by `count_faults` how many it tried. ``--write`` keeps the
-counts of earlier runs for the tests that this one leaves out.
+A test is one fault, unless it says by `count_faults` how many it tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
-import faults_page
 import pytest
 
 Report = pytest.TestReport
 _TRIED, _WHAT = "faults", "what"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write", action="store_true", help="write docs/faults.md")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k takes some away
@@ -24,10 +18,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         lines = (item.getparent(pytest.Module).obj.__doc__ or item.path.name).splitlines()  # type: ignore[union-attr]
         item.user_properties.append((_WHAT, lines[0].removesuffix(".")))
-    config.stash[_COLLECTED] = {_key(item.nodeid) for item in items}
-
-
-_COLLECTED = pytest.StashKey[set[str]]()
 
 
 @pytest.fixture
@@ -40,29 +30,25 @@ def count_faults(request: pytest.FixtureRequest) -> Callable[[int, int], None]:
     return count
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    found: faults_page.Counts = {}
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    found: dict[str, list[list[int]]] = {}
     kinds = ("passed", "failed", "error")
     for report in [r for kind in kinds for r in terminalreporter.stats.get(kind, [])]:
         if report.when == "call" or report.failed:
-            said = dict(report.user_properties)
-            found.setdefault(said[_WHAT], {})[_key(report.nodeid)] = _counts(report)
-    for what, tests in found.items():
-        tried, held = faults_page.total(tests.values())
+            found.setdefault(dict(report.user_properties)[_WHAT], []).append(_counts(report))
+    for what, pairs in found.items():
+        tried, held = _total(pairs)
         terminalreporter.write_line(f"{held} of {tried} held: {what}")
-    tried, held = faults_page.total(map(faults_page.total, map(dict.values, found.values())))
+    tried, held = _total(map(_total, found.values()))
     terminalreporter.write_line(f"{held} of {tried} faults held")
-    if config.getoption("--write"):
-        faults_page.update(found, config.stash[_COLLECTED])
 
 
 def _counts(report: Report) -> list[int]:
     pairs = [pair for name, pair in report.user_properties if name == _TRIED] or [(1, 1)]
-    tried, held = faults_page.total(pairs)
+    tried, held = _total(pairs)
     return [tried, min(held, tried - 1) if report.failed else held]
 
 
-def _key(nodeid: str) -> str:
-    return nodeid.removeprefix("faults/")
+def _total(pairs: Iterable[Sequence[int]]) -> list[int]:
+    """Return how many faults were tried and how many held, over ``pairs`` of both."""
+    return [sum(column) for column in zip((0, 0), *pairs, strict=True)]

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults import faults_page
 from faults.harness import END_S, Program, is_running, last_step, weights
 from zero_engine.train.settings import RunFolder
 
@@ -249,8 +248,6 @@ def main(arguments: Mapping[str, Any]) -> int:
     took = (time.monotonic() - began) / 60
     found = {"seed": seed, "minutes": round(took, 1), **soak.counts, "faults": dict(soak.faults)}
     print(json.dumps(found, indent=1))
-    if arguments["write"]:
-        faults_page.write("soak", found)
     wrong = ("differing bits", "hangs", "processes left", "failed launches")
     return int(any(soak.counts[name] for name in wrong))
 
@@ -259,5 +256,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--write", action="store_true", help="write the counts to docs/faults.md")
     sys.exit(main(vars(parser.parse_args())))

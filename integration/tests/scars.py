@@ -2,7 +2,8 @@
 
 Each is a program for two ranks over ``import deepspeed`` as DeepSpeed has it, and compares with
 plain torch in one process, which takes all ranks' samples. ``test_scars.py`` runs them with this
-engine, ``integration/compat/releases.py`` with releases of DeepSpeed; see ``docs/scars.md``.
+engine, ``integration/compat/releases.py`` with releases of DeepSpeed. ``integration/lab/evidence/
+scars.md`` says what was seen.
 """
 
 from __future__ import annotations

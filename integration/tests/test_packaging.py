@@ -1,8 +1,9 @@
-"""Workflows, release tags and the page of tested releases agree with what they are about."""
+"""Workflows and release tags agree with the packages that they are about."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
-from test_structure import load_script
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
 FOLDERS = (*sorted((ROOT / "packages").iterdir()), ROOT / "integration")
-matrix_page = load_script("matrix")
-release = load_script("release")
+_spec = importlib.util.spec_from_file_location("ci_release", ROOT / ".ci" / "release.py")
+assert _spec is not None
+assert _spec.loader is not None
+release = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(release)
 
 
 def _workflow(name: str) -> dict[str, Any]:
@@ -111,24 +114,3 @@ def test_the_extra_all_has_every_extra_of_users() -> None:
     assert {*re.findall(r"\w+", everything.partition("[")[2])} == extras.keys() - {
         *("all", "test", "bench")
     }
-
-
-def test_page_of_tested_releases_is_made_from_the_runs() -> None:
-    assert matrix_page.PAGE.read_text(encoding="utf-8") == matrix_page.page(matrix_page.read())
-
-
-def test_outcomes_are_counted(tmp_path: Path) -> None:
-    cases = "".join(
-        f'<testcase classname="a" name="{name}">{inner}</testcase>'
-        for name, inner in (
-            ("one", ""),
-            ("two", '<failure message="no"/>'),
-            ("three", '<skipped message="no GPU"/>'),
-        )
-    )
-    text = f'<testsuites><testsuite time="2.5">{cases}</testsuite></testsuites>'
-    (tmp_path / "part.xml").write_text(text, encoding="utf-8")
-    found = matrix_page.count_tests(tmp_path)
-    assert [found[key] for key in ("passed", "skipped", "failed", "seconds")] == [1, 1, 1, 2]
-    assert found["failures"] == ["part: a::two"]
-    assert found["reasons"] == {"no GPU": 1}

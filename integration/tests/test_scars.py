@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
-from scars import NUMBERS, SEEN, SOMETIMES, run_all
+from scars import NUMBERS, run_all
 
 from zero_core.testing import spawn
 from zero_engine import deepspeed
@@ -31,22 +30,3 @@ def test_engine_does_right_what_deepspeed_did_wrong(
     found: list[dict[str, str]], number: int
 ) -> None:
     assert [rank[str(number)] for rank in found] == ["", ""]
-
-
-def test_page_says_what_was_seen() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "scars.md").read_text(encoding="utf-8")
-    programs, cited = page.split("These rows are covered")
-    rows = re.findall(r"^\| #(\d+)(?: \*)? \|[^|]*\| (\S+)", programs, re.MULTILINE)
-    always = {number: release for number, (release, _) in SEEN.items()}
-    seen = {number: f"{release}:" for number, release in {**always, **SOMETIMES}.items()}
-    assert {int(number): where for number, where in rows} == {
-        number: seen.get(number, "—") for number in NUMBERS
-    }
-    numbers = [row.split("|")[1] for row in cited.splitlines() if row.startswith("| #")]
-    others = sum(text.count("#") for text in numbers)
-    found = re.search(
-        r"Of (\d+) numbers (\d+) were seen.* (\d+) in some.* (\d+) \(these.* (\d+) are cited", page
-    )
-    assert found
-    counts = [len(NUMBERS) + others, len(SEEN), len(SOMETIMES), len(NUMBERS), others]
-    assert [int(number) for number in found.groups()] == counts

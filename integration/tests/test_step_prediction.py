@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import zero_core
-from benchmarks.experiments.schedule.job import MODES, Job, Mode, Times
-from benchmarks.experiments.schedule.program import random_times
+from lab.experiments.schedule.job import MODES, Job, Mode, Times
+from lab.experiments.schedule.program import random_times
 from zero_core.plan.prediction import StepShape, Transfer, UnitTime, run_steps
 from zero_core.plan.rates import Calibration, Curve, Rates
 

@@ -9,7 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import faults_page
 import pytest
 from checkpoint_faults import (
     FULL_OVER,
@@ -117,15 +116,11 @@ def outcome(answers: list[Answer | None], wanted: list[list[str]], names: tuple[
 KINDS = {"files": _changed, "saves": _unfinished}
 
 
-def measured(name: str, faults_of: str, folder: Path, config: pytest.Config) -> Rows:
-    """Return what came of each fault on a side, written to the page if that was asked for."""
+def measured(name: str, faults_of: str, folder: Path) -> Rows:
+    """Return what came of each fault on a side."""
     # Each side's libraries are imported by a process that runs nothing else.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        rows = pool.submit(attempt, name, faults_of, folder).result()
-    if config.getoption("--write"):
-        before = faults_page.read().get("beside", {})
-        faults_page.write("beside", {**before, name: {**before.get(name, {}), **rows}})
-    return rows
+        return pool.submit(attempt, name, faults_of, folder).result()
 
 
 @pytest.mark.parametrize("faults_of", KINDS)
@@ -133,9 +128,8 @@ def test_damaged_checkpoint_is_refused_or_loads_what_was_saved(
     faults_of: str,
     tmp_path: Path,
     count_faults: Callable[[int, int], None],
-    pytestconfig: pytest.Config,
 ) -> None:
-    rows = measured(OURS, faults_of, tmp_path, pytestconfig)
+    rows = measured(OURS, faults_of, tmp_path)
     ours = sum((Counter(counts) for counts in rows.values()), Counter[str]())
     count_faults(sum(ours.values()) - ours["written"], ours["refused"] + ours["harmless"])
     assert set(ours) <= {"refused", "harmless"}, rows
@@ -148,7 +142,6 @@ def test_peers_are_given_the_same_checkpoints(
     faults_of: str,
     tmp_path: Path,
     count_faults: Callable[[int, int], None],
-    pytestconfig: pytest.Config,
 ) -> None:
-    assert measured(name, faults_of, tmp_path, pytestconfig)
+    assert measured(name, faults_of, tmp_path)
     count_faults(0, 0)  # what others do is measured, not held to anything

@@ -18,7 +18,9 @@ import pytest
 import torch
 
 import zero_core
-from benchmarks.experiments.comm_convergence import (
+from benchmarks.harness.models import Gpt
+from benchmarks.harness.text import training_config
+from lab.experiments.comm_convergence import (
     CONTENDERS,
     MICRO_BATCH,
     NUM_RANKS,
@@ -26,8 +28,6 @@ from benchmarks.experiments.comm_convergence import (
     RANKS_PER_NODE,
     SHAPE,
 )
-from benchmarks.harness.models import Gpt
-from benchmarks.harness.text import training_config
 from zero_core.testing import SimulatedRanks, simulate
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 

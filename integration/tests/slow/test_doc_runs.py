@@ -1,22 +1,24 @@
 """Every command of the documentation is run, page by page, in a folder with what a reader has.
 
-doc_runs.py has the exceptions. Interpreters are forked ones; everything else is the shell's.
+`SMALLER` and `NOT_RUN` are the exceptions. Interpreters are forked ones; everything else is the
+shell's.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from conftest import TIME_LIMIT_S, environment
-from doc_blocks import MODULES, PAGES, ROOT, find_blocks
-from doc_runs import as_run, commands, is_run
+from doc_blocks import MODULES, PAGES, ROOT, Block, find_blocks
 from lm_models import save_models
 from test_import_deepspeed import deepspeed_classes, write_stage_2
 from transformers import GPT2Config
@@ -39,6 +41,49 @@ CONFIG = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 CONFIGS = ("ds_config.json", "ds_zero_offload.config")
+SMALLER = {
+    "zero-engine --install-completion": "bash",  # a test need not have been started by a shell
+    "zero-engine train": "--layers=2 --width=32 --heads=2 --context=32 --vocab=300 --ranks=2"
+    " --steps=30",
+    "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": (
+        "--layers=2 --width=32 --heads=2 --context=32 --vocab=300 --ranks=2 --steps=30"
+    ),
+    "zero-engine train --size 2.2b --steps 3 --ranks 1 --output runs/large": (
+        "--size=1m --context=32 --vocab=300"
+    ),
+    "zero-engine run --num_gpus 1 pretrain_gpt2.py --num-layers 50 --hidden-size 4096"
+    " --deepspeed_config ds_zero_offload.config": "--num-attention-heads 32 --batch-size 4",
+    "zero-engine run --nproc-per-node 2 finetune_trainer.py --fp16 --deepspeed zero.json": (
+        "--model_name_or_path t5 --output_dir tuned --max_steps 2 --n_train 8 --n_val 2 --use_cpu"
+    ),
+    "python packages/zero-comm/benchmarks/quantizer_speed.py --repetitions 3": "--numel 65536",
+}
+"""What follows a command whose run as printed would take minutes."""
+NOT_RUN = re.compile(
+    r"(python -m )?(pip|nox|pytest)\b"  # installations, sessions and suites
+    r"|python integration/benchmarks/"  # hours; `nox -s lab -- --dry-run` starts each
+    r"|torchrun \S+ \d integration/examples/tutorials/"  # test_tutorials.py
+    r"|(torchrun|zero-engine run) --nnodes|zero-engine run accelerate launch .*--num_machines"
+    r"|torchrun --nproc-per-node gpu"
+    r"|zero-engine plan .* --fit fit.json$"  # by rates that tests hide
+)
+"""Commands that need other machines or a device, or that another test has."""
+
+
+def commands(block: Block) -> Iterator[str]:
+    """Yield a block's commands as one line each, without comments."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        command = " ".join(re.sub(r"(^|\s)# .*$", "", line).split())
+        if command:
+            yield command
+
+
+def as_run(command: str) -> str:
+    """Return what a shell gets: the command, perhaps smaller."""
+    what, mark, target = command.partition(" > ")
+    return f"{what} {SMALLER.get(command, '')}{mark}{target}"
+
+
 TO_RUN = {
     page: found
     for page in PAGES
@@ -48,7 +93,7 @@ TO_RUN = {
             for block in find_blocks("bash")
             if block.page == page and not block.text.startswith("#!")
             for command in commands(block)
-            if is_run(command)
+            if not NOT_RUN.match(command.removeprefix("OMP_NUM_THREADS=1 "))
         ]
     )
 }

@@ -1,1 +1,0 @@
-"""Costs of a key: engines with and without it train in turn."""

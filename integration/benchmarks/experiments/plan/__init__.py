@@ -1,1 +1,0 @@
-"""Predicted time and memory against measured ones."""

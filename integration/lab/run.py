@@ -1,0 +1,9 @@
+"""The experiments by name, from a checkout: ``python integration/lab/run.py NAME --help``."""
+
+import runpy
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # where the packages lie
+    runpy.run_module("lab", run_name="__main__", alter_sys=True)
