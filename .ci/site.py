@@ -1,7 +1,7 @@
 """Hook of mkdocs: pages from files outside of docs/, and links between them and docs/.
 
 READMEs of the packages become pages. A source that a page links to becomes a page that shows it.
-The index of the decisions gets a list of all of them. So no link leaves the site.
+So no link leaves the site.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         target = posixpath.relpath(_uri_of(path), posixpath.dirname(here) or ".")
         return target + (found[2] or "")
 
-    text = LINK.sub(redirected, markdown)
-    return text + _list_of_decisions(files) if here == "decisions/README.md" else text
+    return LINK.sub(redirected, markdown)
 
 
 def _path_of(link: str, uri: str) -> str | None:
@@ -87,13 +86,3 @@ def _shown(path: str) -> str:
         return text
     language = LANGUAGES.get(os.path.splitext(path)[1], "text")
     return f"# {posixpath.basename(path)}\n\n`{path}`\n\n````{language}\n{text}````\n"
-
-
-def _list_of_decisions(files: Files) -> str:
-    rows = []
-    for file in files.documentation_pages():
-        name = posixpath.basename(file.src_uri)
-        if file.src_uri.startswith("decisions/") and name != "README.md":
-            title = file.content_string.splitlines()[0].lstrip("# ")
-            rows.append((int(name.split("-")[0]), f"- [{title}]({name})"))
-    return "\n## All decisions\n\n" + "\n".join(row for _, row in sorted(rows)) + "\n"
