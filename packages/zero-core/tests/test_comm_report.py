@@ -70,22 +70,22 @@ class _Postman:
 
     def __init__(self, rank: int, per_node: int) -> None:
         self.bytes: Counter[str] = Counter()
-        send, receive = dist.isend, dist.irecv
+        group = dist.ProcessGroup
+        send, receive = group.send, group.recv
 
-        def count(kind: str, tensor: Tensor, peer: int | None) -> None:
-            assert peer is not None
+        def count(kind: str, tensor: Tensor, peer: int) -> None:
             link = "within" if peer // per_node == rank // per_node else "between"
             self.bytes[f"{kind} {link}"] += tensor.nbytes
 
-        def isend(tensor: Tensor, *args: Any, group_dst: int, **further: Any) -> Any:
-            count("sent", tensor, group_dst)
-            return send(tensor, *args, group_dst=group_dst, **further)
+        def counted_send(own: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+            count("sent", tensors[0], peer)
+            return send(own, tensors, peer, tag)
 
-        def irecv(tensor: Tensor, *args: Any, group_src: int, **further: Any) -> Any:
-            count("received", tensor, group_src)
-            return receive(tensor, *args, group_src=group_src, **further)
+        def counted_receive(own: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+            count("received", tensors[0], peer)
+            return receive(own, tensors, peer, tag)
 
-        dist.isend, dist.irecv = isend, irecv
+        group.send, group.recv = counted_send, counted_receive  # type: ignore[method-assign]
 
 
 class _NothingShared:
