@@ -100,7 +100,7 @@ LONGEST = {
     "zero-offload": ("data_parallel", "nvme_tier"),
     "integration": (
         *("happens_before", "stop_and_resume", "nvme_offload", "host_share", "host_rules"),
-        *("secondary_shards", "few_bits", "param_offload", "sharded_hugging_face"),
+        *("few_bits", "param_offload", "sharded_hugging_face"),
         *("process_group_end",),
     ),
     "slow": ("lightning", "accelerate_launch", "deepspeed_launcher", "tutorials"),

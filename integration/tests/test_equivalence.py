@@ -20,7 +20,7 @@ def _offload(ratio: float) -> dict[str, object]:
     return {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
 
 
-CASES = [  # every ratio with everything else: see test_offload_grid.py
+CASES = [  # more ratios: test_equalities.py
     Case(stage, dtype, accumulation, clipping, zero=_offload((1.0, 0.4)[stage % 2]))
     for dtype, (accumulation, clipping), stage in itertools.product(
         ("fp32", "bf16"), ((1, 0.5), (3, 0.0)), (0, 1, 2, 3)

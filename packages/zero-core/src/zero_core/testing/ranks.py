@@ -62,9 +62,14 @@ def spawn(
         )
 
 
-def run_on_processes(program: Callable[..., object], world_size: int, *args: Any) -> None:
+def run_on_processes(
+    program: Callable[..., object],
+    world_size: int,
+    *args: Any,
+    ranks_per_node: int | None = None,
+) -> None:
     """Run ``program(ranks, *args)`` as `simulate` does, but on gloo ranks."""
-    spawn(_run_program, world_size, program, *args)
+    spawn(_run_program, world_size, program, *args, ranks_per_node=ranks_per_node)
 
 
 def _run_program(rank: int, world_size: int, program: Callable[..., object], *args: Any) -> None:

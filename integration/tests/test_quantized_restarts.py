@@ -1,37 +1,24 @@
-"""Secondary shards (hpZ) are never stale, never half written, whatever the ranks' pace.
+"""Runs with quantized messages resume with the same bits; published weights stay near the exact.
 
-Four ranks are two nodes of two: processes for plain training, where secondary shards are read in
-shared memory, simulated ones for what else a run may do. Threads sleep at random before and within
-every job of a lane and before every wait, on each rank differently. With exact weights hpZ must
-change no bit: the oracle is the engine at stage 3 without it, which zero-core's tests hold against
-DDP.
+Four simulated ranks are two nodes of two, and fall behind at random. That hpZ changes no bit is a
+row of test_equalities.py.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.scenarios import (
-    DTYPES,
-    OTHER_WEIGHTS,
-    PER_NODE,
-    RANKS,
-    SCENARIOS,
-    WIDTH,
-    build,
-    evaluate,
-    micro_step,
-    outcome,
-)
-from zero_core.testing import SimulatedRanks, make_model, simulate, spawn
+from tests.delayed import build
+from zero_core.testing import SimulatedRanks, simulate
+from zero_core.testing.scenarios import evaluate, micro_step
+
+RANKS, PER_NODE = 4, 2
 
 HPZ = {"zero_hpz_partition_size": PER_NODE}
 QWZ = {"zero_quantized_weights": True}
@@ -44,31 +31,6 @@ FOUR_BITS = {
     "zero_quantized_gradients_within_node": "int8",
     "zero_quantized_gradients_hadamard": True,
 }
-
-
-def _changes_no_bit(ranks: SimulatedRanks | None, name: str, dtype: str, folder: Path) -> None:
-    plain = outcome(ranks, name, {}, dtype, folder / "plain")
-    ours = outcome(ranks, name, HPZ, dtype, folder / "hpz")
-    torch.testing.assert_close(ours, plain, rtol=0.0, atol=0.0)
-
-
-def _changes_no_bit_on_processes(rank: int, world_size: int, folder: str) -> None:
-    for dtype in DTYPES:
-        _changes_no_bit(None, "trains", dtype, Path(folder))
-
-
-@pytest.mark.slow
-def test_secondary_shards_in_shared_memory_change_no_bit(tmp_path: Path) -> None:
-    spawn(_changes_no_bit_on_processes, RANKS, str(tmp_path), ranks_per_node=PER_NODE)
-
-
-# Every second one in bf16.
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("name", "dtype"), [*zip(SCENARIOS, itertools.cycle(DTYPES))][1:])
-def test_secondary_shards_change_no_bit_when_a_run(name: str, dtype: str, tmp_path: Path) -> None:
-    weights = {n: 0.5 * p.detach() for n, p in make_model(WIDTH).named_parameters()}
-    save_file(weights, tmp_path / OTHER_WEIGHTS)
-    simulate(_changes_no_bit, RANKS, name, dtype, tmp_path, ranks_per_node=PER_NODE)
 
 
 KEPT = {

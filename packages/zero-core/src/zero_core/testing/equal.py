@@ -1,0 +1,170 @@
+"""A table of equalities: a configuration with a variant gives the bits of one without it.
+
+`Row` is one line of the table and `check` runs it. `cover` chooses rows: each pair of values that
+some valid row has is in one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import zero_core
+from zero_core.comm.topology import Ranks
+from zero_core.testing.models import make_model
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.scenarios import SCENARIOS
+from zero_core.testing.simulated import simulate
+
+FOLDER = "FOLDER"
+"""Stands for a folder of the run's own in a configuration."""
+Options = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Returns further arguments of ``build()`` for keys of ``zero_optimization``."""
+
+
+class Outcome(NamedTuple):
+    """What a run gives on one rank: every loss, and the final values by name."""
+
+    losses: list[float]
+    values: dict[str, torch.Tensor]
+    num_skipped: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Keys of a configuration that change no bit.
+
+    Attributes:
+        zero: what it adds to ``zero_optimization``.
+        base: what the configuration without it has there.
+        top: what it adds at the top.
+        stages: ZeRO stages that serve it.
+        ranks: numbers of ranks that serve it, and how many of them share a node.
+        width: of the model: by default even the shards of its gradients are worth quantizing.
+    """
+
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Any] = field(default_factory=dict)
+    top: Mapping[str, Any] = field(default_factory=dict)
+    stages: Sequence[int] = (0, 1, 2, 3)
+    ranks: Sequence[tuple[int, int]] = ((1, 1), (2, 1), (3, 1), (4, 2))
+    width: int = 33
+
+
+@dataclass(frozen=True)
+class Row:
+    """One equality.
+
+    Attributes:
+        scenario: what is done, by its name in `SCENARIOS`.
+        variant: name of what is added.
+        stage: ZeRO stage of both sides.
+        dtype: of forward and backward: "fp32", "bf16" or "fp16".
+        ranks: number of simulated ranks.
+        per_node: how many of them share a node.
+    """
+
+    scenario: str
+    variant: str
+    stage: int
+    dtype: str
+    ranks: int
+    per_node: int
+
+    def __str__(self) -> str:
+        where = f"{self.ranks} ranks" + (f", {self.per_node} a node" * (self.per_node > 1))
+        return f"{self.variant}: {self.scenario}, stage {self.stage}, {self.dtype}, {where}"
+
+
+def cover(
+    variants: Mapping[str, Variant],
+    *,
+    scenarios: Sequence[str] = tuple(SCENARIOS),
+    dtypes: Sequence[str] = ("fp32", "bf16", "fp16"),
+    strength: int = 2,
+) -> list[Row]:
+    """Return rows in which all sets of ``strength`` values occur that may occur together."""
+    rows = [
+        Row(scenario, name, stage, dtype, *sizes)
+        for name, variant in variants.items()
+        for scenario, stage, dtype, sizes in itertools.product(
+            scenarios, variant.stages, dtypes, variant.ranks
+        )
+    ]
+    sets = [frozenset(_sets(row, strength)) for row in rows]
+    having: dict[tuple[Any, ...], list[int]] = {}
+    for number, own in enumerate(sets):
+        for one in own:
+            having.setdefault(one, []).append(number)
+    draw, missing, chosen = random.Random(0), set(having), []
+    for one in sorted(having, key=str):
+        if one in missing:
+            drawn = draw.sample(having[one], min(40, len(having[one])))
+            best = max(drawn, key=lambda number: len(missing & sets[number]))
+            missing -= sets[best]
+            chosen.append(rows[best])
+    return sorted(chosen, key=str)
+
+
+def _sets(row: Row, size: int) -> Iterator[tuple[Any, ...]]:
+    values = (row.scenario, row.variant, row.stage, row.dtype, (row.ranks, row.per_node))
+    return itertools.combinations(enumerate(values), size)
+
+
+def check(
+    row: Row,
+    variant: Variant,
+    folder: Path,
+    options: Options | None = None,
+    *,
+    is_simulated: bool = True,
+) -> None:
+    """Run both sides of a row, and compare losses, skipped steps and values bit by bit.
+
+    ``is_simulated``: ranks are threads of this process, else processes.
+    """
+    run: Callable[..., object] = simulate if is_simulated else run_on_processes
+    run(_compare, row.ranks, row, variant, folder, options, ranks_per_node=row.per_node)
+
+
+def _compare(
+    ranks: Ranks, row: Row, variant: Variant, folder: Path, options: Options | None
+) -> None:
+    base = Variant(base=variant.base, width=variant.width)
+    plain = _run(ranks, row, base, folder / "plain", options)
+    found = _run(ranks, row, variant, folder / "variant", options)
+    for number, (one, other) in enumerate(zip(found.losses, plain.losses, strict=True)):
+        assert one == other, f"{row}: loss {number} of rank {ranks.rank} is {one}, not {other}"
+    assert found.num_skipped == plain.num_skipped, row
+    assert found.values.keys() == plain.values.keys(), row
+    for name, value in plain.values.items():
+        where = f"{row}: {name} on rank {ranks.rank}"
+        torch.testing.assert_close(
+            found.values[name], value, rtol=0.0, atol=0.0, equal_nan=True, msg=f"{where} differs"
+        )
+
+
+def _run(
+    ranks: Ranks, row: Row, variant: Variant, folder: Path, options: Options | None
+) -> Outcome:
+    scenario, more = SCENARIOS[row.scenario]
+    folder.mkdir(exist_ok=True)
+    zero = json.loads(json.dumps({**variant.base, **variant.zero}).replace(FOLDER, str(folder)))
+    config = Case(row.stage, row.dtype, zero=zero, top={**more, **variant.top}).config()
+    further = {} if options is None else options(zero)
+    engine = zero_core.build(make_model(variant.width), config, process_group=ranks, **further)
+    losses = scenario(engine, folder)
+    values = engine.full_state_dict(dtype=torch.float32)
+    with engine.gathered() as model:  # the rounded copies, besides the master weights
+        values |= {f"gathered {n}": p.detach().clone() for n, p in model.named_parameters()}
+    found = Outcome(losses, values, engine.skipped_steps)
+    engine.close()
+    return found

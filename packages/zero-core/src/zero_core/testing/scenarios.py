@@ -1,0 +1,136 @@
+"""What programs do with an engine between ``build()`` and their last step.
+
+A `Scenario` trains `Hard` on the batches of its rank and returns every loss that it saw.
+`SCENARIOS` has them by name, with the keys that they add to the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import zero_core
+from zero_core.engine import Engine
+from zero_core.testing.models import batch, make_model
+
+Scenario = Callable[[Engine, Path], list[float]]
+_OTHER_WEIGHTS = "model.safetensors"
+
+
+def micro_step(engine: Engine, step: int, micro: int = 0) -> float:
+    """Train one micro-step. Return its loss."""
+    loss = engine(**batch(step, micro, engine.rank))["loss"]
+    engine.backward(loss)
+    engine.step()
+    found: float = loss.item()
+    return found
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, step: int) -> float:
+    """Return the loss of a batch in evaluation."""
+    engine.eval()
+    loss: float = engine(**batch(step, 7, engine.rank))["loss"].item()
+    engine.train()
+    return loss
+
+
+def _trains(engine: Engine, folder: Path) -> list[float]:
+    # Branches differ between ranks; so do the parameters without a gradient.
+    return [micro_step(engine, step) for step in range(7)]
+
+
+def _accumulates(engine: Engine, folder: Path) -> list[float]:
+    losses = []
+    for step in range(3):
+        for micro in range(3):
+            with engine.no_sync() if step == 1 and micro < 2 else nullcontext():
+                loss = engine(**batch(step, micro, engine.rank))["loss"]
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def _evaluates_in_between(engine: Engine, folder: Path) -> list[float]:
+    # Before the first step, between micro-steps, between forward and backward, and at the end.
+    losses = [evaluate(engine, 0), evaluate(engine, 1)]
+    for step in range(3):
+        for micro in range(2):
+            loss = engine(**batch(step, micro, engine.rank))["loss"]
+            engine.backward(loss)
+            losses.append(evaluate(engine, step))
+            engine.step()
+            losses += [loss.item(), evaluate(engine, step)]
+    with torch.inference_mode():
+        losses.append(engine(**batch(5, 0, engine.rank))["loss"].item())
+    return [*losses, micro_step(engine, 6), micro_step(engine, 6, 1), evaluate(engine, 6)]
+
+
+def _is_edited(engine: Engine, folder: Path) -> list[float]:
+    # By the module's parameters and by the states' names, frozen ones as well.
+    losses = [micro_step(engine, 0), evaluate(engine, 0)]
+    last = engine.world_size - 1
+    with engine.gathered(modifier_rank=last) as model, torch.no_grad():
+        if engine.rank == last:
+            model.get_parameter("embed.weight")[3:20] *= 1.5
+            model.get_parameter("blocks.1.up.bias").fill_(0.25)
+            model.get_parameter("frozen.0.down.weight").add_(0.125)
+    losses += [evaluate(engine, 1), micro_step(engine, 1), evaluate(engine, 1)]
+    for name in ("blocks.0.up.weight", "frozen.0.side.weight"):
+        engine.states.set_full(name, engine.states.get_full(name) * 0.5)
+        losses.append(evaluate(engine, 2))
+    return [*losses, micro_step(engine, 2), micro_step(engine, 3)]
+
+
+def _loads(engine: Engine, folder: Path) -> list[float]:
+    # Earlier weights come back under later versions.
+    losses = [micro_step(engine, 0)]
+    engine.save_checkpoint(folder)
+    losses += [micro_step(engine, 1), micro_step(engine, 2), evaluate(engine, 2)]
+    engine.load_checkpoint(folder)
+    return [*losses, evaluate(engine, 2), micro_step(engine, 1), micro_step(engine, 2)]
+
+
+def _starts_from_a_file(engine: Engine, folder: Path) -> list[float]:
+    losses = [evaluate(engine, 0)]  # what is kept is replaced
+    own = folder / str(engine.rank)
+    own.mkdir(exist_ok=True)
+    width = engine.module.get_parameter("embed.weight").shape[1]
+    weights = {n: 0.5 * p.detach() for n, p in make_model(width).named_parameters()}
+    save_file(weights, own / _OTHER_WEIGHTS)
+    zero_core.load_pretrained(engine, own / _OTHER_WEIGHTS)
+    return [*losses, evaluate(engine, 0), micro_step(engine, 0), micro_step(engine, 1)]
+
+
+def _breaks_in_backward(engine: Engine, folder: Path) -> list[float]:
+    def fail(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    losses = [micro_step(engine, 0)]
+    loss = engine(**batch(1, 0, engine.rank))["loss"]
+    loss.register_hook(fail)
+    try:
+        engine.backward(loss)
+    except ZeroDivisionError:
+        losses.append(loss.item())
+    return [*losses, micro_step(engine, 1), micro_step(engine, 2), evaluate(engine, 2)]
+
+
+SCENARIOS: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
+    "trains": (_trains, {}),
+    "recomputes": (_trains, {"activation_checkpointing": {}}),
+    "clips": (_trains, {"gradient_clipping": 0.5}),
+    "accumulates": (_accumulates, {"gradient_accumulation_steps": 3}),
+    "evaluates": (_evaluates_in_between, {"gradient_accumulation_steps": 2}),
+    "is edited": (_is_edited, {}),
+    "loads": (_loads, {}),
+    "starts from a file": (_starts_from_a_file, {}),
+    "breaks in backward": (_breaks_in_backward, {}),
+}
