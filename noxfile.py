@@ -1,31 +1,27 @@
 """Everything that is run on this repository: ``python -m nox -s SESSION -- ARGUMENTS``.
 
     train      trains a model: arguments go to ``zero-engine train``
-    tests      lint, every package alone, then all together; arguments name parts to limit it to
+    tests      the gate: lint, every package alone, then all together; arguments name parts
+    nightly    what the gate leaves out: long tests and programs around the packages ("slow"),
+               "examples", "clusters", "report" (a new user's path, and a page in Debian's chromium
+               or CHROMIUM), "kernels" and "sanitize" (cpu-adam's without Python, and under
+               AddressSanitizer); arguments name parts
     lint       ruff, clang-format, docstrings, structure of the imports
-    typecheck  mypy --strict
-    examples   the programs in integration/examples, as they say; arguments name some of them
     docs       the documentation site, into site/; any warning fails
     bench      benchmarks: arguments go to ``python integration/benchmarks/run.py``
     lab        experiments: arguments go to ``python integration/lab/run.py``; ``-- --dry-run``
                imports all of them
     compat     public scripts with DeepSpeed itself and with ``zero-engine run``; arguments go to
                ``integration/compat/compare.py``. Without any, TRL's trainers too. ``scars``:
-               releases of DeepSpeed that had silent bugs
-    clusters   the files for clusters by the schemas of those that read them
-    faults     tests that break checkpoints, processes and configurations; arguments go to pytest
-    soak       runs that are killed at random moments, ``-- --minutes 20 --seed 1``
-    report     a new user's path by the README's commands, and the page of ``zero-engine report`` in
-               a browser (Debian's chromium, or CHROMIUM); arguments go to pytest
+               releases of DeepSpeed that had silent bugs. ``hugging-face``: the tests and scripts
+               of Hugging Face's libraries and Lightning, with their two newest releases
+    faults     tests that break checkpoints, processes and configurations; arguments go to pytest.
+               ``soak --minutes 20 --seed 1``: runs that are killed at random moments
     wheels     wheels and sdists of all packages, installed from the wheelhouse alone where there is
                no compiler; trains there
-    kernels    cpu-adam's kernels without Python: here, sanitized, and on an emulated Arm processor
-    sanitize   cpu-adam's tests under AddressSanitizer and UBSan; arguments go to pytest
     matrix     the tests of everything, for a torch release and a Python version; arguments go to
                pytest
     minimum    each package's tests with the lowest releases that it declares; arguments as above
-    hugging_face  the tests and scripts that take transformers, accelerate, TRL, PEFT and Lightning,
-               with the newest releases of all and with those before
 
 Environments are kept; ``-R`` also skips installing into them, for a quick second run.
 """
@@ -57,7 +53,8 @@ os.environ.setdefault("PIP_NO_COMPILE", "0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
-PARTS = ("lint", *PACKAGES, "together", "slow")
+PARTS = ("lint", *PACKAGES, "together")
+NIGHTLY = ("slow", "examples", "clusters", "report", "kernels", "sanitize")
 EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
 WHEELS = Path(".nox", "built")  # not the environment of the session `wheels`
 TORCH = Path(".nox", "torch")
@@ -171,24 +168,39 @@ def train(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("part", [nox.param(part, id=part) for part in PARTS])
 def tests(session: nox.Session, part: str) -> None:
-    """Lint, test one package alone, or check the types of all packages and test them together.
-
-    The part "slow" is what ``.ci/run`` leaves out: tests of programs around the packages, and long
-    tests.
-    """
-    if session.posargs and part not in session.posargs:
-        unknown = set(session.posargs) - {*PARTS}
-        if unknown:
-            session.error(f"unknown part {unknown.pop()!r}: choose {PARTS}")
-        session.skip("not asked for")
+    """Lint, test one package alone, or check the types of all packages and test them together."""
+    choose(session, part, PARTS)
     if part == "lint":
         lint(session)
     elif part == "together":
         test_together(session)
-    elif part == "slow":
-        test_slow(session)
     else:
         test_alone(session, part)
+
+
+@nox.session
+@nox.parametrize("part", [nox.param(part, id=part) for part in NIGHTLY])
+def nightly(session: nox.Session, part: str) -> None:
+    """Run what the gate leaves out: see decision 228."""
+    choose(session, part, NIGHTLY)
+    run = {
+        "slow": test_slow,
+        "examples": run_examples,
+        "clusters": check_clusters,
+        "report": look_at_report,
+        "kernels": run_kernels,
+        "sanitize": test_sanitized,
+    }
+    run[part](session)
+
+
+def choose(session: nox.Session, part: str, parts: tuple[str, ...]) -> None:
+    """Skip ``part`` unless the session's arguments name it, or are none."""
+    unknown = set(session.posargs) - {*parts}
+    if unknown:
+        session.error(f"unknown part {unknown.pop()!r}: choose {parts}")
+    if session.posargs and part not in session.posargs:
+        session.skip("not asked for")
 
 
 @nox.session
@@ -207,20 +219,12 @@ def lint(session: nox.Session) -> None:
     session.run("check-jsonschema", "--builtin-schema=vendor.github-workflows", *workflows)
 
 
-@nox.session
-def typecheck(session: nox.Session) -> None:
-    """Check all packages, and that they fit together, with mypy --strict."""
-    install_everything(session, *TYPE_TOOLS, *TEST_TOOLS, extras="[test]")
-    run_typecheck(session)
-
-
-@nox.session
-def examples(session: nox.Session) -> None:
+def run_examples(session: nox.Session) -> None:
     """Run the examples, each by the command that stands in it; each asserts that its loss fell."""
     install_everything(session, "accelerate>=1.13", extras="[lightning,ray]")
     environment = {"OMP_NUM_THREADS": "1"}  # two ranks, and CI has few cores
     for path in sorted(Path("integration", "examples").rglob("*.py")):
-        if (session.posargs and path.stem not in session.posargs) or path.stem == "lesson":
+        if path.stem == "lesson":
             continue  # what the tutorials share is no program
         description = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         command = description.split("\n\n")[1]
@@ -249,19 +253,17 @@ def lab(session: nox.Session) -> None:
     session.run("python", "integration/lab/run.py", *session.posargs)
 
 
-@nox.session
-def report(session: nox.Session) -> None:
+def look_at_report(session: nox.Session) -> None:
     """Go a new user's path, and look at a report's page in headless Chromium."""
     if not (
         os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     ):
         session.error("no browser: apt-get install chromium, or set CHROMIUM to the program of one")
     install_everything(session, *TEST_TOOLS, extras="[hf]")
-    session.run("python", "-m", "pytest", "-q", "integration/browser", *session.posargs)
+    session.run("python", "-m", "pytest", "-q", "integration/browser")
 
 
-@nox.session
-def clusters(session: nox.Session) -> None:
+def check_clusters(session: nox.Session) -> None:
     """Check the files for clusters by the schemas of Kubernetes, Kubeflow and SkyPilot."""
     readers = ("kubeflow-trainer-api>=2.2", "skypilot>=0.14", "pyyaml>=6")
     session.install(*PIP_FLAGS, *CONSTRAINTS, "pytest", *readers)
@@ -273,7 +275,8 @@ def clusters(session: nox.Session) -> None:
 def compat(session: nox.Session) -> None:
     """Compare losses, step time and memory with DeepSpeed's own, which is installed here.
 
-    With the argument ``scars``: bugs of DeepSpeed's releases, in the releases that had them.
+    With the argument ``scars``: bugs of DeepSpeed's releases, in the releases that had them. With
+    ``hugging-face``: Hugging Face's libraries and Lightning, in their two newest releases.
     """
     install_everything(
         session,
@@ -287,6 +290,9 @@ def compat(session: nox.Session) -> None:
         run_compat(session, "releases.py", *session.posargs[1:])
         return
     compile_deepspeed(session)
+    if session.posargs == ["hugging-face"]:
+        test_hugging_face(session)
+        return
     # That each of its modules is served or refused can be told only where it is installed.
     # In a run of its own: it preloads what the checks expect not to be imported yet.
     session.run("python", "-m", "pytest", "-q", "integration/tests/slow/test_import_hook.py")
@@ -298,18 +304,16 @@ def compat(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Break things and count what held, beside torch and DeepSpeed: ``-- -k X`` for a part."""
+    """Break things and count what held, beside torch and DeepSpeed: ``-- -k X`` for a part.
+
+    With the argument ``soak``: kill training at random moments and compare what it ends with.
+    """
     install_everything(session, *TEST_TOOLS, extras="[bench,test]")
     with session.chdir("integration"):
-        session.run(*PYTEST_FAULTS, *session.posargs, env={"DS_ACCELERATOR": "cpu"})
-
-
-@nox.session
-def soak(session: nox.Session) -> None:
-    """Kill training at random moments and compare what it ends with, bit by bit."""
-    install_everything(session)
-    with session.chdir("integration"):
-        session.run("python", "-m", "faults.soak", *session.posargs)
+        if session.posargs[:1] == ["soak"]:
+            session.run("python", "-m", "faults.soak", *session.posargs[1:])
+        else:
+            session.run(*PYTEST_FAULTS, *session.posargs, env={"DS_ACCELERATOR": "cpu"})
 
 
 @nox.session
@@ -347,8 +351,7 @@ def wheels(session: nox.Session) -> None:
         session.run(zero_engine, "train", *run, "--output=run", env=bare, external=True)
 
 
-@nox.session
-def sanitize(session: nox.Session) -> None:
+def test_sanitized(session: nox.Session) -> None:
     """Run cpu-adam's tests on a module built with AddressSanitizer and UBSan (Linux, GCC)."""
     sanitized = "--config-settings=cmake.define.CPU_ADAM_SANITIZE=ON"
     requirement = "packages/cpu-adam[torch,test]"
@@ -363,15 +366,14 @@ def sanitize(session: nox.Session) -> None:
         "PYTHONMALLOC": "malloc",
     }
     with session.chdir("packages/cpu-adam"):
-        session.run("python", "-m", "pytest", "-q", *session.posargs, env=environment)
+        session.run("python", "-m", "pytest", "-q", env=environment)
 
 
-@nox.session
-def kernels(session: nox.Session) -> None:
+def run_kernels(session: nox.Session) -> None:
     """Build and run the test program of cpu-adam's kernels; takes minutes."""
     session.install(*PIP_FLAGS, "packages/cpu-adam[test]")
     with session.chdir("packages/cpu-adam"):
-        session.run("python", "-m", "pytest", "-q", "-m", "program", *session.posargs)
+        session.run("python", "-m", "pytest", "-q", "-m", "program")
 
 
 @nox.session
@@ -414,23 +416,21 @@ def minimum(session: nox.Session, part: str) -> None:
     run_parts(session, part)
 
 
-@nox.session
-@nox.parametrize(
-    "releases", [nox.param(row, id=f"transformers-{row['transformers']}") for row in HUGGING_FACE]
-)
-def hugging_face(session: nox.Session, releases: dict[str, str]) -> None:
+def test_hugging_face(session: nox.Session) -> None:
     """Test what goes into transformers, accelerate, TRL, PEFT and Lightning with their releases."""
-    install_everything(session, *TEST_TOOLS, extras="[bench,test]")
-    session.install(*PIP_FLAGS, *(f"{name}=={release}" for name, release in releases.items()))
-    compile_deepspeed(session)
-    with session.chdir("integration"):
-        files = [f"tests/{name}" for name in HUGGING_FACE_TESTS]
-        session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *files, env=NO_SPINNING)
-    results = Path(session.create_tmp(), "compat.json")
-    results.unlink(missing_ok=True)
-    families = [f"--only={name}:" for name in ("TRL", "transformers", "accelerate", "Lightning")]
-    page = results.with_suffix(".md")
-    run_compat(session, "compare.py", *families, f"--results={results}", f"--page={page}")
+    for number, releases in enumerate(HUGGING_FACE):
+        pinned = (f"{name}=={release}" for name, release in releases.items())
+        session.install(*PIP_FLAGS, *pinned)
+        with session.chdir("integration"):
+            files = [f"tests/{name}" for name in HUGGING_FACE_TESTS]
+            session.run("python", "-m", "pytest", "-q", *IN_PARALLEL, *files, env=NO_SPINNING)
+        results = Path(session.create_tmp(), f"compat{number}.json")
+        results.unlink(missing_ok=True)
+        families = [
+            f"--only={name}:" for name in ("TRL", "transformers", "accelerate", "Lightning")
+        ]
+        page = results.with_suffix(".md")
+        run_compat(session, "compare.py", *families, f"--results={results}", f"--page={page}")
 
 
 def test_alone(session: nox.Session, package: str) -> None:

@@ -10,7 +10,7 @@ from conftest import run_documented
 from doc_blocks import ROOT, documented_arguments
 
 EXAMPLES = sorted((ROOT / "integration" / "examples").glob("*.py"))
-# test_cluster_recipes runs the one of FSDP2; `nox -s examples`, which installs Ray too, runs all.
+# test_cluster_recipes runs the one of FSDP2; `nox -s nightly -- examples` runs all, with Ray.
 HERE = [path for path in EXAMPLES if path.stem == "lightning_example"]
 
 

@@ -3,7 +3,7 @@
 Every error is a TypeError or a ValueError that begins with the name of an argument.
 
 ``CPU_ADAM_FUZZ_CALLS`` sets the number of calls, ``CPU_ADAM_FUZZ_SEED`` where they begin; a failure
-names the seed of the call. Run it with a sanitized build too: ``nox -s sanitize``.
+names the seed of the call. Run it with a sanitized build too: ``nox -s nightly -- sanitize``.
 """
 
 from __future__ import annotations
