@@ -1,6 +1,0 @@
-"""Old name of ``python integration/benchmarks/run.py comm_cuda``."""
-
-from zero_engine.bench import run
-
-if __name__ == "__main__":
-    run("comm_cuda")

@@ -1,6 +1,0 @@
-"""Old name of ``python integration/benchmarks/run.py document``."""
-
-from zero_engine.bench import run
-
-if __name__ == "__main__":
-    run("document")
