@@ -157,8 +157,9 @@ def _run(
 ) -> Outcome:
     scenario, more = SCENARIOS[row.scenario]
     folder.mkdir(exist_ok=True)
-    zero = json.loads(json.dumps({**variant.base, **variant.zero}).replace(FOLDER, str(folder)))
+    zero = {**variant.base, **variant.zero}
     config = Case(row.stage, row.dtype, zero=zero, top={**more, **variant.top}).config()
+    config = json.loads(json.dumps(config).replace(FOLDER, str(folder)))
     further = {} if options is None else options(zero)
     engine = zero_core.build(make_model(variant.width), config, process_group=ranks, **further)
     losses = scenario(engine, folder)
