@@ -3,7 +3,7 @@
     train      trains a model: arguments go to ``zero-engine train``
     tests      the gate: lint, every package alone, then all together; arguments name parts
     nightly    what the gate leaves out: long tests and programs around the packages ("slow"),
-               "examples", "clusters", "report" (a new user's path, and a page in Debian's chromium
+               "examples", "experiments" (each starts), "clusters", "report" (a new user's path, and a page in Debian's chromium
                or CHROMIUM), "kernels" and "sanitize" (cpu-adam's without Python, and under
                AddressSanitizer); arguments name parts
     lint       ruff, clang-format, docstrings, structure of the imports
@@ -41,6 +41,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"  # it has pip at hand; venv unpacks it for seconds
@@ -54,7 +55,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
 PARTS = ("lint", *PACKAGES, "together")
-NIGHTLY = ("slow", "examples", "clusters", "report", "kernels", "sanitize")
+NIGHTLY = ("slow", "examples", "experiments", "clusters", "report", "kernels", "sanitize")
 EVERYTHING = ("packages/cpu-adam[torch]", *(f"packages/{name}" for name in PACKAGES[1:]))
 WHEELS = Path(".nox", "built")  # not the environment of the session `wheels`
 TORCH = Path(".nox", "torch")
@@ -186,6 +187,7 @@ def nightly(session: nox.Session, part: str) -> None:
     run = {
         "slow": test_slow,
         "examples": run_examples,
+        "experiments": start_experiments,
         "clusters": check_clusters,
         "report": look_at_report,
         "kernels": run_kernels,
@@ -261,6 +263,13 @@ def look_at_report(session: nox.Session) -> None:
         session.error("no browser: apt-get install chromium, or set CHROMIUM to the program of one")
     install_everything(session, *TEST_TOOLS, extras="[hf]")
     session.run("python", "-m", "pytest", "-q", "integration/browser")
+
+
+def start_experiments(session: nox.Session) -> None:
+    """Import every benchmark and every experiment of the lab, and print their help."""
+    install_everything(session, extras="[bench]")
+    for folder in ("benchmarks", "lab"):
+        session.run("python", f"integration/{folder}/run.py", "--dry-run", silent=True)
 
 
 def check_clusters(session: nox.Session) -> None:
@@ -611,11 +620,17 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
 
 def run_parts(session: nox.Session, *parts: str) -> None:
     """Run all tests of ``parts``, slow ones too. The session's arguments go to pytest."""
+    failed = []
     for part in parts:
         is_package = part != "integration"
         with session.chdir(f"packages/{part}" if is_package else part):
             folders = ("tests",) if is_package else ("tests", "conformance")
-            run_tests(session, *session.posargs, *longest_first(part, *folders))
+            try:
+                run_tests(session, *session.posargs, *longest_first(part, *folders))
+            except CommandFailed:
+                failed.append(part)
+    if failed:
+        session.error(f"tests of {', '.join(failed)} failed")
 
 
 def longest_first(package: str, *folders: str) -> list[str]:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+import zero_core
 from tests.delayed import delayed_collectives
+from zero_core.testing import Case, make_model
 from zero_core.testing.equal import FOLDER, Row, Variant, check, cover
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -21,6 +23,7 @@ WEIGHTS = {"zero_lossless_weights": True}
 GRADIENTS = {"zero_lossless_gradients": True}
 HPZ = {"zero_hpz_partition_size": 2}
 NODES = ((4, 2),)
+SEVERAL = ((2, 1), (2, 2), (3, 1), *NODES)
 CODED = 98
 """Width of a model whose shards are long enough to be coded."""
 
@@ -30,9 +33,11 @@ def _host(**keys: Any) -> Variant:
 
 
 VARIANTS: Mapping[str, Variant] = {
-    "lossless weights": Variant(WEIGHTS, stages=(1, 2, 3), width=CODED),
-    "lossless gradients": Variant(GRADIENTS, width=CODED),
-    "both lossless": Variant({**WEIGHTS, **GRADIENTS}, stages=(1, 2, 3), width=CODED),
+    "lossless weights": Variant(WEIGHTS, stages=(1, 2, 3), ranks=SEVERAL, width=CODED),
+    "lossless gradients": Variant(GRADIENTS, ranks=SEVERAL, width=CODED),
+    "both lossless": Variant(
+        {**WEIGHTS, **GRADIENTS}, stages=(1, 2, 3), ranks=SEVERAL, width=CODED
+    ),
     "hpZ": Variant(HPZ, stages=(3,), ranks=NODES),
     "hpZ, lossless weights": Variant({**HPZ, **WEIGHTS}, stages=(3,), ranks=NODES, width=CODED),
     "ratio 0.3": _host(ratio=0.3),
@@ -69,8 +74,27 @@ def test_any_three_settings_change_no_bit(row: Row, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["both lossless", "hpZ", "hpZ, lossless weights"])
+@pytest.mark.parametrize(
+    ("variant", "stage"),
+    [
+        *(("lossless weights", stage) for stage in (1, 2, 3)),
+        *(("both lossless", stage) for stage in (1, 3)),
+        *(("hpZ", 3), ("hpZ, lossless weights", 3)),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_variant_changes_no_bit_on_processes(variant: str, dtype: str, tmp_path: Path) -> None:
-    row = Row("trains", variant, 3, dtype, 4, 2)
+def test_a_variant_changes_no_bit_on_processes(
+    variant: str, stage: int, dtype: str, tmp_path: Path
+) -> None:
+    row = Row("trains", variant, stage, dtype, 4, 2)
     check(row, VARIANTS[variant], tmp_path, _options, is_simulated=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["ratio 0.3", "ratio 0.999", "names on the host", "budget of the device"]
+)
+def test_a_share_of_the_host_is_a_share(name: str) -> None:
+    engine = zero_core.build(make_model(33), Case(2, zero=VARIANTS[name].zero).config())
+    tier: Any = engine.sharded_state.tier
+    assert 0 < tier.host_numel < tier.geometry.numel
+    engine.close()

@@ -98,6 +98,7 @@ def gate_files() -> list[str]:
 def reach(work: Path) -> None:
     """Write ``work/reach/NAME.json`` for each test file: lines by source, and its seconds."""
     (work / "reach").mkdir(parents=True, exist_ok=True)
+    tree = _copy_tree(work / "sources")
 
     def measure(file: str) -> None:
         result = work / "reach" / (file.replace("/", ".") + ".json")
@@ -115,9 +116,9 @@ def reach(work: Path) -> None:
         )
         begun = time.monotonic()
         program = ("-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest")
-        code = _run(ROOT, file, program, timeout=1800)
+        code = _run(tree, file, program, timeout=1800)
         seconds = time.monotonic() - begun
-        lines = _lines(data)
+        lines = _lines(data, tree)
         shutil.rmtree(data)
         found = {"seconds": round(seconds, 1), "passed": code == 0, "lines": lines}
         result.write_text(json.dumps(found))
@@ -127,7 +128,7 @@ def reach(work: Path) -> None:
         list(pool.map(measure, gate_files()))
 
 
-def _lines(data: Path) -> dict[str, list[int]]:
+def _lines(data: Path, tree: Path) -> dict[str, list[int]]:
     from coverage import CoverageData
 
     found: dict[str, set[int]] = {}
@@ -135,8 +136,8 @@ def _lines(data: Path) -> dict[str, list[int]]:
         read = CoverageData(str(part))
         read.read()
         for name in read.measured_files():
-            if Path(name).is_relative_to(ROOT):
-                relative = Path(name).relative_to(ROOT).as_posix()
+            if Path(name).is_relative_to(tree):
+                relative = Path(name).relative_to(tree).as_posix()
                 found.setdefault(relative, set()).update(read.lines(name) or ())
     return {name: sorted(lines) for name, lines in sorted(found.items())}
 
@@ -187,13 +188,28 @@ def draw(work: Path) -> None:
     by_kind: dict[str, list[Mutant]] = {}
     for path, lines in sorted(reached.items()):
         if "/testing/" not in path:
+            text = (ROOT / path).read_text(encoding="utf-8")
             for mutant in _mutants(path, lines):
-                by_kind.setdefault(mutant.kind, []).append(mutant)
+                if _is_python(_mutated(text, mutant)):  # else a parenthesis was cut in two
+                    by_kind.setdefault(mutant.kind, []).append(mutant)
     chosen, generator = [], random.Random(SEED)
     for number in range(NUM_MUTANTS):
         found = by_kind[sorted(by_kind)[number % len(by_kind)]]
         chosen.append(found.pop(generator.randrange(len(found))))
     _save([mutant._asdict() for mutant in chosen])
+
+
+def _mutated(text: str, mutant: Mutant) -> str:
+    stop = mutant.start + len(mutant.before)
+    return text[: mutant.start] + mutant.after + text[stop:]
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _mutants(path: str, lines: set[int]) -> Iterator[Mutant]:
@@ -226,7 +242,7 @@ def _mutants(path: str, lines: set[int]) -> Iterator[Mutant]:
                     swapped = raw[slice(*b)] + raw[a[1] : b[0]] + raw[slice(*a)]
                     yield change(kind, line, first, last, swapped.decode())
                 case ast.Constant():
-                    yield change(kind, line, first, last, str(int(between) + 1))
+                    yield change(kind, line, first, last, str(int(between, 0) + 1))
                 case _:
                     yield change(kind, line, first, last, "pass")
 
@@ -335,7 +351,15 @@ def _copy_tree(tree: Path) -> Path:
     for folder in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__", ".*", "node_modules")
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
-    for name in ("README.md", "constraints.txt", "pyproject.toml", "noxfile.py", "docs", ".ci"):
+    for name in (
+        "README.md",
+        "constraints.txt",
+        "pyproject.toml",
+        "noxfile.py",
+        "docs",
+        ".ci",
+        ".github",
+    ):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tree / name)
     installed = importlib.util.find_spec("zero_comm")

@@ -61,7 +61,7 @@ SMALLER = {
 """What follows a command whose run as printed would take minutes."""
 NOT_RUN = re.compile(
     r"(python -m )?(pip|nox|pytest)\b"  # installations, sessions and suites
-    r"|python integration/benchmarks/"  # hours; `nox -s lab -- --dry-run` starts each
+    r"|python integration/benchmarks/"  # hours; `nox -s nightly -- experiments` starts each
     r"|torchrun \S+ \d integration/examples/tutorials/"  # test_tutorials.py
     r"|(torchrun|zero-engine run) --nnodes|zero-engine run accelerate launch .*--num_machines"
     r"|torchrun --nproc-per-node gpu"
