@@ -3,9 +3,9 @@
     train      trains a model: arguments go to ``zero-engine train``
     tests      the gate: lint, every package alone, then all together; arguments name parts
     nightly    what the gate leaves out: long tests and programs around the packages ("slow"),
-               "examples", "experiments" (each starts), "clusters", "report" (a new user's path, and a page in Debian's chromium
-               or CHROMIUM), "kernels" and "sanitize" (cpu-adam's without Python, and under
-               AddressSanitizer); arguments name parts
+               "examples", "experiments" (each one starts), "clusters", "report" (a new user's path,
+               and a page in Debian's chromium or CHROMIUM), "kernels" and "sanitize" (cpu-adam's
+               without Python, and under AddressSanitizer); arguments name parts
     lint       ruff, clang-format, docstrings, structure of the imports
     docs       the documentation site, into site/; any warning fails
     bench      benchmarks: arguments go to ``python integration/benchmarks/run.py``
