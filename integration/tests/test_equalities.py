@@ -28,18 +28,25 @@ CODED = 98
 """Width of a model whose shards are long enough to be coded."""
 
 
+DELAYED = {"collectives": delayed_collectives}
+
+
 def _host(**keys: Any) -> Variant:
     return Variant({"offload_optimizer": {"device": "cpu", **keys}}, base=HOST, stages=(1, 2, 3))
 
 
 VARIANTS: Mapping[str, Variant] = {
-    "lossless weights": Variant(WEIGHTS, stages=(1, 2, 3), ranks=SEVERAL, width=CODED),
-    "lossless gradients": Variant(GRADIENTS, ranks=SEVERAL, width=CODED),
-    "both lossless": Variant(
-        {**WEIGHTS, **GRADIENTS}, stages=(1, 2, 3), ranks=SEVERAL, width=CODED
+    "lossless weights": Variant(
+        WEIGHTS, further=DELAYED, stages=(1, 2, 3), ranks=SEVERAL, width=CODED
     ),
-    "hpZ": Variant(HPZ, stages=(3,), ranks=NODES),
-    "hpZ, lossless weights": Variant({**HPZ, **WEIGHTS}, stages=(3,), ranks=NODES, width=CODED),
+    "lossless gradients": Variant(GRADIENTS, further=DELAYED, ranks=SEVERAL, width=CODED),
+    "both lossless": Variant(
+        {**WEIGHTS, **GRADIENTS}, further=DELAYED, stages=(1, 2, 3), ranks=SEVERAL, width=CODED
+    ),
+    "hpZ": Variant(HPZ, further=DELAYED, stages=(3,), ranks=NODES),
+    "hpZ, lossless weights": Variant(
+        {**HPZ, **WEIGHTS}, further=DELAYED, stages=(3,), ranks=NODES, width=CODED
+    ),
     "ratio 0.3": _host(ratio=0.3),
     "ratio 0.999": _host(ratio=0.999),
     "names on the host": _host(parameters=["blocks.1.*", "*.norm.bias", "embed.weight"]),
@@ -56,21 +63,16 @@ VARIANTS: Mapping[str, Variant] = {
 }
 
 
-def _options(zero: Mapping[str, Any]) -> Mapping[str, Any]:
-    is_coded = any(key in zero for key in (*WEIGHTS, *GRADIENTS, *HPZ))
-    return {"collectives": delayed_collectives} if is_coded else {}
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", cover(VARIANTS), ids=str)
 def test_a_variant_changes_no_bit(row: Row, tmp_path: Path) -> None:
-    check(row, VARIANTS[row.variant], tmp_path, _options)
+    check(row, VARIANTS[row.variant], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", cover(VARIANTS, strength=3), ids=str)
 def test_any_three_settings_change_no_bit(row: Row, tmp_path: Path) -> None:
-    check(row, VARIANTS[row.variant], tmp_path, _options)
+    check(row, VARIANTS[row.variant], tmp_path)
 
 
 @pytest.mark.slow
@@ -87,7 +89,7 @@ def test_a_variant_changes_no_bit_on_processes(
     variant: str, stage: int, dtype: str, tmp_path: Path
 ) -> None:
     row = Row("trains", variant, stage, dtype, 4, 2)
-    check(row, VARIANTS[variant], tmp_path, _options, is_simulated=False)
+    check(row, VARIANTS[variant], tmp_path, is_simulated=False)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -189,8 +189,10 @@ def draw(work: Path) -> None:
     for path, lines in sorted(reached.items()):
         if "/testing/" not in path:
             text = (ROOT / path).read_text(encoding="utf-8")
-            for mutant in _mutants(path, lines):
-                if _is_python(_mutated(text, mutant)):  # else a parenthesis was cut in two
+            for mutant in _mutants(path, text, lines):
+                if _is_python(
+                    _mutated(text, mutant._asdict())
+                ):  # else a parenthesis was cut in two
                     by_kind.setdefault(mutant.kind, []).append(mutant)
     chosen, generator = [], random.Random(SEED)
     for number in range(NUM_MUTANTS):
@@ -199,9 +201,11 @@ def draw(work: Path) -> None:
     _save([mutant._asdict() for mutant in chosen])
 
 
-def _mutated(text: str, mutant: Mutant) -> str:
-    stop = mutant.start + len(mutant.before)
-    return text[: mutant.start] + mutant.after + text[stop:]
+def _mutated(text: str, row: Mapping[str, Any]) -> str:
+    """Apply a mutant, whose fields ``row`` has, to the ``text`` of its source."""
+    stop = row["start"] + len(row["before"])
+    assert text[row["start"] : stop] == row["before"], f"{row['path']} is of another commit"
+    return text[: row["start"]] + row["after"] + text[stop:]
 
 
 def _is_python(text: str) -> bool:
@@ -212,9 +216,8 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def _mutants(path: str, lines: set[int]) -> Iterator[Mutant]:
-    """Yield every mutant of a source in ``lines``."""
-    text = (ROOT / path).read_text(encoding="utf-8")
+def _mutants(path: str, text: str, lines: set[int]) -> Iterator[Mutant]:
+    """Yield every mutant in ``lines`` of a source with ``text``."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
@@ -328,9 +331,7 @@ def run(work: Path, minutes: float) -> None:
 def _judge(row: dict[str, Any], tree: Path, reached: dict[str, Any]) -> dict[str, Any]:
     file = tree / row["path"]
     text = file.read_text(encoding="utf-8")
-    stop = row["start"] + len(row["before"])
-    assert text[row["start"] : stop] == row["before"], f"{file} is of another commit than {LIST}"
-    file.write_text(text[: row["start"]] + row["after"] + text[stop:], encoding="utf-8")
+    file.write_text(_mutated(text, row), encoding="utf-8")
     files = [
         (measured["seconds"], name)
         for name, measured in reached.items()

@@ -101,14 +101,12 @@ def describe_engine(engine: ShardedModel) -> None:
     params = list(engine.module.parameters())
     describe(params, has_checks=engine.config.zero_optimization.enable_sanity_checks)
     engine.remove_at_end(
-        _Class(param) if _is_plain(access.own_class(param)) else _OwnClass(param)
+        # Torch's own class, or one that the engine has given, may be derived from.
+        _Class(param)
+        if (own := access.own_class(param)) is nn.Parameter or issubclass(own, EngineParameter)
+        else _OwnClass(param)
         for param in params
     )
-
-
-def _is_plain(own: type[nn.Parameter]) -> bool:
-    """Whether a class is torch's own, or one that an engine has given."""
-    return own is nn.Parameter or issubclass(own, EngineParameter)
 
 
 class _Class:

@@ -145,33 +145,30 @@ class ProcessMessages:
 
         gloo asks for a group's timeout when ranks connect, and never again.
         """
+        if not dist.is_available() or not dist.is_initialized():
+            group = None
+        elif group is None:
+            group = dist.group.WORLD
         self._group = group
         self._timeout_s = timeout_s
-        self._known = known = self._known_group()
-        self._under_way = set[_Message]() if known is None else _under_way.setdefault(known, set())
+        self._under_way = set[_Message]() if group is None else _under_way.setdefault(group, set())
 
     # Not by `dist.isend` and `dist.irecv`, whose checks of each call take as long as the message.
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        assert self._known is not None, "a single rank sends nothing"
-        return self._start(self._known.send([_real(tensor)], target, tag))
+        assert self._group is not None, "a single rank sends nothing"
+        return self._start(self._group.send([_real(tensor)], target, tag))
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        assert self._known is not None, "a single rank receives nothing"
-        return self._start(self._known.recv([_real(tensor)], source, tag))
+        assert self._group is not None, "a single rank receives nothing"
+        return self._start(self._group.recv([_real(tensor)], source, tag))
 
     def _start(self, work: dist.Work) -> Work:
         timed = work if self._timeout_s is None else TimedWork(work, self._timeout_s)
         return _Message(cast(Work, timed), self._under_way)
 
-    def _known_group(self) -> dist.ProcessGroup | None:
-        if not dist.is_available() or not dist.is_initialized():
-            return None
-        return dist.group.WORLD if self._group is None else self._group
-
     def next_channel(self) -> int:
-        known = self._known_group()
-        name = "" if known is None else known.group_name
+        name = "" if self._group is None else self._group.group_name
         number = next(_numbers.setdefault(name, count()))
         return CONTROL_CHANNEL + 1 + number % (_NUM_CHANNELS - 1)
 

@@ -26,8 +26,6 @@ from zero_core.testing.simulated import simulate
 
 FOLDER = "FOLDER"
 """Stands for a folder of the run's own in a configuration."""
-Options = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Returns further arguments of ``build()`` for keys of ``zero_optimization``."""
 
 
 class Outcome(NamedTuple):
@@ -46,6 +44,7 @@ class Variant:
         zero: what it adds to ``zero_optimization``.
         base: what the configuration without it has there.
         top: what it adds at the top.
+        further: what it adds to the arguments of ``build()``.
         stages: ZeRO stages that serve it.
         ranks: numbers of ranks that serve it, and how many of them share a node.
         width: of the model: by default even the shards of its gradients are worth quantizing.
@@ -54,6 +53,7 @@ class Variant:
     zero: Mapping[str, Any] = field(default_factory=dict)
     base: Mapping[str, Any] = field(default_factory=dict)
     top: Mapping[str, Any] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
     stages: Sequence[int] = (0, 1, 2, 3)
     ranks: Sequence[tuple[int, int]] = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
     width: int = 33
@@ -123,7 +123,6 @@ def check(
     row: Row,
     variant: Variant,
     folder: Path,
-    options: Options | None = None,
     *,
     is_simulated: bool = True,
 ) -> None:
@@ -132,15 +131,13 @@ def check(
     ``is_simulated``: ranks are threads of this process, else processes.
     """
     run: Callable[..., object] = simulate if is_simulated else run_on_processes
-    run(_compare, row.ranks, row, variant, folder, options, ranks_per_node=row.per_node)
+    run(_compare, row.ranks, row, variant, folder, ranks_per_node=row.per_node)
 
 
-def _compare(
-    ranks: Ranks, row: Row, variant: Variant, folder: Path, options: Options | None
-) -> None:
+def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
     base = Variant(base=variant.base, width=variant.width)
-    plain = _run(ranks, row, base, folder / "plain", options)
-    found = _run(ranks, row, variant, folder / "variant", options)
+    plain = _run(ranks, row, base, folder / "plain")
+    found = _run(ranks, row, variant, folder / "variant")
     for number, (one, other) in enumerate(zip(found.losses, plain.losses, strict=True)):
         assert one == other, f"{row}: loss {number} of rank {ranks.rank} is {one}, not {other}"
     assert found.num_skipped == plain.num_skipped, row
@@ -152,9 +149,7 @@ def _compare(
         )
 
 
-def _run(
-    ranks: Ranks, row: Row, variant: Variant, folder: Path, options: Options | None
-) -> Outcome:
+def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Outcome:
     scenario, more = SCENARIOS[row.scenario]
     folder.mkdir(exist_ok=True)
     zero = {**variant.base, **variant.zero}
@@ -163,8 +158,9 @@ def _run(
         top["fp16"] = {"enabled": True, "hysteresis": 1, "initial_scale_power": 14}
     config = Case(row.stage, row.dtype, zero=zero, top=top).config()
     config = json.loads(json.dumps(config).replace(FOLDER, str(folder)))
-    further = {} if options is None else options(zero)
-    engine = zero_core.build(make_model(variant.width), config, process_group=ranks, **further)
+    engine = zero_core.build(
+        make_model(variant.width), config, process_group=ranks, **variant.further
+    )
     losses = scenario(engine, folder)
     values = engine.full_state_dict(dtype=torch.float32)
     with engine.gathered() as model:  # the rounded copies, besides the master weights
