@@ -2,7 +2,17 @@
 
 from zero_core.testing.failing import Call, Failure, described, failing
 from zero_core.testing.interrupted import check_left_anywhere
-from zero_core.testing.models import Hard, RootAndBlocks, batch, make_model, seeded, wide_blocks
+from zero_core.testing.models import (
+    Hard,
+    RootAndBlocks,
+    Tower,
+    batch,
+    make_model,
+    make_tower,
+    rows,
+    seeded,
+    wide_blocks,
+)
 from zero_core.testing.oracle import (
     LR,
     WEIGHT_DECAY,
@@ -24,6 +34,7 @@ from zero_core.testing.simulated import (
     device_collectives,
     simulate,
 )
+from zero_core.testing.training import check_like_ddp, loss_of, train, train_ddp
 
 __all__ = [
     "LR",
@@ -38,16 +49,21 @@ __all__ = [
     "RootAndBlocks",
     "SimulatedDDP",
     "SimulatedRanks",
+    "Tower",
     "Trace",
     "batch",
     "check_left_anywhere",
+    "check_like_ddp",
     "compare_with_ddp",
     "described",
     "device_collectives",
     "failing",
+    "loss_of",
     "make_model",
+    "make_tower",
     "preload",
     "read_gaps",
+    "rows",
     "run_alone",
     "run_ddp",
     "run_engine",
@@ -55,6 +71,8 @@ __all__ = [
     "seeded",
     "simulate",
     "spawn",
+    "train",
+    "train_ddp",
     "train_unread",
     "wide_blocks",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 _GENERATOR = threading.RLock()
 
@@ -122,6 +123,69 @@ class RootAndBlocks(nn.Module):
         for block in self.blocks:
             x = block(x).relu()
         return x.float().sum()
+
+
+class Tower(nn.Module):
+    """Residual blocks between a first layer and a head, of odd sizes.
+
+    ``forward(x, used)`` runs only the blocks ``used``, in that order; one may occur twice.
+    ``recompute``: whether blocks run under ``torch.utils.checkpoint``; "pairs" puts two blocks into
+    one checkpoint.
+    """
+
+    def __init__(
+        self,
+        depth: int = 4,
+        width: int = 7,
+        *,
+        recompute: Literal["none", "blocks", "reentrant", "pairs"] = "none",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, width + 2),
+                nn.Tanh(),
+                nn.Dropout(dropout),
+                nn.Linear(width + 2, width),
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, used: Sequence[int] | None = None) -> Tensor:
+        """Return the mean square of the head's output for ``x`` [batch, width]."""
+        x = self.first(x)
+        order = range(len(self.blocks)) if used is None else used
+        size = 2 if self.recompute == "pairs" else 1
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            if self.recompute == "none":
+                x = self._run(x, chosen)
+            else:
+                is_reentrant = self.recompute == "reentrant"
+                x = checkpoint(self._run, x, chosen, use_reentrant=is_reentrant)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+    def _run(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        for index in chosen:
+            x = x + self.blocks[index](x)
+        return x
+
+
+def make_tower(depth: int = 4, width: int = 7, **settings: Any) -> Tower:
+    """Make the same `Tower` every time."""
+    with seeded(1):
+        return Tower(depth, width, **settings)
+
+
+def rows(number: int, rank: int, width: int = 7) -> Tensor:
+    """Return float32 input [4, width] of a `Tower`, drawn from the arguments alone."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(4, width, generator=generator)
 
 
 MIXTURE_WIDTH, NUM_EXPERTS = 6, 8

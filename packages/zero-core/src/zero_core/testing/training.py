@@ -1,0 +1,96 @@
+"""One loop for tests: a model trained by the engine and by simulated DDP, compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case, SimulatedDDP
+from zero_core.testing.simulated import SimulatedRanks
+
+Inputs = Mapping[str, Any] | tuple[Any, ...] | Tensor
+"""Arguments of a forward: by name, by position, or a single one."""
+
+
+def loss_of(model: Callable[..., Any], inputs: Inputs) -> Tensor:
+    """Call ``model`` on ``inputs``. Return the loss: its result, or the entry "loss" of that."""
+    if isinstance(inputs, Mapping):
+        result = model(**inputs)
+    else:
+        result = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    loss: Tensor = result["loss"] if isinstance(result, Mapping) else result
+    return loss
+
+
+def train(engine: zero_core.Engine, batches: Iterable[Inputs]) -> list[float]:
+    """Train one micro-step per batch. Return the losses."""
+    losses = []
+    for inputs in batches:
+        loss = loss_of(engine, inputs)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_ddp(
+    model: nn.Module, ranks: SimulatedRanks, batches: Iterable[Inputs], accumulation: int = 1
+) -> list[float]:
+    """Train with `SimulatedDDP` and fused AdamW as `Case` has it, one micro-step per batch.
+
+    The reduced gradients of the micro-steps of a step are added up. Return the losses.
+    """
+    ddp = SimulatedDDP(model, ranks)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    sums: dict[nn.Parameter, Tensor] = {}
+    losses = []
+    for number, inputs in enumerate(batches, start=1):
+        loss = loss_of(ddp, inputs)
+        torch.autograd.backward(loss / accumulation)
+        ddp.average_gradients()
+        for param in trained:
+            if param.grad is not None:
+                grad, param.grad = param.grad, None
+                sums[param] = sums[param] + grad if param in sums else grad
+        if number % accumulation == 0:
+            for param, total in sums.items():
+                param.grad = total
+            optimizer.step()
+            optimizer.zero_grad()
+            sums.clear()
+        losses.append(loss.item())
+    return losses
+
+
+def check_like_ddp(
+    ranks: SimulatedRanks,
+    make: Callable[[], nn.Module],
+    draw: Callable[[int, int], Inputs],
+    case: Case,
+    *,
+    steps: int = 3,
+    **build_kwargs: Any,
+) -> None:
+    """Train ``make()`` with the engine and with DDP, and compare losses and values bit by bit.
+
+    Args:
+        ranks: simulated; with up to two of them the bits are those of torch's DDP.
+        make: the model, drawn alike each time.
+        draw: inputs of (micro-step, rank).
+        case: configuration of the engine, in fp32 and without clipping.
+        steps: optimizer steps.
+        build_kwargs: passed on to `zero_core.build`.
+    """
+    batches = [draw(number, ranks.rank) for number in range(steps * case.accumulation)]
+    model = make()
+    expected = train_ddp(model, ranks, batches, case.accumulation)
+    engine = zero_core.build(make(), case.config(), process_group=ranks, **build_kwargs)
+    assert train(engine, batches) == expected
+    values = engine.full_state_dict()
+    torch.testing.assert_close(values, dict(model.state_dict()), rtol=0.0, atol=0.0)
+    engine.close()
