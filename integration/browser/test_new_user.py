@@ -1,7 +1,7 @@
 """A new user's path by the README's own commands, in their order.
 
 A model is trained, killed and resumed, its report opened in a browser, a script of the Trainer run
-on one rank and on two, killed, and resumed. ``nox -s nightly -- report`` runs this, with all
+on one rank and on two, killed, and resumed. ``nox -s "nightly(report)"`` runs this, with all
 packages as a user installs them.
 """
 

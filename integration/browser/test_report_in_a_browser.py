@@ -1,6 +1,6 @@
 """A report draws all of its charts in a browser: light and dark, on a desk and on a phone.
 
-``nox -s nightly -- report`` runs this; it takes Debian's chromium, or what CHROMIUM names.
+``nox -s "nightly(report)"`` runs this; it takes Debian's chromium, or what CHROMIUM names.
 """
 
 from __future__ import annotations

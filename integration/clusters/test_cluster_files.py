@@ -1,4 +1,4 @@
-"""Files for clusters by the schemas of those that read them: ``nox -s nightly -- clusters``.
+"""Files for clusters by the schemas of those that read them: ``nox -s "nightly(clusters)"``.
 
 The classes are made from Kubernetes' and Kubeflow's schemas. What they do not know they drop. No
 package has the MPI operator's schema: its keys are written down here.

@@ -130,11 +130,15 @@ def reach(work: Path) -> None:
 
 def _lines(data: Path, tree: Path) -> dict[str, list[int]]:
     from coverage import CoverageData
+    from coverage.exceptions import DataError
 
     found: dict[str, set[int]] = {}
     for part in data.glob("lines.*"):
         read = CoverageData(str(part))
-        read.read()
+        try:
+            read.read()
+        except DataError:  # of a rank that was killed while it wrote
+            continue
         for name in read.measured_files():
             if Path(name).is_relative_to(tree):
                 relative = Path(name).relative_to(tree).as_posix()

@@ -1,0 +1,18 @@
+"""Compile what DeepSpeed otherwise compiles at its first use on a CPU.
+
+A program that is ended while it compiles leaves a lock, for which all later ones wait.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+from deepspeed.ops.op_builder import cpu
+
+for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
+    lock.unlink()
+for name in ("CPUAdam", "FusedAdam", "PinMemory", "ShareMemComm"):
+    getattr(cpu, f"{name}Builder")().load(verbose=False)
