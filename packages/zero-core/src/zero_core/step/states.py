@@ -415,6 +415,8 @@ class StateAccess:
         if low < high:
             first = max(slot.start, self._state.covered(segment.index)[0])
             grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
+        else:  # the segment is offered again on every rank, as the ranks agree on it again
+            grads.replace(0, part[:0])
         self._runtime.gradient_replaced(grads, slot.param)
 
 
