@@ -3,8 +3,8 @@
 ``nox -s "faults(soak)" -- --minutes 20 --seed 1``. A run has a stage, a share of its optimizer
 states on the host and an interval between checkpoints; each of its launches has a number of ranks.
 All are drawn from the seed, and so are what happens to a launch and when. A run that came to its
-end is compared with one that nothing happened to, on one rank: every byte of the weights. Ends with code 1
-if a bit differs, a launch hangs or fails by itself, or a process stays.
+end is compared with one that nothing happened to, on one rank: every byte of the weights. Ends with
+code 1 if a bit differs, a launch hangs or fails by itself, or a process stays.
 """
 
 from __future__ import annotations
