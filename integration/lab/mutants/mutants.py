@@ -8,11 +8,11 @@
 included (coverage.py; about 40 minutes on two cores). ``draw`` chooses mutants in those lines by a
 fixed seed and writes `LIST`. ``run`` applies one mutant at a time to a copy of the sources, runs
 test files that reach its line, stops at the first failure, and saves each verdict in `LIST`: first
-the file that detected it before, then those named like the source, then the fastest, `MOST_FILES`
-in all. So "survived" may be wrong, "killed" is not. All three continue where they stopped. A file
-that runs `PATIENCE_S` longer than without the mutant counts as a failure. ``run --again`` finds the
-verdicts anew, for other tests. The environment must have all packages installed with their test
-groups, and coverage.
+those named like the source, then the fastest, `MOST_FILES` in all. So "survived" may be wrong,
+"killed" is not. All three continue where they stopped. A file that runs `PATIENCE_S` longer than
+without the mutant counts as a failure. A file that is newer than ``reach`` is taken to reach what
+the files did whose tests it has (``former_tests.tsv``). The environment must have all packages
+installed with their test groups, and coverage.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
+FORMER = ROOT / "integration/lab/former_tests/former_tests.tsv"
 LIST = Path(__file__).with_name("mutants.json")
 MUTATED = ("zero-core", "zero-offload", "zero-comm")
 FOLDERS = (*(f"packages/{name}" for name in MUTATED), "integration")
@@ -308,13 +310,9 @@ def _replaced(
 # --------------------------------------------------------------------------- run
 
 
-def run(work: Path, minutes: float, *, is_again: bool) -> None:
+def run(work: Path, minutes: float) -> None:
     """Find the verdict of each mutant that has none, for at most about so many ``minutes``."""
     rows = json.loads(LIST.read_text())
-    if is_again:
-        for row in rows:
-            row.update({f"before_{key}": row.pop(key) for key in ("verdict", "by")})
-        _save(rows)
     reached = _reached(work)
     until = time.monotonic() + 60 * minutes
     trees: SimpleQueue[Path] = SimpleQueue()
@@ -345,15 +343,16 @@ def _judge(row: dict[str, Any], tree: Path, reached: dict[str, Any]) -> dict[str
     file.write_text(_mutated(text, row), encoding="utf-8")
     words = {*Path(row["path"]).with_suffix("").parts[-2:]} | {*Path(row["path"]).stem.split("_")}
     files = sorted(
-        (name != row.get("before_by"), not any(w in Path(name).stem for w in words), seconds, name)
+        (not any(word in Path(name).stem for word in words), seconds, name)
         for name, measured in reached.items()
         for seconds in [measured["seconds"]]
         if measured["passed"] and row["line"] in measured["lines"].get(row["path"], ())
     )
     try:
         for *_, seconds, name in files[:MOST_FILES]:
-            if _run(tree, name, ("-m", "pytest"), timeout=seconds + PATIENCE_S) not in (0, 5):
-                return {"verdict": "killed", "by": name}
+            code = _run(tree, name, ("-m", "pytest"), timeout=seconds + PATIENCE_S)
+            if code not in (0, 5):
+                return {"verdict": "killed", "by": name + " without an end" * (code == -1)}
     finally:
         file.write_text(text, encoding="utf-8")
     tried = min(len(files), MOST_FILES)
@@ -387,11 +386,27 @@ def _copy_tree(tree: Path) -> Path:
 
 def _reached(work: Path) -> dict[str, Any]:
     """Return what `reach` has recorded, by test file."""
-    return {
-        file: json.loads(path.read_text())
-        for file in gate_files()
-        if (path := work / "reach" / (file.replace("/", ".") + ".json")).exists()
-    }
+    recorded = {path.stem: json.loads(path.read_text()) for path in (work / "reach").glob("*.json")}
+    parents: dict[str, set[str]] = {}
+    for line in FORMER.read_text(encoding="utf-8").splitlines():
+        old, new = line.split("\t")
+        for file in re.findall(r"[\w./-]+\.py", new):
+            parents.setdefault(file, set()).add(old.split("::")[0].replace("/", "."))
+    found = {}
+    for file in gate_files():
+        own = file.replace("/", ".")
+        measured = [recorded[p] for p in {own, *parents.get(file, ())} if p in recorded]
+        if measured:
+            lines: dict[str, set[int]] = {}
+            for each in measured:
+                for path, numbers in each["lines"].items():
+                    lines.setdefault(path, set()).update(numbers)
+            found[file] = {
+                "seconds": max(each["seconds"] for each in measured),
+                "passed": recorded.get(own, {"passed": True})["passed"],
+                "lines": lines,
+            }
+    return found
 
 
 def _save(rows: list[dict[str, Any]]) -> None:
@@ -406,7 +421,6 @@ def main() -> None:
     parser.add_argument("verb", choices=("reach", "draw", "run"))
     parser.add_argument("work", type=Path, help="folder for what is kept between calls")
     parser.add_argument("--minutes", type=float, default=60.0, help="bound of run")
-    parser.add_argument("--again", action="store_true", help="find each verdict anew")
     given = parser.parse_args()
     work = given.work.resolve()
     if given.verb == "reach":
@@ -414,7 +428,7 @@ def main() -> None:
     elif given.verb == "draw":
         draw(work)
     else:
-        run(work, given.minutes, is_again=given.again)
+        run(work, given.minutes)
 
 
 if __name__ == "__main__":
