@@ -34,7 +34,7 @@ from zero_core.testing.simulated import (
     device_collectives,
     simulate,
 )
-from zero_core.testing.training import check_like_ddp, loss_of, train, train_ddp
+from zero_core.testing.training import check_like_ddp, loss_of, step_ddp, train, train_ddp
 
 __all__ = [
     "LR",
@@ -71,6 +71,7 @@ __all__ = [
     "seeded",
     "simulate",
     "spawn",
+    "step_ddp",
     "train",
     "train_ddp",
     "train_unread",

@@ -94,3 +94,13 @@ def check_like_ddp(
     values = engine.full_state_dict()
     torch.testing.assert_close(values, dict(model.state_dict()), rtol=0.0, atol=0.0)
     engine.close()
+
+
+def step_ddp(ddp: SimulatedDDP, optimizer: torch.optim.Optimizer, inputs: Inputs) -> float:
+    """Train one step by `SimulatedDDP` and an optimizer of the caller's. Return the loss."""
+    loss = loss_of(ddp, inputs)
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    ddp.average_gradients()
+    optimizer.step()
+    return loss.item()
