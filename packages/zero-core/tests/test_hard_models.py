@@ -171,11 +171,11 @@ def test_a_rank_whose_loss_uses_no_parameter_takes_part():
 
 
 def _skips_several(ranks: SimulatedRanks) -> None:
-    blocks = _build(ranks, 3).module.blocks
-    x = rows(0, ranks.rank)
+    engine = _build(ranks, 3)
+    blocks, x = engine.module.blocks, rows(0, ranks.rank)
     for block in blocks if ranks.rank == 0 else [blocks[0], blocks[3]]:
         x = block(x)
-    x.sum().backward()
+    engine.backward(x.sum())
 
 
 def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights():
