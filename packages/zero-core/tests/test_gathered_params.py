@@ -195,23 +195,20 @@ def _overlapping(ranks: SimulatedRanks) -> None:
     engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     expected = engine.full_state_dict()["blocks.0.up.weight"]
-    for one, other in (
-        ([weight], [bias, weight]),
-        (None, None),
-        (None, [weight]),
-        ([weight], None),
+    # None: the whole model.
+    for number, (one, other) in enumerate(
+        [([weight], [bias, weight]), (None, None), (None, [weight]), ([weight], None)]
     ):
         first, second = ExitStack(), ExitStack()
-        first.enter_context(engine.gathered(params=one))  # None: the whole model
+        first.enter_context(engine.gathered(params=one))
         second.enter_context(engine.gathered(params=other))
         first.close()
-        if other != [bias, weight]:
+        if number > 0:
             with torch.no_grad():
                 engine(**batch(0, 0, ranks.rank))
         assert torch.equal(weight, expected)
-        assert other == [weight] or not bias.isnan().any()
         second.close()
-        if other != [bias, weight]:
+        if number > 0:
             with torch.no_grad():
                 engine(**batch(0, 0, ranks.rank))
         assert all(map(access.is_refused, engine.module.parameters()))  # sharded as before
@@ -224,19 +221,21 @@ def test_contexts_that_overlap_hold_their_parameters_to_their_own_end():
 def _is_refused(ranks: SimulatedRanks, stage: int) -> None:
     engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
 
-    def refuses(params: Any, modifier: int | None, match: str, given: Tensor | None = None) -> None:
+    def refuses(params: Any, modifier: int | None, match: str) -> None:
         kind = RankMismatchError if match.startswith("rank") else ValueError
         with (
             pytest.raises(kind, match=match),
             engine.gathered(params=params, modifier_rank=modifier),
         ):
-            if given is not None:
-                params[0].data = given
+            pass
 
     gain, stranger = engine.module.gain, nn.Parameter(torch.ones(2, 3))
     refuses([gain, stranger], None, r"\(2, 3\) is not this engine's")
-    given = torch.ones(3) if ranks.rank == 0 else torch.ones(1)
-    refuses([gain], 0, "gain was given another shape", given)
+    with (
+        pytest.raises(ValueError, match="gain was given another shape"),
+        engine.gathered(params=[gain], modifier_rank=0),
+    ):
+        gain.data = torch.ones(3) if ranks.rank == 0 else torch.ones(1)
     assert gain.shape == (1,)
     refuses([gain], 2, "modifier_rank = 2")
     with engine.gathered(params=[], modifier_rank=0):

@@ -24,6 +24,7 @@ from zero_core.testing import (
     seeded,
     simulate,
     spawn,
+    train,
 )
 
 STEPS = 5
@@ -128,8 +129,7 @@ def _join(rank: int, world_size: int) -> None:
         engine = zero_core.build(_Net(), config)
         for step in range(max(lengths)):
             if step < lengths[rank]:
-                engine.backward(engine(_x(step, rank)))
-                engine.step()
+                train(engine, [_x(step, rank)])
             else:
                 engine.idle_step()
         found = engine.full_state_dict()
@@ -141,29 +141,9 @@ def _join(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_average_is_that_of_join(world_size):
     spawn(_join, world_size)
-
-
-def _evaluate(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(
-        make_model(), Case(stage).config(), process_group=ranks, is_training=False
-    )
-    reference = make_model()
-    for turn in range(4):
-        if turn <= ranks.rank:
-            inputs = batch(turn, 0, ranks.rank)
-            with torch.no_grad():
-                expected = reference(**inputs)["loss"]
-            assert engine(**inputs)["loss"] == expected
-        else:
-            engine.idle_forward()
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_ranks_may_evaluate_different_numbers_of_batches(stage):
-    simulate(_evaluate, 3, stage)
 
 
 def _wait_in_vain(ranks: SimulatedRanks) -> None:
@@ -206,28 +186,22 @@ def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_use
     simulate(_all_used, 2, stage)
 
 
-class _Refusing(_Net):
-    """Raises between two blocks if the input is not finite."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.blocks[0](x)
-        if not x.isfinite().all():
-            raise ValueError("a bad sample")
-        loss: Tensor = super().forward(x)
-        return loss
-
-
 def _go_on(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Refusing(), Case(3).config(), process_group=ranks)
-    engine.backward(engine(_x(0, ranks.rank)))
-    engine.step()
+    """One rank's forward raises between two blocks."""
+    engine = zero_core.build(_Net(), Case(3).config(), process_group=ranks)
+    train(engine, [_x(0, ranks.rank)])
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise ValueError("a bad sample")
+
+    handle = engine.module.blocks[1].register_forward_pre_hook(refuse)
     with pytest.raises(ValueError, match="a bad sample"):
-        engine(torch.full((5, 7), torch.inf))
+        engine(_x(1, ranks.rank))
+    handle.remove()
     if ranks.rank == 0:
         engine.idle_step()
     else:
-        engine.backward(engine(_x(1, ranks.rank)))
-        engine.step()
+        train(engine, [_x(1, ranks.rank)])
 
 
 def test_a_rank_is_idle_after_a_forward_that_failed():
@@ -261,8 +235,7 @@ def _go_other_ways(ranks: SimulatedRanks) -> None:
             if is_idle:
                 engine.idle_step()
             else:
-                engine.backward(engine(x))
-                engine.step()
+                train(engine, [x])
             with torch.no_grad():
                 if is_idle and step > 2:
                     engine.idle_forward()

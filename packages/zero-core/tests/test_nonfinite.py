@@ -44,6 +44,10 @@ def _inputs(*, is_spoilt: bool) -> tuple[Tensor, Tensor]:
     return good, bad if is_spoilt else good
 
 
+def _values(engine: zero_core.Engine) -> dict[str, Tensor]:
+    return engine.full_state_dict(dtype=torch.float32)
+
+
 def _spoil(ranks: SimulatedRanks, dtype: str, bad_micro: int, is_local: bool, stage: int) -> None:
     culprit = ranks.size - 1
     case = Case(stage, "fp32" if dtype == "fp16" else dtype, accumulation=2)
@@ -52,7 +56,7 @@ def _spoil(ranks: SimulatedRanks, dtype: str, bad_micro: int, is_local: bool, st
         case.config() | {"fp16": {"enabled": dtype == "fp16", "loss_scale": 2.0}},
         process_group=ranks,
     )
-    records = _Records()
+    records, before = _Records(), _values(engine)
     for step in range(2):
         for micro in range(2):
             is_spoilt = ranks.rank == culprit and (step, micro) == (0, bad_micro)
@@ -60,15 +64,24 @@ def _spoil(ranks: SimulatedRanks, dtype: str, bad_micro: int, is_local: bool, st
                 engine.backward(engine(*_inputs(is_spoilt=is_spoilt)))
             engine.step()
         assert engine.optimizer.overflow == (step == 0)
+        after = _values(engine)
+        assert all(torch.equal(after[name], value) == (step == 0) for name, value in before.items())
     assert engine.skipped_steps == 1
     (text,) = records.texts
     assert f"(blocks.1.weight: batch of rank {culprit})" in text
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_spoilt_batch_is_named_with_its_rank(world_size, dtype, stage):
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "stage"),
+    [
+        *((2, "fp32", stage) for stage in range(4)),
+        *((1, "fp32", 0), (1, "bf16", 3), (1, "fp16", 2), (2, "bf16", 0), (2, "fp16", 3)),
+        *((3, "fp32", 3), (3, "bf16", 1), (3, "bf16", 2), (3, "fp16", 0), (3, "fp16", 1)),
+    ],
+)
+def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
+    world_size, dtype, stage
+):
     simulate(_spoil, world_size, dtype, 1, False, stage)
 
 
@@ -76,18 +89,6 @@ def test_a_spoilt_batch_is_named_with_its_rank(world_size, dtype, stage):
 @pytest.mark.parametrize("is_local", [False, True])
 def test_a_spoilt_batch_of_an_earlier_micro_step_is_named_too(is_local, stage):
     simulate(_spoil, 2, "fp32", 0, is_local, stage)
-
-
-def _spoil_by_all(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Scaled(), Case(stage=2).config(), process_group=ranks)
-    records = _Records()
-    engine.backward(engine(*_inputs(is_spoilt=ranks.rank != 1)))
-    engine.step()
-    assert "(blocks.1.weight: batches of ranks 0, 2)" in records.texts[0]
-
-
-def test_every_rank_at_fault_is_named():
-    simulate(_spoil_by_all, 3)
 
 
 def _overflow_of_the_sum(ranks: SimulatedRanks) -> None:
@@ -106,24 +107,6 @@ def test_a_sum_that_overflows_blames_no_rank():
     simulate(_overflow_of_the_sum, 2)
 
 
-def _spoil_on_nodes(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(
-        _Scaled(),
-        Case(stage=2).config(),
-        process_group=ranks,
-        collectives=lambda native, **_: device_collectives(ranks),
-    )
-    records = _Records()
-    engine.backward(engine(*_inputs(is_spoilt=ranks.rank in (1, 2))))
-    engine.step()
-    assert "(blocks.1.weight: batches of ranks 1, 2)" in records.texts[0]
-
-
-@pytest.mark.parametrize("per_node", [2, 4])
-def test_on_accelerators_the_ranks_of_every_node_are_named(per_node):
-    simulate(_spoil_on_nodes, 4, ranks_per_node=per_node)
-
-
 class _Reticent:
     """Collectives that do not show each rank's part of a sum."""
 
@@ -137,15 +120,32 @@ class _Reticent:
         return work
 
 
-def _spoil_unseen(ranks: SimulatedRanks) -> None:
+CULPRITS: dict[str, tuple[int, int, tuple[int, ...], bool, str]] = {
+    # Ranks, how many of them share a node, who spoils, on accelerators, what is said.
+    "several": (3, 3, (0, 2), False, "batches of ranks 0, 2"),
+    "of two nodes": (4, 2, (1, 2), True, "batches of ranks 1, 2"),
+    "of one node": (4, 4, (1, 2), True, "batches of ranks 1, 2"),
+    "unseen": (2, 2, (1,), False, "which rank's batch did it is not known"),
+}
+
+
+def _is_told(ranks: SimulatedRanks, which: str) -> None:
+    _, _, culprits, is_device, said = CULPRITS[which]
+
+    def on_device(native: Any, **_: Any) -> Any:
+        return device_collectives(ranks)
+
+    collectives = on_device if is_device else _Reticent if which == "unseen" else None
     engine = zero_core.build(
-        _Scaled(), Case(stage=2).config(), collectives=_Reticent, process_group=ranks
+        _Scaled(), Case(stage=2).config(), collectives=collectives, process_group=ranks
     )
     records = _Records()
-    engine.backward(engine(*_inputs(is_spoilt=ranks.rank == 1)))
+    engine.backward(engine(*_inputs(is_spoilt=ranks.rank in culprits)))
     engine.step()
-    assert "(blocks.1.weight: which rank's batch did it is not known)" in records.texts[0]
+    assert f"(blocks.1.weight: {said})" in records.texts[0]
 
 
-def test_where_no_part_of_the_sum_is_seen_nobody_is_blamed():
-    simulate(_spoil_unseen, 2)
+@pytest.mark.parametrize("which", CULPRITS)
+def test_the_ranks_at_fault_are_named_where_their_parts_of_the_sum_are_seen(which):
+    world_size, per_node, *_ = CULPRITS[which]
+    simulate(_is_told, world_size, which, ranks_per_node=per_node)
