@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate, spawn
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedRanks,
+    check_like_ddp,
+    seeded,
+    simulate,
+    spawn,
+    train,
+    train_ddp,
+)
 
 WIDTH, DEPTH = 33, 10
 # Per step: the blocks whose branch the last rank leaves out. A reduction that waited for the end of
@@ -20,12 +31,6 @@ WIDTH, DEPTH = 33, 10
 LEFT_OUT: list[set[int]] = [set(), {9}, {8}, {5}, {0}, {7, 8, 9}, set(range(DEPTH))]
 SKIPPED: list[set[int]] = [set(), {9}, {4}, {0}, {0, 1, 2}, {3, 4, 5, 6, 7, 8}, set(range(DEPTH))]
 TWICE = 6  # called twice in a row
-
-
-class Way(NamedTuple):
-    is_recomputed: bool = False
-    has_skipped: bool = False
-    is_zeroed_late: bool = False
 
 
 class _Block(nn.Module):
@@ -73,94 +78,72 @@ def _inputs(
     return (x, set(), SKIPPED[step]) if has_skipped else (x, LEFT_OUT[step], set())
 
 
-def _reference(ranks: SimulatedRanks, has_skipped: bool) -> dict[str, Tensor]:
+def _follow(ranks: SimulatedRanks, stage: int, has_skipped: bool, is_recomputed: bool) -> None:
+    def draw(step: int, rank: int) -> Any:
+        return _inputs(step, rank, ranks.size, has_skipped)
+
+    case = Case(stage, top={"activation_checkpointing": {} if is_recomputed else None})
+    check_like_ddp(ranks, _model, draw, case, steps=len(LEFT_OUT))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("has_skipped", "is_recomputed"),
+    [(False, False), (False, True), (True, False)],
+    ids=["parts", "parts, recomputed", "blocks"],
+)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_leave_out_blocks_or_parts_of_them_follow_ddp(
+    world_size: int, stage: int, has_skipped: bool, is_recomputed: bool
+) -> None:
+    simulate(_follow, world_size, stage, has_skipped, is_recomputed)
+
+
+def _zero_late(ranks: SimulatedRanks, stage: int, is_recomputed: bool) -> None:
+    """Losses that nobody wants, with gradients on, and gradients zeroed before each backward."""
+    batches = [_inputs(step, ranks.rank, ranks.size, False) for step in range(len(LEFT_OUT))]
     model = _model()
-    ddp = SimulatedDDP(model, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    for step in range(len(LEFT_OUT)):
-        ddp(*_inputs(step, ranks.rank, ranks.size, has_skipped)).backward()
-        ddp.average_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def _train(
-    group: dist.ProcessGroup | SimulatedRanks,
-    rank: int,
-    world_size: int,
-    stage: int,
-    way: Way,
-) -> dict[str, Tensor]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-    }
-    if way.is_recomputed:
-        config["activation_checkpointing"] = {}
-    engine = zero_core.build(_model(), config, process_group=group)
-    for step in range(len(LEFT_OUT)):
-        inputs = _inputs(step, rank, world_size, way.has_skipped)
-        engine(*inputs)  # a loss that nobody wants, with gradients on
+    train_ddp(model, ranks, batches)
+    case = Case(stage, top={"activation_checkpointing": {} if is_recomputed else None})
+    engine = zero_core.build(_model(), case.config(), process_group=ranks)
+    for inputs in batches:
+        engine(*inputs)
         loss = engine(*inputs)
-        if way.is_zeroed_late:
-            engine.optimizer.zero_grad()
+        engine.optimizer.zero_grad()
         engine.backward(loss)
         engine.step()
-    values = engine.full_state_dict()
-    engine.close()
-    return values
+    found = engine.full_state_dict()
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=0.0, atol=0.0)
 
 
-def _follow(ranks: SimulatedRanks, stage: int, way: Way) -> None:
-    expected = _reference(ranks, way.has_skipped)
-    found = _train(ranks, ranks.rank, ranks.size, stage, way)
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_leave_out_parts_of_blocks_follow_ddp(
-    world_size: int, stage: int, is_recomputed: bool
-) -> None:
-    simulate(_follow, world_size, stage, Way(is_recomputed))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_skip_blocks_follow_ddp(world_size: int, stage: int) -> None:
-    simulate(_follow, world_size, stage, Way(has_skipped=True))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "is_recomputed"), [(0, True), (1, False), (2, True), (3, False)])
 def test_ranks_follow_ddp_when_gradients_are_zeroed_between_forward_and_backward(
     stage: int, is_recomputed: bool
 ) -> None:
-    simulate(_follow, 2, stage, Way(is_recomputed, is_zeroed_late=True))
+    simulate(_zero_late, 2, stage, is_recomputed)
 
 
 def _follow_in_processes(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=datetime.timedelta(seconds=60))
-    assert group is not None
     for has_skipped in (False, True):
+        batches = [_inputs(step, rank, world_size, has_skipped) for step in range(len(LEFT_OUT))]
         model = _model()
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        for step in range(len(LEFT_OUT)):
-            ddp(*_inputs(step, rank, world_size, has_skipped)).backward()
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        for inputs in batches:
+            ddp(*inputs).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found = _train(group, rank, world_size, 3, Way(has_skipped=has_skipped))
-        for name, param in model.named_parameters():
-            # With three ranks, DDP adds up in another order.
-            atol = 0.0 if world_size == 2 else 1e-6
-            torch.testing.assert_close(found[name], param.detach(), rtol=0.0, atol=atol)
+        engine = zero_core.build(_model(), Case(3).config(), process_group=group)
+        train(engine, batches)
+        # With three ranks, DDP adds up in another order.
+        atol = 0.0 if world_size == 2 else 1e-6
+        found = engine.full_state_dict()
+        torch.testing.assert_close(found, dict(model.state_dict()), rtol=0.0, atol=atol)
+        engine.close()
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -179,17 +162,9 @@ def _hold_back(ranks: SimulatedRanks) -> None:
     assert expected is not None
     ranks.connect().sum(expected.div_(ranks.size))
     for stage in range(4):
-        engine = zero_core.build(
-            _model(),
-            {
-                "train_micro_batch_size_per_gpu": 4,
-                "gradient_accumulation_steps": 2,
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": stage},
-                "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-            },
-            process_group=ranks,
-        )
+        sgd = {"type": "SGD", "params": {"lr": 1.0}}
+        case = Case(stage, "bf16", accumulation=2, top={"optimizer": sgd})
+        engine = zero_core.build(_model(), case.config(), process_group=ranks)
         with engine.no_sync():
             engine.backward(engine(inputs[0], set(), skipped[0]))
             engine.step()
