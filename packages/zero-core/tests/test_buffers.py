@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedRanks, seeded, simulate, spawn
+from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedRanks, seeded, simulate, spawn, train
 
 
 class _Normed(nn.Module):
@@ -46,59 +47,46 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
 
 
-def _evaluate(call, model: nn.Module, rank: int) -> float:
-    model.eval()
-    with torch.no_grad():
-        loss = call(_x(99, 0, rank)).item()
-    model.train()
-    return loss
-
-
-def _ddp(case: Case, rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
+def _train(case: Case, rank: int, world_size: int | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Train by DDP over ``world_size`` ranks, or by the engine if that is None."""
     model = _Normed()
-    ddp = DistributedDataParallel(model) if world_size > 1 else model
+    call: Any = model
+    if world_size is None:
+        call = zero_core.build(model, case.config())
+    elif world_size > 1:
+        call = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     losses = []
     for step in range(4):
-        optimizer.zero_grad()
         for micro in range(case.accumulation):
-            is_quiet = case.is_local and micro < case.accumulation - 1 and world_size > 1
-            with ddp.no_sync() if is_quiet else nullcontext():
-                loss = ddp(_x(step, micro, rank))
-                (loss / case.accumulation).backward()
+            is_quiet = micro < case.accumulation - 1 and world_size != 1
+            with call.no_sync() if is_quiet else nullcontext():
+                loss = call(_x(step, micro, rank))
+                if world_size is None:
+                    call.backward(loss)
+                    call.step()
+                else:
+                    (loss / case.accumulation).backward()
             losses.append(loss.item())
-        optimizer.step()
+        if world_size is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         if step % 2:
-            losses.append(_evaluate(ddp, model, rank))
+            model.eval()
+            with torch.no_grad():
+                losses.append(call(_x(99, 0, rank)).item())
+            model.train()
     return losses, _buffers(model)
-
-
-def _engine(case: Case, rank: int) -> tuple[list[float], dict[str, Tensor]]:
-    engine = zero_core.build(_Normed(), case.config())
-    losses = []
-    for step in range(4):
-        for micro in range(case.accumulation):
-            is_quiet = case.is_local and micro < case.accumulation - 1
-            with engine.no_sync() if is_quiet else nullcontext():
-                loss = engine(_x(step, micro, rank))
-                engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        if step % 2:
-            losses.append(_evaluate(engine, engine.module, rank))
-    return losses, _buffers(engine.module)
 
 
 def _follows_ddp(rank: int, world_size: int) -> None:
     for accumulation in (1, 3):
-        case = Case(accumulation=accumulation, is_local=accumulation > 1)
-        losses, buffers = _ddp(case, rank, world_size)
+        expected = _train(Case(accumulation=accumulation), rank, world_size)
         for stage in (0, 1, 2, 3):
-            found = _engine(Case(stage, accumulation=accumulation, is_local=case.is_local), rank)
+            found = _train(Case(stage, accumulation=accumulation), rank, None)
             # Three ranks: DDP adds gradients in the order of its ring.
             atol = 0.0 if world_size <= 2 else 1e-5
-            torch.testing.assert_close(found[0], losses, rtol=0.0, atol=atol)
-            torch.testing.assert_close(found[1], buffers, rtol=0.0, atol=atol)
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +125,8 @@ def test_two_forwards_may_precede_one_backward():
 
 
 class _Counted(nn.Module):
+    """A buffer that no forward changes."""
+
     def __init__(self) -> None:
         super().__init__()
         with seeded(1):
@@ -147,21 +137,20 @@ class _Counted(nn.Module):
         return self.linear(x).square().mean()
 
 
-def _gain_or_lose(rank: int, world_size: int, odd: int, change: str, is_16_bit: bool) -> None:
-    model = _Counted()
-    engine = zero_core.build(
-        model,
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
-            "bf16": {"enabled": is_16_bit},
-        },
-    )
+CHANGES = {
+    "gains": {"seen": [0.0] * 3, "more": [0.0] * 2},
+    "gains the first of a part": {"seen": [0.0] * 3, "linear.more": [0.0] * 2},
+    "loses": {},
+    "reshapes": {"seen": [0.0] * 5},
+}
+
+
+def _gain_or_lose(ranks: SimulatedRanks, odd: int, change: str, dtype: str) -> None:
+    rank, model = ranks.rank, _Counted()
+    engine = zero_core.build(model, Case(1, dtype).config(), process_group=ranks)
 
     def step() -> None:
-        engine.backward(engine(torch.ones(1, 6)))
-        engine.step()
+        train(engine, [torch.ones(1, 6)])
 
     def alter() -> None:
         if change == "gains":
@@ -185,25 +174,17 @@ def _gain_or_lose(rank: int, world_size: int, odd: int, change: str, is_16_bit: 
         alter()
     engine.step()  # all ranks have the same again
     step()
-    found = {name: b.tolist() for name, b in model.named_buffers()}
-    assert (
-        found
-        == {
-            "gains": {"seen": [0.0] * 3, "more": [0.0] * 2},
-            "gains the first of a part": {"seen": [0.0] * 3, "linear.more": [0.0] * 2},
-            "loses": {},
-            "reshapes": {"seen": [0.0] * 5},
-        }[change]
-    )
+    assert {name: b.tolist() for name, b in model.named_buffers()} == CHANGES[change]
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("is_16_bit", [False, True])
 @pytest.mark.parametrize(
-    ("odd", "change"),
-    [(0, "gains"), (1, "gains the first of a part"), (0, "loses"), (1, "reshapes")],
+    ("odd", "change", "dtype"),
+    [
+        *((0, "gains", "fp32"), (1, "gains the first of a part", "bf16")),
+        *((0, "loses", "bf16"), (1, "reshapes", "fp32")),
+    ],
 )
 def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(
-    odd: int, change: str, is_16_bit: bool
+    odd: int, change: str, dtype: str
 ) -> None:
-    spawn(_gain_or_lose, 3, odd, change, is_16_bit)
+    simulate(_gain_or_lose, 3, odd, change, dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedRanks, seeded, simulate
+from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedRanks, seeded, simulate, train
 
 STEPS = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -85,13 +85,7 @@ def _engine(mix: str, name: str, stage: int, process_group: SimulatedRanks) -> z
 
 
 def _run(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = engine(_x(step, rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train(engine, [_x(step, rank) for step in steps])
 
 
 def _follows(ranks: SimulatedRanks, mix: str, name: str, folder: str) -> None:
@@ -126,14 +120,13 @@ def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("mix", MIXES)
-def test_each_dtype_follows_torch_on_one_rank(mix, name, tmp_path: Path):
-    simulate(_follows, 1, mix, name, str(tmp_path))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mix", ["fp32 first", "fp64 and bf16", "fp16, fp64 and fp32"])
-def test_each_dtype_follows_torch_at_every_stage(mix, world_size, tmp_path: Path):
-    simulate(_follows, world_size, mix, "AdamW", str(tmp_path))
+@pytest.mark.parametrize(
+    ("world_size", "mix", "name"),
+    [
+        *((1, mix, name) for mix in MIXES for name in OPTIMIZERS),
+        *((2, mix, "AdamW") for mix in ("fp32 first", "fp64 and bf16", "fp16, fp64 and fp32")),
+        *((3, mix, "AdamW") for mix in ("fp32 first", "fp64 and bf16", "fp16, fp64 and fp32")),
+    ],
+)
+def test_each_dtype_follows_torch_at_every_stage(world_size, mix, name, tmp_path: Path):
+    simulate(_follows, world_size, mix, name, str(tmp_path))

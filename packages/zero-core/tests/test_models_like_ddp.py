@@ -15,8 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
     Case,
     Hard,
+    SimulatedDDP,
     SimulatedRanks,
     Tower,
     batch,
@@ -370,3 +373,53 @@ def _routes_in_evaluations(ranks: SimulatedRanks) -> None:
 
 def test_evaluations_that_route_to_other_experts_change_nothing() -> None:
     simulate(_routes_in_evaluations, 3)
+
+
+# ------------------------------------------------------------------ gradients of gradients
+
+
+def _penalized(model: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """A loss with a gradient penalty (Gulrajani et al., arXiv 1704.00028)."""
+    out = model(x)
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + (grad.norm(dim=1) - 1.0).square().mean()
+
+
+def _twice_penalized(model: Callable[..., Tensor], x: Tensor) -> Tensor:
+    out = model(x)
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
+    return out + grad.square().mean() + second.square().mean()
+
+
+def _follows_penalties(ranks: SimulatedRanks, penalize: Callable[..., Tensor]) -> None:
+    engines = [
+        zero_core.build(make_tower(), Case(stage).config(), process_group=ranks)
+        for stage in range(4)
+    ]
+    model = make_tower()
+    ddp = SimulatedDDP(model, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    for step in range(3):
+        x = rows(step, ranks.rank).requires_grad_()
+        loss = penalize(ddp, x)
+        loss.backward()
+        ddp.average_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        for engine in engines:
+            found = penalize(engine, x)
+            assert torch.equal(found, loss)
+            engine.backward(found)
+            engine.step()
+    for engine in engines:
+        values = engine.full_state_dict()
+        torch.testing.assert_close(values, dict(model.state_dict()), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("penalize", [_penalized, _twice_penalized])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_penalty_follows_torch_at_every_stage(
+    world_size: int, penalize: Callable[..., Tensor]
+) -> None:
+    simulate(_follows_penalties, world_size, penalize)

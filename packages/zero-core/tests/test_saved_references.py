@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.core import access
-from zero_core.testing import spawn
+from zero_core.testing import Case, SimulatedRanks, seeded, simulate
 
 
 class _Distance(torch.autograd.Function):
@@ -46,21 +46,17 @@ class _Student(nn.Module):
 
 
 def _models() -> tuple[_Student, nn.Module]:
-    torch.manual_seed(0)
-    return _Student(), nn.Sequential(nn.Linear(3, 3), nn.Linear(6, 5, bias=False))
+    with seeded(0):
+        return _Student(), nn.Sequential(nn.Linear(3, 3), nn.Linear(6, 5, bias=False))
 
 
-def _distils(rank: int, world_size: int) -> None:
+def _distils(ranks: SimulatedRanks) -> None:
     expected, plain = _models()
     optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
     student, model = _models()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    teacher = zero_core.build(model, config)
-    engine = zero_core.build(student, config)
+    config = Case(3, top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}).config()
+    teacher = zero_core.build(model, config, process_group=ranks)
+    engine = zero_core.build(student, config, process_group=ranks)
     weight = model[1].weight
     x = torch.linspace(-1, 1, 24).view(4, 6)
     for _ in range(2):
@@ -74,9 +70,7 @@ def _distils(rank: int, world_size: int) -> None:
         assert access.is_refused(weight)
         engine.step()
         torch.testing.assert_close(loss, wanted)
-    full = engine.full_state_dict()
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(full[name], value)
+    torch.testing.assert_close(engine.full_state_dict(), dict(expected.state_dict()))
     loss = engine(x, weight, teacher)
     with teacher.gathered(params=[weight], modifier_rank=0), torch.no_grad():
         weight.fill_(1.0)
@@ -89,4 +83,4 @@ def _distils(rank: int, world_size: int) -> None:
 
 
 def test_a_parameter_saved_after_its_gather_is_gathered_in_backward() -> None:
-    spawn(_distils, 2)
+    simulate(_distils, 2)
