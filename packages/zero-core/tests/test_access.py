@@ -22,6 +22,7 @@ from zero_core.testing import (
     SimulatedDDP,
     SimulatedRanks,
     check_like_ddp,
+    on_ranks,
     simulate,
     train,
 )
@@ -71,7 +72,11 @@ def _ddp(ranks: SimulatedRanks) -> tuple[dict[Any, Any], list[float]]:
     return log.found, losses
 
 
-def _tells_the_truth(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3)])
+@on_ranks()
+def test_each_reader_has_the_value_of_ddp_or_an_error_at_each_moment(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     engine, _ = _build(ranks, stage)
     found, losses = read_everywhere(engine, ranks.rank, STEPS)
     here = {"forward of block 1", "forward of block 1, evaluating", BEFORE, AFTER}
@@ -84,12 +89,9 @@ def _tells_the_truth(ranks: SimulatedRanks, stage: int) -> None:
             assert found[key] == value or key[0] in refused, key
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 2), (3, 3)])
-def test_each_reader_has_the_value_of_ddp_or_an_error_at_each_moment(stage, world_size):
-    simulate(_tells_the_truth, world_size, stage)
-
-
-def _integers(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_integers_are_no_zeros_where_they_are_not(ranks: SimulatedRanks, stage: int) -> None:
     engine, model = _build(ranks, stage)
     counts = model.blocks[1].counts
     if stage == 3:
@@ -98,11 +100,6 @@ def _integers(ranks: SimulatedRanks, stage: int) -> None:
     with engine.gathered(params=[counts]):
         assert counts.tolist() == [0, 1, 2]
     assert stage == 3 or counts.tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_integers_are_no_zeros_where_they_are_not(stage):
-    simulate(_integers, 2, stage)
 
 
 # ----------------------------------------------------------------- other blocks
@@ -139,7 +136,12 @@ def _penalty(weight: Tensor) -> Tensor:
     return 0.01 * (weight.abs().sum() + off.square().sum())
 
 
-def _penalize(ranks: SimulatedRanks, stage: int, where: str) -> None:
+@pytest.mark.parametrize("where", ["one", "all", "within"])
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_penalty_of_gathered_weights_has_torchs_gradient(
+    ranks: SimulatedRanks, stage: int, where: str
+) -> None:
     model = Watched()
     ddp = SimulatedDDP(model, ranks)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -167,12 +169,6 @@ def _penalize(ranks: SimulatedRanks, stage: int, where: str) -> None:
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("where", ["one", "all", "within"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_penalty_of_gathered_weights_has_torchs_gradient(stage, where):
-    simulate(_penalize, 2, stage, where)
-
-
 # ----------------------------------------------------------------------- edits
 
 
@@ -191,7 +187,12 @@ def _clamp(model: nn.Module, way: str) -> None:
             weight.data.norm()
 
 
-def _edited(ranks: SimulatedRanks, stage: int, way: str, dtype: str) -> None:
+@pytest.mark.parametrize("way", ["data", "in place", "state dict", "read"])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "bf16"), (2, "fp16"), (2, "fp32")])
+@on_ranks(2)
+def test_edits_past_the_engine_are_those_within_gathered(
+    ranks: SimulatedRanks, stage: int, way: str, dtype: str
+) -> None:
     found = []
     for own in (True, False):
         engine, model = _build(ranks, stage, dtype)
@@ -207,13 +208,11 @@ def _edited(ranks: SimulatedRanks, stage: int, way: str, dtype: str) -> None:
     torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("way", ["data", "in place", "state dict", "read"])
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "bf16"), (2, "fp16"), (2, "fp32")])
-def test_edits_past_the_engine_are_those_within_gathered(stage, dtype, way):
-    simulate(_edited, 2, stage, way, dtype)
-
-
-def _edits_on_one_rank(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (2, "fp32"), (2, "bf16")])
+@on_ranks(3)
+def test_an_edit_of_one_rank_is_refused_by_all_until_it_is_mended(
+    ranks: SimulatedRanks, stage: int, dtype: str
+) -> None:
     engine, model = _build(ranks, stage, dtype)
     train(engine, [inputs(0, ranks.rank)])
     if ranks.rank == 1:
@@ -230,12 +229,11 @@ def _edits_on_one_rank(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
             assert torch.equal(masters[name].to(param.dtype), param), name
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (2, "fp32"), (2, "bf16")])
-def test_an_edit_of_one_rank_is_refused_by_all_until_it_is_mended(stage, dtype):
-    simulate(_edits_on_one_rank, 3, stage, dtype)
-
-
-def _writes_in_forward(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_a_write_in_the_units_own_forward_is_kept_or_told(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     def clamp(module: nn.Module, args: Any) -> None:
         with torch.no_grad():
             module.inner.weight.clamp_(-0.05, 0.05)
@@ -252,12 +250,8 @@ def _writes_in_forward(ranks: SimulatedRanks, stage: int) -> None:
     assert engine.full_state_dict()["blocks.1.inner.weight"].abs().max() < 0.07
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_write_in_the_units_own_forward_is_kept_or_told(stage):
-    simulate(_writes_in_forward, 2, stage)
-
-
-def _small_params(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_write_into_a_small_parameter_that_stage_3_keeps_is_told(ranks: SimulatedRanks) -> None:
     engine, model = _build(ranks, 3)
     engine.keep_small_params()
     engine.publish()
@@ -269,11 +263,9 @@ def _small_params(ranks: SimulatedRanks) -> None:
         engine.step()
 
 
-def test_a_write_into_a_small_parameter_that_stage_3_keeps_is_told():
-    simulate(_small_params, 2)
-
-
-def _parametrized(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_one_rank_may_read_a_parametrized_weight(ranks: SimulatedRanks, stage: int) -> None:
     model = Watched()
     nn.utils.parametrizations.weight_norm(model.blocks[1].inner)
     engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
@@ -287,12 +279,11 @@ def _parametrized(ranks: SimulatedRanks, stage: int) -> None:
     train(engine, [inputs(1, ranks.rank)])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_one_rank_may_read_a_parametrized_weight(stage):
-    simulate(_parametrized, 2, stage)
-
-
-def _drops(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_zero_grad_of_the_module_drops_what_another_loss_has_left(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     trained = []
     for is_left in (True, False):
         engine, model = _build(ranks, stage)
@@ -304,12 +295,11 @@ def _drops(ranks: SimulatedRanks, stage: int) -> None:
     torch.testing.assert_close(*trained, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_zero_grad_of_the_module_drops_what_another_loss_has_left(stage):
-    simulate(_drops, 2, stage)
-
-
-def _late_backward(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
+@on_ranks(2)
+def test_a_backward_of_a_forward_before_the_step_is_refused_as_in_torch(
+    ranks: SimulatedRanks, stage: int, dtype: str
+) -> None:
     engine, _ = _build(ranks, stage, dtype)
     old = engine(inputs(0, ranks.rank))
     train(engine, [inputs(1, ranks.rank)])
@@ -317,12 +307,8 @@ def _late_backward(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
         engine.backward(old)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
-def test_a_backward_of_a_forward_before_the_step_is_refused_as_in_torch(stage, dtype):
-    simulate(_late_backward, 2, stage, dtype)
-
-
-def _reads_beside_steps(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_threads_read_while_the_engine_steps(ranks: SimulatedRanks) -> None:
     engine, model = _build(ranks, 2)
     weight, errors, is_over = model.blocks[1].inner.weight, [], threading.Event()
 
@@ -341,10 +327,6 @@ def _reads_beside_steps(ranks: SimulatedRanks) -> None:
     for reader in readers:
         reader.join()
     assert not errors
-
-
-def test_threads_read_while_the_engine_steps():
-    simulate(_reads_beside_steps, 2)
 
 
 def _writes_without_modifier(ranks: SimulatedRanks, where: str, way: str) -> None:
@@ -367,7 +349,9 @@ def test_a_write_that_stage_3_would_lose_is_told(where, way):
 # -------------------------------------------------------------- without values
 
 
-def _needs_no_value(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_names_shapes_and_hooks_neither_wait_nor_raise(ranks: SimulatedRanks, stage: int) -> None:
     model, plain = Watched(), Watched()
     engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
     train(engine, [inputs(0, ranks.rank)])
@@ -385,11 +369,6 @@ def _needs_no_value(ranks: SimulatedRanks, stage: int) -> None:
     model.zero_grad()
     model.to("cpu")
     assert [type(p) for p in model.parameters()] == closed, "nobody has waited"
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_names_shapes_and_hooks_neither_wait_nor_raise(stage):
-    simulate(_needs_no_value, 2, stage)
 
 
 def test_what_needs_no_value_is_torchs_list_of_what_returns_none_of_it():

@@ -21,6 +21,7 @@ from zero_core.testing import (
     SimulatedRanks,
     batch,
     make_model,
+    on_ranks,
     run_on_processes,
     simulate,
 )
@@ -81,7 +82,11 @@ def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size, stage, con
     simulate(_follows_ddp, world_size, stage, configured)
 
 
-def _late(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
+@on_ranks()
+def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     """The boundary is declared when the last backward has run already."""
     expected = _ddp(ranks, (2,))
     config = Case(stage, accumulation=4).config()
@@ -92,11 +97,6 @@ def _late(ranks: SimulatedRanks, stage: int) -> None:
         engine.step()
     found = engine.full_state_dict()
     torch.testing.assert_close({n: found[n] for n in expected}, expected, rtol=0.0, atol=0.0)
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
-def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(world_size, stage):
-    simulate(_late, world_size, stage)
 
 
 def _engine(accumulation: int) -> zero_core.Engine:
@@ -150,7 +150,10 @@ def _keeper(
     return _Keeper(**kept)
 
 
-def _rounds_alike(ranks: SimulatedRanks) -> None:
+@on_ranks(1)
+def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
+    ranks: SimulatedRanks,
+) -> None:
     """A number of micro-steps that is set, or declared, is as good as one that is configured."""
     for tier in (None, _keeper):
         for stage in (2, 3):
@@ -172,20 +175,19 @@ def _rounds_alike(ranks: SimulatedRanks) -> None:
                 torch.testing.assert_close(other, found[0], rtol=0.0, atol=0.0)
 
 
-def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given():
-    simulate(_rounds_alike, 1)
-
-
-def _loads_within_a_step(ranks: SimulatedRanks, folder: Path) -> None:
+@on_ranks(1)
+def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
+    ranks: SimulatedRanks, tmp_path: Path
+) -> None:
     def micro_step(engine: zero_core.Engine, micro: int) -> None:
         engine.backward(engine(**batch(0, micro, 0))["loss"])
         engine.step()
 
     engine = zero_core.build(make_model(), Case(accumulation=2).config(), process_group=ranks)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     micro_step(engine, 0)
     with pytest.raises(CheckpointError, match="nowhere"):
-        engine.load_checkpoint(folder / "nowhere")
+        engine.load_checkpoint(tmp_path / "nowhere")
     micro_step(engine, 1)
     assert engine.global_steps == 1
     expected, norm = engine.full_state_dict(), engine.get_global_grad_norm()
@@ -193,7 +195,7 @@ def _loads_within_a_step(ranks: SimulatedRanks, folder: Path) -> None:
     for without in ((), ("progress",)):
         micro_step(engine, 0)
         done = engine.global_steps
-        engine.load_checkpoint(folder, without=without)
+        engine.load_checkpoint(tmp_path, without=without)
         for micro in range(2):
             micro_step(engine, micro)
         assert engine.global_steps == (1 if not without else done + 1)
@@ -202,10 +204,6 @@ def _loads_within_a_step(ranks: SimulatedRanks, folder: Path) -> None:
         assert engine.get_global_grad_norm() == norm
         torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
         assert all(torch.equal(expected[name], value) for name, value in oracle.items())
-
-
-def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(tmp_path):
-    simulate(_loads_within_a_step, 1, tmp_path)
 
 
 def test_steps_of_other_lengths_follow_ddp_where_ranks_share_memory() -> None:

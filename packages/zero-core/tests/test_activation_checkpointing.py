@@ -19,6 +19,7 @@ from zero_core.testing import (
     late_device,
     make_model,
     make_tower,
+    on_ranks,
     run_alone,
     seeded,
     simulate,
@@ -32,21 +33,20 @@ def _config(stage: int, block: dict[str, Any] | None) -> dict[str, Any]:
     return Case(stage=stage).config() | {"activation_checkpointing": block}
 
 
-def _follows_ddp(ranks: SimulatedRanks, stage: int, block: dict[str, Any]) -> None:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("block", BLOCKS, ids=["on the device", "on the host"])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_losses_and_weights_are_those_of_ddp_without_it(
+    ranks: SimulatedRanks, stage: int, block: dict[str, Any]
+) -> None:
     case = Case(stage, top={"activation_checkpointing": block})
 
     def draw(step: int, rank: int) -> dict[str, Any]:
         return batch(step, 0, rank)
 
     check_like_ddp(ranks, make_model, draw, case, steps=5)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("block", BLOCKS, ids=["on the device", "on the host"])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_losses_and_weights_are_those_of_ddp_without_it(world_size, stage, block):
-    simulate(_follows_ddp, world_size, stage, block)
 
 
 def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradient():

@@ -18,8 +18,8 @@ from zero_core.testing import (
     Case,
     SimulatedRanks,
     check_like_ddp,
+    on_ranks,
     seeded,
-    simulate,
     spawn,
     train,
     train_ddp,
@@ -78,14 +78,6 @@ def _inputs(
     return (x, set(), SKIPPED[step]) if has_skipped else (x, LEFT_OUT[step], set())
 
 
-def _follow(ranks: SimulatedRanks, stage: int, has_skipped: bool, is_recomputed: bool) -> None:
-    def draw(step: int, rank: int) -> Any:
-        return _inputs(step, rank, ranks.size, has_skipped)
-
-    case = Case(stage, top={"activation_checkpointing": {} if is_recomputed else None})
-    check_like_ddp(ranks, _model, draw, case, steps=len(LEFT_OUT))
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("has_skipped", "is_recomputed"),
@@ -94,13 +86,22 @@ def _follow(ranks: SimulatedRanks, stage: int, has_skipped: bool, is_recomputed:
 )
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
 def test_ranks_that_leave_out_blocks_or_parts_of_them_follow_ddp(
-    world_size: int, stage: int, has_skipped: bool, is_recomputed: bool
+    ranks: SimulatedRanks, stage: int, has_skipped: bool, is_recomputed: bool
 ) -> None:
-    simulate(_follow, world_size, stage, has_skipped, is_recomputed)
+    def draw(step: int, rank: int) -> Any:
+        return _inputs(step, rank, ranks.size, has_skipped)
+
+    case = Case(stage, top={"activation_checkpointing": {} if is_recomputed else None})
+    check_like_ddp(ranks, _model, draw, case, steps=len(LEFT_OUT))
 
 
-def _zero_late(ranks: SimulatedRanks, stage: int, is_recomputed: bool) -> None:
+@pytest.mark.parametrize(("stage", "is_recomputed"), [(0, True), (1, False), (2, True), (3, False)])
+@on_ranks(2)
+def test_ranks_follow_ddp_when_gradients_are_zeroed_between_forward_and_backward(
+    ranks: SimulatedRanks, stage: int, is_recomputed: bool
+) -> None:
     """Losses that nobody wants, with gradients on, and gradients zeroed before each backward."""
     batches = [_inputs(step, ranks.rank, ranks.size, False) for step in range(len(LEFT_OUT))]
     model = _model()
@@ -115,13 +116,6 @@ def _zero_late(ranks: SimulatedRanks, stage: int, is_recomputed: bool) -> None:
         engine.step()
     found = engine.full_state_dict()
     torch.testing.assert_close(found, dict(model.state_dict()), rtol=0.0, atol=0.0)
-
-
-@pytest.mark.parametrize(("stage", "is_recomputed"), [(0, True), (1, False), (2, True), (3, False)])
-def test_ranks_follow_ddp_when_gradients_are_zeroed_between_forward_and_backward(
-    stage: int, is_recomputed: bool
-) -> None:
-    simulate(_zero_late, 2, stage, is_recomputed)
 
 
 def _follow_in_processes(rank: int, world_size: int) -> None:
@@ -151,7 +145,10 @@ def test_processes_that_leave_out_or_skip_blocks_do_not_wait_for_ever(world_size
     spawn(_follow_in_processes, world_size)
 
 
-def _hold_back(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_unit_that_one_rank_left_out_within_no_sync_is_reduced_as_it_was_held(
+    ranks: SimulatedRanks,
+) -> None:
     """A micro-step within no_sync in which the last rank uses nothing of a unit, in bf16."""
     inputs = [_inputs(micro, ranks.rank, ranks.size, False)[0] for micro in range(2)]
     skipped: list[set[int]] = [{4}, set()] if ranks.rank == ranks.size - 1 else [set(), set()]
@@ -172,7 +169,3 @@ def _hold_back(ranks: SimulatedRanks) -> None:
         found = engine.states.get_full("blocks.4.always.weight", "grad")
         torch.testing.assert_close(found, expected, rtol=0.1, atol=0.05 * float(expected.max()))
         engine.close()
-
-
-def test_a_unit_that_one_rank_left_out_within_no_sync_is_reduced_as_it_was_held() -> None:
-    simulate(_hold_back, 2)

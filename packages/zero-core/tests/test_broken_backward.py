@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, Tower, rows, seeded, simulate, train
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    Tower,
+    on_ranks,
+    rows,
+    seeded,
+    simulate,
+    train,
+)
 
 
 def _fail(grad: Tensor) -> None:
@@ -70,7 +79,8 @@ def test_training_goes_on_after_it_broke_off(world_size: int, stage: int, where:
     assert found == simulate(_train, world_size, stage, "")
 
 
-def _gather_after_interrupt(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks: SimulatedRanks) -> None:
     model = _make()
     engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
     model.where = "interrupt"
@@ -85,7 +95,3 @@ def _gather_after_interrupt(ranks: SimulatedRanks) -> None:
     del engine, model
     gc.collect()
     assert part() is None, "a hook of the engine's is left on this thread"
-
-
-def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c() -> None:
-    simulate(_gather_after_interrupt, 2)

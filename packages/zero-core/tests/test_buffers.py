@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedRanks, seeded, simulate, spawn, train
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedRanks,
+    on_ranks,
+    seeded,
+    spawn,
+    train,
+)
 
 
 class _Normed(nn.Module):
@@ -97,7 +106,8 @@ def test_batch_norm_follows_ddp_in_training_evaluation_and_no_sync(world_size):
     spawn(_follows_ddp, world_size)
 
 
-def _switched_off(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_without_broadcast_buffers_each_rank_keeps_its_own(ranks: SimulatedRanks) -> None:
     engine = zero_core.build(
         _Normed(), {**Case().config(), "broadcast_buffers": False}, process_group=ranks
     )
@@ -108,20 +118,13 @@ def _switched_off(ranks: SimulatedRanks) -> None:
     torch.testing.assert_close(_buffers(engine.module), _buffers(alone), rtol=0.0, atol=0.0)
 
 
-def test_without_broadcast_buffers_each_rank_keeps_its_own():
-    simulate(_switched_off, 2)
-
-
-def _two_forwards(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_two_forwards_may_precede_one_backward(ranks: SimulatedRanks) -> None:
     engine = zero_core.build(_Normed(), Case(stage=3).config(), process_group=ranks)
     for step in range(2):
         engine.backward(engine(_x(step, 0, ranks.rank)) + engine(_x(step, 1, ranks.rank)))
         engine.step()
     assert engine.skipped_steps == 0
-
-
-def test_two_forwards_may_precede_one_backward():
-    simulate(_two_forwards, 2)
 
 
 class _Counted(nn.Module):
@@ -145,7 +148,17 @@ CHANGES = {
 }
 
 
-def _gain_or_lose(ranks: SimulatedRanks, odd: int, change: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("odd", "change", "dtype"),
+    [
+        *((0, "gains", "fp32"), (1, "gains the first of a part", "bf16")),
+        *((0, "loses", "bf16"), (1, "reshapes", "fp32")),
+    ],
+)
+@on_ranks(3)
+def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(
+    ranks: SimulatedRanks, odd: int, change: str, dtype: str
+) -> None:
     rank, model = ranks.rank, _Counted()
     engine = zero_core.build(model, Case(1, dtype).config(), process_group=ranks)
 
@@ -175,16 +188,3 @@ def _gain_or_lose(ranks: SimulatedRanks, odd: int, change: str, dtype: str) -> N
     engine.step()  # all ranks have the same again
     step()
     assert {name: b.tolist() for name, b in model.named_buffers()} == CHANGES[change]
-
-
-@pytest.mark.parametrize(
-    ("odd", "change", "dtype"),
-    [
-        *((0, "gains", "fp32"), (1, "gains the first of a part", "bf16")),
-        *((0, "loses", "bf16"), (1, "reshapes", "fp32")),
-    ],
-)
-def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(
-    odd: int, change: str, dtype: str
-) -> None:
-    simulate(_gain_or_lose, 3, odd, change, dtype)

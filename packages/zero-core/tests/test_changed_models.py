@@ -18,9 +18,9 @@ from zero_core.testing import (
     SimulatedRanks,
     check_like_ddp,
     make_tower,
+    on_ranks,
     rows,
     seeded,
-    simulate,
     train,
 )
 
@@ -129,7 +129,13 @@ def _change_and_train(engine: Engine, change: Callable[[Engine], object], rank: 
 AT_3 = "(read|written) where stage 3 holds only"
 
 
-def _is_refused(ranks: SimulatedRanks, stage: int, which: str) -> None:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("which", REFUSED)
+@pytest.mark.parametrize(("world_size", "stage"), [*((2, stage) for stage in STAGES), (3, 3)])
+@on_ranks()
+def test_a_parameter_that_changes_after_build_is_refused_by_name(
+    ranks: SimulatedRanks, stage: int, which: str
+) -> None:
     change, message = REFUSED[which]
     if stage == 3 and which != "swapped":  # which no class can see
         message = message.replace(MOVED, f"was {AT_3}").split(" .*")[0]
@@ -141,13 +147,6 @@ def _is_refused(ranks: SimulatedRanks, stage: int, which: str) -> None:
         engine.close()
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("which", REFUSED)
-@pytest.mark.parametrize(("world_size", "stage"), [*((2, stage) for stage in STAGES), (3, 3)])
-def test_a_parameter_that_changes_after_build_is_refused_by_name(world_size, stage, which):
-    simulate(_is_refused, world_size, stage, which)
-
-
 def test_a_change_between_backward_and_step_is_refused_at_the_step():
     engine = _build(None, 0)
     engine.backward(engine(rows(0, 0)))
@@ -156,7 +155,10 @@ def test_a_change_between_backward_and_step_is_refused_at_the_step():
         engine.step()
 
 
-def _is_refused_in_a_forward(
+@pytest.mark.parametrize("move", [_move_data, _move_storage])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_parameter_that_moves_in_a_forward_is_refused_at_the_step(
     ranks: SimulatedRanks, stage: int, move: Callable[[nn.Parameter], None]
 ) -> None:
     for name in ("first", "blocks.1.0"):
@@ -169,12 +171,6 @@ def _is_refused_in_a_forward(
         with pytest.raises(RuntimeError, match=rf"parameter {name}\.weight {MOVED}"):
             engine.step()
         engine.close()
-
-
-@pytest.mark.parametrize("move", [_move_data, _move_storage])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_that_moves_in_a_forward_is_refused_at_the_step(stage, move):
-    simulate(_is_refused_in_a_forward, 2, stage, move)
 
 
 def test_complex_parameters_are_refused_by_name():
@@ -229,7 +225,11 @@ class _Recurrent(nn.Module):
         return x.square().mean()
 
 
-def _follow_recurrent(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_recurrent_weights_stay_where_the_engine_has_them(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     check_like_ddp(ranks, _Recurrent, rows, Case(stage))
     engine = zero_core.build(_Recurrent(), Case(stage).config(), process_group=ranks)
     with engine.gathered() as module:
@@ -239,11 +239,6 @@ def _follow_recurrent(ranks: SimulatedRanks, stage: int) -> None:
         before = found.blocks[0].weight_hh_l0.data_ptr()
         found.blocks[0].flatten_parameters()
         assert found.blocks[0].weight_hh_l0.data_ptr() != before
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_recurrent_weights_stay_where_the_engine_has_them(stage):
-    simulate(_follow_recurrent, 2, stage)
 
 
 class _Wrapped(nn.Sequential):
@@ -300,7 +295,11 @@ FOLLOWED = {
 }
 
 
-def _are_followed(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_changes_that_keep_parameters_and_their_memory_are_followed(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     engine = _build(ranks, stage)
     expected = _train(engine, ranks.rank, range(4))
     for name, change in FOLLOWED.items():
@@ -309,8 +308,3 @@ def _are_followed(ranks: SimulatedRanks, stage: int) -> None:
         change(engine)
         assert found + _train(engine, ranks.rank, range(2, 4)) == expected, (stage, name)
         engine.close()
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_changes_that_keep_parameters_and_their_memory_are_followed(stage):
-    simulate(_are_followed, 2, stage)

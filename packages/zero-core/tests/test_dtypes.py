@@ -15,8 +15,8 @@ from zero_core.testing import (
     Case,
     SimulatedRanks,
     check_like_ddp,
+    on_ranks,
     seeded,
-    simulate,
     train,
 )
 
@@ -63,7 +63,11 @@ class _Lora(nn.Module):
         return x.float().square().mean()
 
 
-def _adapters(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 2), (3, 3), (3, 2), (1, 3)])
+@on_ranks()
+def test_without_a_bf16_block_fp32_adapters_on_a_bf16_model_follow_ddp(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     def draw(number: int, rank: int) -> Tensor:
         return _x(number, rank, torch.bfloat16)
 
@@ -71,11 +75,6 @@ def _adapters(ranks: SimulatedRanks, stage: int) -> None:
     engine = zero_core.build(_Lora(), Case(stage).config(), process_group=ranks)
     kinds = {(p.dtype, p.requires_grad) for p in engine.module.parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 2), (3, 3), (3, 2), (1, 3)])
-def test_without_a_bf16_block_fp32_adapters_on_a_bf16_model_follow_ddp(world_size, stage):
-    simulate(_adapters, world_size, stage)
 
 
 def test_a_bf16_block_casts_adapters_too_and_keeps_fp32_master_weights():
@@ -158,7 +157,13 @@ APART: dict[str, Any] = {
 }
 
 
-def _apart(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     losses, values, buffers = _apart_reference(ranks)
     config = Case(stage, "bf16", accumulation=2).config() | APART
     engine = zero_core.build(_Running(), config, process_group=ranks)
@@ -177,13 +182,6 @@ def _apart(ranks: SimulatedRanks, stage: int) -> None:
         model = _Running()
     planned = zero_core.plan(model, config, ranks.size, device_type="cpu")
     assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(world_size, stage):
-    simulate(_apart, world_size, stage)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +208,9 @@ def test_an_unknown_buffer_dtype_is_refused_by_name():
 # --------------------------------------------------------- cast before build
 
 
-def _cast(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 3), (3, 2), (3, 3)])
+@on_ranks()
+def test_a_model_cast_before_build_keeps_its_dtype(ranks: SimulatedRanks, stage: int) -> None:
     def draw(number: int, rank: int) -> Tensor:
         return _x(number, rank, torch.float64)
 
@@ -227,8 +227,3 @@ def _cast(ranks: SimulatedRanks, stage: int) -> None:
     torch.testing.assert_close(*values, rtol=0.0, atol=0.0)
     weight = values[0]["blocks.0.linear.weight"]
     assert not torch.equal(weight, weight.bfloat16())
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 3), (3, 2), (3, 3)])
-def test_a_model_cast_before_build_keeps_its_dtype(world_size, stage):
-    simulate(_cast, world_size, stage)

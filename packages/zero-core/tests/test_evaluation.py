@@ -10,7 +10,14 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError, EvaluationOnlyError
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate, train
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    batch,
+    make_model,
+    on_ranks,
+    train,
+)
 
 
 def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:
@@ -19,7 +26,11 @@ def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:
     return config
 
 
-def _as_the_module(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 2), (3, 0), (3, 3)])
+@on_ranks()
+def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     for dtype in ("fp32", "bf16"):
         plain = make_model()
         if dtype == "bf16":
@@ -45,11 +56,6 @@ def _as_the_module(ranks: SimulatedRanks, stage: int) -> None:
         shares = ranks.size if stage == 3 else 1
         kept = report["parameters"] / (4 if dtype == "fp32" else 2)
         assert numel / shares <= kept < 2 * numel / shares + 1000  # and the padding
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 2), (3, 0), (3, 3)])
-def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(world_size, stage):
-    simulate(_as_the_module, world_size, stage)
 
 
 def test_what_trains_is_refused():
@@ -91,7 +97,12 @@ def test_keys_that_only_a_training_uses_are_told_and_objects_refused(caplog):
         zero_core.build(model, config, optimizer=optimizer, is_training=False)
 
 
-def _built_again(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     expected = make_model().state_dict()
     model = make_model()
     evaluated = zero_core.build(model, _config(stage), is_training=False, process_group=ranks)
@@ -109,12 +120,6 @@ def _built_again(ranks: SimulatedRanks, stage: int) -> None:
     assert not torch.equal(trained["embed.weight"], expected["embed.weight"])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(world_size, stage):
-    simulate(_built_again, world_size, stage)
-
-
 def test_values_are_given_back_unrounded_where_asked():
     engine = zero_core.build(make_model(), Case(3, "bf16").config())
     expected = engine.full_state_dict(dtype=torch.float32)
@@ -122,15 +127,12 @@ def test_values_are_given_back_unrounded_where_asked():
     torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
 
 
-def _refused(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_model_whose_values_went_with_a_closed_engine_is_refused(ranks: SimulatedRanks) -> None:
     model = make_model()
     zero_core.build(model, _config(3), is_training=False, process_group=ranks).close()
     with pytest.raises(ConfigError, match=r"holds no value.*unwrap"):
         zero_core.build(model, Case(0).config(), process_group=ranks)
-
-
-def test_a_model_whose_values_went_with_a_closed_engine_is_refused():
-    simulate(_refused, 2)
 
 
 def test_a_parameter_that_repeats_one_value_or_starts_with_nan_is_no_empty_one():

@@ -19,6 +19,7 @@ from zero_core.testing import (
     SimulatedRanks,
     Tower,
     make_tower,
+    on_ranks,
     rows,
     run_on_processes,
     seeded,
@@ -111,7 +112,11 @@ def test_frozen_parameters_follow_ddp_where_ranks_share_memory() -> None:
     run_on_processes(_follows_ddp, 2, 3, 2, None)
 
 
-def _is_left_alone(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_frozen_parameter_neither_decays_nor_gets_states(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     engine = _build(Case(stage).config(), process_group=ranks)
     _run(engine, ranks.rank, 0)
     full = engine.full_state_dict()
@@ -122,12 +127,8 @@ def _is_left_alone(ranks: SimulatedRanks, stage: int) -> None:
     assert engine.states.get_full("blocks.3.0.weight", "exp_avg_sq").any()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_frozen_parameter_neither_decays_nor_gets_states(stage):
-    simulate(_is_left_alone, 2, stage)
-
-
-def _is_not_delayed(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_reductions_do_not_wait_for_gradients_that_will_not_come(ranks: SimulatedRanks) -> None:
     underway = []
     for is_frozen in (False, True):
         engine = _build(Case(stage=2).config(), phase=1, process_group=ranks)
@@ -136,10 +137,6 @@ def _is_not_delayed(ranks: SimulatedRanks) -> None:
         train(engine, [rows(step, ranks.rank) for step in range(2)])
         underway.append(engine.memory_report()["gradients under way"])
     assert underway[0] == underway[1]
-
-
-def test_reductions_do_not_wait_for_gradients_that_will_not_come():
-    simulate(_is_not_delayed, 2)
 
 
 _OPTIMIZERS: Mapping[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
@@ -254,7 +251,11 @@ def test_states_pair_by_name_at_another_number_of_ranks(
         torch.testing.assert_close([*found, own], [*values, moment], rtol=0.0, atol=0.0)
 
 
-def _refuses(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_unfreezing_what_no_optimizer_group_holds_is_refused_by_name(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     model = _tower(0)
     engine = zero_core.build(model, Case(stage).config(), process_group=ranks)  # of the rest
     model.blocks[1].requires_grad_(True)
@@ -265,11 +266,6 @@ def _refuses(ranks: SimulatedRanks, stage: int) -> None:
     model.blocks[1].requires_grad_(False)
     train(engine, [rows(0, ranks.rank)])
     assert engine.global_steps == 1
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_unfreezing_what_no_optimizer_group_holds_is_refused_by_name(stage):
-    simulate(_refuses, 2, stage)
 
 
 def test_memory_kept_for_frozen_parameters_is_told(caplog):
@@ -291,7 +287,11 @@ class _Quantized(Tower):
         return super().forward(x * self.codes.float())
 
 
-def _keeps_integers(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_an_integer_parameter_is_frozen_even_if_the_optimizer_holds_it(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     with seeded(5):
         model = _Quantized()
     engine = zero_core.build(
@@ -300,11 +300,6 @@ def _keeps_integers(ranks: SimulatedRanks, stage: int) -> None:
     assert [p.name for p in engine.layout.params if not p.is_trainable] == ["codes"]
     train(engine, [rows(0, ranks.rank)])
     assert torch.equal(engine.full_state_dict()["codes"], torch.arange(7, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_integer_parameter_is_frozen_even_if_the_optimizer_holds_it(stage):
-    simulate(_keeps_integers, 2, stage)
 
 
 def test_a_plan_counts_what_requires_a_gradient_when_it_is_planned():

@@ -17,6 +17,7 @@ from zero_core.testing import (
     SimulatedRanks,
     batch,
     make_model,
+    on_ranks,
     run_on_processes,
     seeded,
     simulate,
@@ -35,7 +36,9 @@ def _some(model: nn.Module) -> list[nn.Parameter]:
     return [*found, block.down.weight, model.head.weight, block.up.bias]
 
 
-def _reads(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 3)])
+@on_ranks()
+def test_they_hold_their_exact_values_and_others_do_not(ranks: SimulatedRanks, stage: int) -> None:
     engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
     train(engine, _batches(ranks.rank, 2))
     with engine.gathered() as model:
@@ -52,11 +55,6 @@ def _reads(ranks: SimulatedRanks, stage: int) -> None:
         torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
     if stage == 3 and ranks.size > 1:
         assert all(map(access.is_refused, _some(engine.module)))
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 3)])
-def test_they_hold_their_exact_values_and_others_do_not(world_size, stage):
-    simulate(_reads, world_size, stage)
 
 
 def _change(param: nn.Parameter, name: str) -> None:
@@ -105,7 +103,12 @@ def _gathered(engine: zero_core.Engine) -> dict[str, Tensor]:
         return {n: p.detach().float() for n, p in model.named_parameters()}
 
 
-def _keeps_master_weights(ranks: SimulatedRanks, stage: int, is_whole: bool) -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(
+    ranks: SimulatedRanks, stage: int, is_whole: bool
+) -> None:
     engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
     train(engine, _batches(ranks.rank, 2))
     expected, rounded = engine.full_state_dict(dtype=torch.float32), _gathered(engine)
@@ -122,13 +125,9 @@ def _keeps_master_weights(ranks: SimulatedRanks, stage: int, is_whole: bool) -> 
     torch.testing.assert_close(_gathered(engine), rounded, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("stage", range(4))
-def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(stage, is_whole):
-    simulate(_keeps_master_weights, 2, stage, is_whole)
-
-
-def _nests(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_it_nests(ranks: SimulatedRanks, stage: int) -> None:
     for outer, inner in (("itself", "itself"), ("all", "itself"), ("itself", "all")):
         engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
         up, other = engine.module.blocks[0].up.weight, engine.module.gain
@@ -144,11 +143,6 @@ def _nests(ranks: SimulatedRanks, stage: int) -> None:
                 assert torch.equal(other, torch.ones(1))
             assert torch.equal(up, expected)
         assert torch.equal(engine.full_state_dict()["blocks.0.up.weight"], expected)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_it_nests(stage):
-    simulate(_nests, 2, stage)
 
 
 class _Own(nn.Module):
@@ -175,7 +169,8 @@ class _Own(nn.Module):
         return self.scale * norm
 
 
-def _within_forward(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_within_a_forward_it_takes_nothing_away(ranks: SimulatedRanks) -> None:
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(ranks.rank))
     results = []
     for is_asking in (False, True):
@@ -187,11 +182,10 @@ def _within_forward(ranks: SimulatedRanks) -> None:
     torch.testing.assert_close(*results, rtol=0.0, atol=0.0)
 
 
-def test_within_a_forward_it_takes_nothing_away():
-    simulate(_within_forward, 2)
-
-
-def _overlapping(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(
+    ranks: SimulatedRanks,
+) -> None:
     engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     expected = engine.full_state_dict()["blocks.0.up.weight"]
@@ -214,11 +208,9 @@ def _overlapping(ranks: SimulatedRanks) -> None:
         assert all(map(access.is_refused, engine.module.parameters()))  # sharded as before
 
 
-def test_contexts_that_overlap_hold_their_parameters_to_their_own_end():
-    simulate(_overlapping, 2)
-
-
-def _is_refused(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_wrong_parameters_shapes_and_ranks_are_refused(ranks: SimulatedRanks, stage: int) -> None:
     engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
 
     def refuses(params: Any, modifier: int | None, match: str) -> None:
@@ -248,11 +240,6 @@ def _is_refused(ranks: SimulatedRanks, stage: int) -> None:
     for params in ([gain], None):
         refuses(params, ranks.rank, rf"{who}.*modifier_rank \(here {ranks.rank}\)")
     train(engine, _batches(ranks.rank, 1))  # whatever was refused, all goes on
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_wrong_parameters_shapes_and_ranks_are_refused(stage):
-    simulate(_is_refused, 2, stage)
 
 
 def test_changes_reach_all_ranks_where_they_share_memory() -> None:

@@ -26,6 +26,7 @@ from zero_core.testing import (
     batch,
     make_model,
     make_tower,
+    on_ranks,
     rows,
     run_on_processes,
     seeded,
@@ -58,7 +59,12 @@ def _calls(model: Any, way: str, step: int, rank: int) -> list[Tensor]:
     return [model(x), model(y)] if way == "two backwards" else [model(x)]
 
 
-def _backwards(ranks: SimulatedRanks, stage: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["a loss of two forwards", "two backwards", "a plain backward"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_step_follows_ddp_when_its_backward_is(
+    ranks: SimulatedRanks, stage: int, way: str
+) -> None:
     reference = make_tower()
     ddp = SimulatedDDP(reference, ranks)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
@@ -77,13 +83,8 @@ def _backwards(ranks: SimulatedRanks, stage: int, way: str) -> None:
     torch.testing.assert_close(engine.full_state_dict(), expected, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("way", ["a loss of two forwards", "two backwards", "a plain backward"])
-@pytest.mark.parametrize("stage", range(4))
-def test_a_step_follows_ddp_when_its_backward_is(stage, way):
-    simulate(_backwards, 2, stage, way)
-
-
-def _drop(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_loss_that_is_dropped_frees_its_activations(ranks: SimulatedRanks) -> None:
     engine = _build(ranks, 3)
     seen: list[weakref.ref[Tensor]] = []
     for module in engine.module.modules():
@@ -94,11 +95,10 @@ def _drop(ranks: SimulatedRanks) -> None:
     assert [ref() for ref in seen if ref() is not None] == []
 
 
-def test_a_loss_that_is_dropped_frees_its_activations():
-    simulate(_drop, 2)
-
-
-def _part_alone(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(
+    ranks: SimulatedRanks,
+) -> None:
     engine = _build(ranks, 3)
     with pytest.raises(RuntimeError, match=r"a part of unit 0 \(root\) was called by itself"):
         engine.module.first(rows(0, ranks.rank))
@@ -106,11 +106,11 @@ def _part_alone(ranks: SimulatedRanks) -> None:
         assert torch.equal(engine.module.first(rows(0, 0)), make_tower().first(rows(0, 0)))
 
 
-def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with():
-    simulate(_part_alone, 2)
-
-
-def _state_dict(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_state_dict_has_the_values_after_the_step_or_is_refused_at_stage_3(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     engine = _build(ranks, stage)
     train(engine, [rows(0, ranks.rank)])
     if stage < 3:
@@ -121,11 +121,6 @@ def _state_dict(ranks: SimulatedRanks, stage: int) -> None:
         with engine.gathered() as module:
             found = {k: v.clone() for k, v in module.state_dict().items()}
     _check_equal(dict(found), engine.full_state_dict())
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_state_dict_has_the_values_after_the_step_or_is_refused_at_stage_3(stage):
-    simulate(_state_dict, 2, stage)
 
 
 def _late(ranks: SimulatedRanks, stage: int) -> None:
@@ -149,7 +144,8 @@ def test_a_late_gradient_is_reduced_where_ranks_share_memory():
     run_on_processes(_late, 2, 3)
 
 
-def _uses_nothing(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_rank_whose_loss_uses_no_parameter_takes_part(ranks: SimulatedRanks) -> None:
     results = []
     for stage in range(3):
         engine = _build(ranks, stage, accumulation=2)
@@ -166,10 +162,6 @@ def _uses_nothing(ranks: SimulatedRanks) -> None:
     assert not torch.equal(results[0]["head.weight"], make_tower().head.weight)
 
 
-def test_a_rank_whose_loss_uses_no_parameter_takes_part():
-    simulate(_uses_nothing, 2)
-
-
 def _skips_several(ranks: SimulatedRanks) -> None:
     engine = _build(ranks, 3)
     blocks, x = engine.module.blocks, rows(0, ranks.rank)
@@ -183,7 +175,10 @@ def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights():
         simulate(_skips_several, 2, timeout_s=2.0)
 
 
-def _drops_one(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_blocks_may_be_called_without_the_models_forward_and_each_rank_may_drop_one(
+    ranks: SimulatedRanks,
+) -> None:
     results = []
     for stage in range(4):
         engine = _build(ranks, stage)
@@ -199,11 +194,10 @@ def _drops_one(ranks: SimulatedRanks) -> None:
         _check_equal(one, other)
 
 
-def test_blocks_may_be_called_without_the_models_forward_and_each_rank_may_drop_one():
-    simulate(_drops_one, 2)
-
-
-def _reversed(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(
+    ranks: SimulatedRanks,
+) -> None:
     engine = _build(ranks, 3)
     for step in range(3):
         train(engine, [(rows(step, ranks.rank), (3, 2, 1, 0))])
@@ -212,14 +206,11 @@ def _reversed(ranks: SimulatedRanks) -> None:
     assert engine.memory_report()["gathered units"] <= 4 * (2 * block + root)
 
 
-def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most():
-    simulate(_reversed, 2)
-
-
 # ------------------------------------------------------------------ ranks that differ
 
 
-def _different_models(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_ranks_with_different_models_or_configurations_are_refused(ranks: SimulatedRanks) -> None:
     width = 3 + ranks.rank
     with pytest.raises(zero_core.RankMismatchError, match="different model"):
         zero_core.build(nn.Linear(width, 2), Case().config(), process_group=ranks)
@@ -228,11 +219,8 @@ def _different_models(ranks: SimulatedRanks) -> None:
         zero_core.build(nn.Linear(3, 2), clip, process_group=ranks)
 
 
-def test_ranks_with_different_models_or_configurations_are_refused():
-    simulate(_different_models, 2)
-
-
-def _starts_from_rank_zero(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_every_rank_starts_from_rank_zeros_values(ranks: SimulatedRanks) -> None:
     with seeded(ranks.rank):
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model[1].running_mean.fill_(ranks.rank)
@@ -241,10 +229,6 @@ def _starts_from_rank_zero(ranks: SimulatedRanks) -> None:
         expected = nn.Linear(3, 2).weight
     assert torch.equal(engine.full_state_dict()["0.weight"], expected)
     assert (engine.module[1].running_mean == 0).all()
-
-
-def test_every_rank_starts_from_rank_zeros_values():
-    simulate(_starts_from_rank_zero, 2)
 
 
 def _lost_peer(rank: int, world_size: int) -> None:
@@ -262,20 +246,17 @@ def test_a_lost_peer_is_named_by_rank_unit_and_collective():
     spawn(_lost_peer, 2)
 
 
-def _one_rank_fails(ranks: SimulatedRanks, folder: Path) -> None:
+@on_ranks(2)
+def test_a_failure_on_one_rank_reaches_all(ranks: SimulatedRanks, tmp_path: Path) -> None:
     engine = _build(ranks, 3)
-    engine.save_checkpoint(folder / "c")
+    engine.save_checkpoint(tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"find failed on rank 1: .* holds no checkpoint"):
-        engine.load_checkpoint(folder / ("c" if ranks.rank == 0 else "elsewhere"))
+        engine.load_checkpoint(tmp_path / ("c" if ranks.rank == 0 else "elsewhere"))
     with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .* keeps JSON"):
-        engine.save_checkpoint(folder, client_state={"x": object() if ranks.rank else 1})
-    (folder / "file").touch()
+        engine.save_checkpoint(tmp_path, client_state={"x": object() if ranks.rank else 1})
+    (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="export failed on rank 0"):
-        engine.export_safetensors(folder / "file")
-
-
-def test_a_failure_on_one_rank_reaches_all(tmp_path):
-    simulate(_one_rank_fails, 2, tmp_path)
+        engine.export_safetensors(tmp_path / "file")
 
 
 # ------------------------------------------------------------------ one rank
@@ -402,14 +383,11 @@ class _Empty(Tower):
         self.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
 
 
-def _empty(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_parameter_without_elements_is_carried_along(ranks: SimulatedRanks) -> None:
     engine = zero_core.build(_Empty(), Case(stage=3).config(), process_group=ranks)
     train(engine, [rows(0, ranks.rank)])
     assert engine.full_state_dict()["nothing"].shape == (0,)
-
-
-def test_a_parameter_without_elements_is_carried_along():
-    simulate(_empty, 2)
 
 
 def test_half_precision_accumulation_keeps_small_gradients():

@@ -21,6 +21,7 @@ from zero_core.testing import (
     SimulatedRanks,
     batch,
     make_model,
+    on_ranks,
     seeded,
     simulate,
     spawn,
@@ -157,7 +158,11 @@ def test_the_error_of_ranks_that_diverge_names_idle_step():
         simulate(_wait_in_vain, 2, timeout_s=1.0)
 
 
-def _all_used(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_used(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     zero = {"ignore_unused_parameters": False}
     engine = zero_core.build(
         nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)}),
@@ -181,12 +186,8 @@ def _all_used(ranks: SimulatedRanks, stage: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_used(stage: int):
-    simulate(_all_used, 2, stage)
-
-
-def _go_on(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_rank_is_idle_after_a_forward_that_failed(ranks: SimulatedRanks) -> None:
     """One rank's forward raises between two blocks."""
     engine = zero_core.build(_Net(), Case(3).config(), process_group=ranks)
     train(engine, [_x(0, ranks.rank)])
@@ -202,10 +203,6 @@ def _go_on(ranks: SimulatedRanks) -> None:
         engine.idle_step()
     else:
         train(engine, [_x(1, ranks.rank)])
-
-
-def test_a_rank_is_idle_after_a_forward_that_failed():
-    simulate(_go_on, 2)
 
 
 class _UsedFirst(nn.Module):
@@ -224,7 +221,10 @@ class _UsedFirst(nn.Module):
         return x.square().mean()
 
 
-def _go_other_ways(ranks: SimulatedRanks) -> None:
+@on_ranks(2, timeout_s=20.0)
+def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(
+    ranks: SimulatedRanks,
+) -> None:
     """Evaluations skip a block that trainings use."""
     results = []
     for stage in (2, 3):
@@ -243,7 +243,3 @@ def _go_other_ways(ranks: SimulatedRanks) -> None:
                     engine(x, skipped=1)
         results.append(engine.full_state_dict())
     torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
-
-
-def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind():
-    simulate(_go_other_ways, 2, timeout_s=20.0)

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 import zero_core
 from zero_core import ConfigError
 from zero_core.layout.discovery import discover, note_reader
-from zero_core.testing import Case, SimulatedRanks, check_like_ddp, seeded, simulate
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    check_like_ddp,
+    on_ranks,
+    seeded,
+)
 
 
 class _Mixture(nn.Module):
@@ -106,14 +112,11 @@ def _draw(number: int, rank: int) -> tuple[Tensor, int]:
     return torch.randn(4, 5, generator=generator), number + rank
 
 
-def _follows_ddp(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (3, 1), (3, 3)])
+@on_ranks()
+def test_the_numbers_are_those_of_ddp(ranks: SimulatedRanks, stage: int) -> None:
     for leaf in ("mixture", "mixture.experts"):  # the latter has no forward
         check_like_ddp(ranks, lambda leaf=leaf: _marked(leaf), _draw, Case(stage))
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (3, 1), (3, 3)])
-def test_the_numbers_are_those_of_ddp(world_size, stage):
-    simulate(_follows_ddp, world_size, stage)
 
 
 def test_a_parameter_that_another_block_reads_is_gathered_with_the_root():

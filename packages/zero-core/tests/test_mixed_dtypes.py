@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedRanks, seeded, simulate, train
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedRanks,
+    on_ranks,
+    seeded,
+    train,
+)
 
 STEPS = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -88,24 +96,6 @@ def _run(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
     return train(engine, [_x(step, rank) for step in steps])
 
 
-def _follows(ranks: SimulatedRanks, mix: str, name: str, folder: str) -> None:
-    losses, (masters, optimizer) = _reference(mix, name, ranks)
-    # Gradients are sent in their own dtype: a third has no 16 bits, half of fp16's least neither.
-    is_exact = ranks.size == 1 or (ranks.size == 2 and torch.float16 not in MIXES[mix])
-    atol = 0.0 if is_exact else 1e-3
-    for stage in (0, 1, 2, 3):
-        engine = _engine(mix, name, stage, process_group=ranks)
-        found = _run(engine, ranks.rank, range(2))
-        engine.save_checkpoint(f"{folder}/{ranks.size}-{stage}")
-        found += _run(engine, ranks.rank, range(2, STEPS))
-        torch.testing.assert_close(found, losses, rtol=0.0, atol=atol)
-        _compare(engine, masters, optimizer, atol)
-        other = _engine(mix, name, 3 - stage, process_group=ranks)
-        other.load_checkpoint(f"{folder}/{ranks.size}-{stage}")
-        assert _run(other, ranks.rank, range(2, STEPS)) == found[2:]
-        _compare(other, masters, optimizer, atol)
-
-
 def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float) -> None:
     for name, master in masters.items():
         expected = {"master_weight": master.detach()} | {
@@ -128,5 +118,22 @@ def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float
         *((3, mix, "AdamW") for mix in ("fp32 first", "fp64 and bf16", "fp16, fp64 and fp32")),
     ],
 )
-def test_each_dtype_follows_torch_at_every_stage(world_size, mix, name, tmp_path: Path):
-    simulate(_follows, world_size, mix, name, str(tmp_path))
+@on_ranks()
+def test_each_dtype_follows_torch_at_every_stage(
+    ranks: SimulatedRanks, mix: str, name: str, tmp_path: Path
+) -> None:
+    losses, (masters, optimizer) = _reference(mix, name, ranks)
+    # Gradients are sent in their own dtype: a third has no 16 bits, half of fp16's least neither.
+    is_exact = ranks.size == 1 or (ranks.size == 2 and torch.float16 not in MIXES[mix])
+    atol = 0.0 if is_exact else 1e-3
+    for stage in (0, 1, 2, 3):
+        engine = _engine(mix, name, stage, process_group=ranks)
+        found = _run(engine, ranks.rank, range(2))
+        engine.save_checkpoint(f"{tmp_path!s}/{ranks.size}-{stage}")
+        found += _run(engine, ranks.rank, range(2, STEPS))
+        torch.testing.assert_close(found, losses, rtol=0.0, atol=atol)
+        _compare(engine, masters, optimizer, atol)
+        other = _engine(mix, name, 3 - stage, process_group=ranks)
+        other.load_checkpoint(f"{tmp_path!s}/{ranks.size}-{stage}")
+        assert _run(other, ranks.rank, range(2, STEPS)) == found[2:]
+        _compare(other, masters, optimizer, atol)

@@ -15,8 +15,8 @@ from zero_core.testing import (
     Case,
     SimulatedDDP,
     SimulatedRanks,
+    on_ranks,
     seeded,
-    simulate,
     step_ddp,
     train,
 )
@@ -94,7 +94,11 @@ def _trains_alone(model: nn.Module, state: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[k], expected[k]) for k in expected)
 
 
-def _copies(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (3, 2), (3, 3)])
+@on_ranks()
+def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     for checkpointing in ({}, {"activation_checkpointing": {"enabled": True}}):
         config = Case(stage).config() | OPT | checkpointing
         engine = zero_core.build(_Net(), config, process_group=ranks)
@@ -117,12 +121,9 @@ def _copies(ranks: SimulatedRanks, stage: int) -> None:
             _trains_alone(copied, state)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (3, 2), (3, 3)])
-def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(world_size, stage):
-    simulate(_copies, world_size, stage)
-
-
-def _where_values_are_whole(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_copy_is_refused_where_values_are_not_whole(ranks: SimulatedRanks, stage: int) -> None:
     engine = _engine(stage, process_group=ranks)
     _train(engine, ranks.rank, range(1))
     state = engine.full_state_dict()
@@ -141,12 +142,9 @@ def _where_values_are_whole(ranks: SimulatedRanks, stage: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_copy_is_refused_where_values_are_not_whole(stage):
-    simulate(_where_values_are_whole, 2, stage)
-
-
-def _average(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3), (3, 1), (3, 2)])
+@on_ranks()
+def test_an_averaged_model_follows_the_one_over_ddp(ranks: SimulatedRanks, stage: int) -> None:
     net = _Net()
     ddp = SimulatedDDP(net, ranks)
     optimizer = _adamw(net)
@@ -168,11 +166,6 @@ def _average(ranks: SimulatedRanks, stage: int) -> None:
         assert torch.equal(found[key], wanted[key]), key
     with torch.no_grad():
         assert torch.equal(average.eval()(_x(9, 0)), expected.eval()(_x(9, 0)))
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3), (3, 1), (3, 2)])
-def test_an_averaged_model_follows_the_one_over_ddp(world_size, stage):
-    simulate(_average, world_size, stage)
 
 
 def test_an_ended_engine_leaves_copying_to_the_model():

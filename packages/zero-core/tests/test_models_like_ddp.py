@@ -26,9 +26,9 @@ from zero_core.testing import (
     check_like_ddp,
     make_model,
     make_tower,
+    on_ranks,
     rows,
     seeded,
-    simulate,
     train,
     train_ddp,
 )
@@ -306,23 +306,25 @@ USES = {
 }
 
 
-def _follows(ranks: SimulatedRanks, name: str, stage: int) -> None:
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_a_model_has_the_bits_of_ddp_when_it_is_used_so(
+    ranks: SimulatedRanks, name: str, stage: int
+) -> None:
     make, draw, top, steps, accumulation = USES[name]
     case = Case(stage, accumulation=accumulation, top=top)
     check_like_ddp(ranks, make, draw, case, steps=steps)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_model_has_the_bits_of_ddp_when_it_is_used_so(
-    world_size: int, stage: int, name: str
+@pytest.mark.parametrize("which", ["pre-hooks", "forward hooks"])
+@on_ranks(2)
+def test_hooks_registered_after_build_find_current_parameters(
+    ranks: SimulatedRanks, which: str, stage: int
 ) -> None:
-    simulate(_follows, world_size, name, stage)
-
-
-def _follows_later(ranks: SimulatedRanks, which: str, stage: int) -> None:
     batches = [rows(number, ranks.rank) for number in range(3)]
     expected, model = _changed(which), _of(_Layered)()
     model.load_state_dict(expected.state_dict())
@@ -334,13 +336,11 @@ def _follows_later(ranks: SimulatedRanks, which: str, stage: int) -> None:
     torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("which", ["pre-hooks", "forward hooks"])
-def test_hooks_registered_after_build_find_current_parameters(which: str, stage: int) -> None:
-    simulate(_follows_later, 2, which, stage)
-
-
-def _gradient_hooks(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_hook_after_accumulation_sees_a_gradient_if_it_was_set_before_build(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     model, seen = make_tower(), list[Tensor | None]()
     hook = model.head.weight.register_post_accumulate_grad_hook
     hook(lambda param: seen.append(param.grad))
@@ -353,12 +353,8 @@ def _gradient_hooks(ranks: SimulatedRanks, stage: int) -> None:
     assert seen[1] is None
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_hook_after_accumulation_sees_a_gradient_if_it_was_set_before_build(stage: int) -> None:
-    simulate(_gradient_hooks, 2, stage)
-
-
-def _routes_in_evaluations(ranks: SimulatedRanks) -> None:
+@on_ranks(3)
+def test_evaluations_that_route_to_other_experts_change_nothing(ranks: SimulatedRanks) -> None:
     losses = []
     for is_evaluating in (False, True):
         engine = zero_core.build(MixtureModel(), Case(3).config(), process_group=ranks)
@@ -369,10 +365,6 @@ def _routes_in_evaluations(ranks: SimulatedRanks) -> None:
                     engine(*routed_batch(step + 9, ranks.rank, count))
             losses[-1] += train(engine, [routed_batch(step, ranks.rank, count)])
     assert losses[0] == losses[1]
-
-
-def test_evaluations_that_route_to_other_experts_change_nothing() -> None:
-    simulate(_routes_in_evaluations, 3)
 
 
 # ------------------------------------------------------------------ gradients of gradients
@@ -392,7 +384,12 @@ def _twice_penalized(model: Callable[..., Tensor], x: Tensor) -> Tensor:
     return out + grad.square().mean() + second.square().mean()
 
 
-def _follows_penalties(ranks: SimulatedRanks, penalize: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("penalize", [_penalized, _twice_penalized])
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_a_gradient_penalty_follows_torch_at_every_stage(
+    ranks: SimulatedRanks, penalize: Callable[..., Tensor]
+) -> None:
     engines = [
         zero_core.build(make_tower(), Case(stage).config(), process_group=ranks)
         for stage in range(4)
@@ -415,11 +412,3 @@ def _follows_penalties(ranks: SimulatedRanks, penalize: Callable[..., Tensor]) -
     for engine in engines:
         values = engine.full_state_dict()
         torch.testing.assert_close(values, dict(model.state_dict()), rtol=0.0, atol=0.0)
-
-
-@pytest.mark.parametrize("penalize", [_penalized, _twice_penalized])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_gradient_penalty_follows_torch_at_every_stage(
-    world_size: int, penalize: Callable[..., Tensor]
-) -> None:
-    simulate(_follows_penalties, world_size, penalize)

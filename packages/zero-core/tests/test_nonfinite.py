@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, device_collectives, seeded, simulate
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    device_collectives,
+    on_ranks,
+    seeded,
+    simulate,
+)
 
 
 class _Scaled(nn.Module):
@@ -91,7 +98,8 @@ def test_a_spoilt_batch_of_an_earlier_micro_step_is_named_too(is_local, stage):
     simulate(_spoil, 2, "fp32", 0, is_local, stage)
 
 
-def _overflow_of_the_sum(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_sum_that_overflows_blames_no_rank(ranks: SimulatedRanks) -> None:
     engine = zero_core.build(_Scaled(), Case(stage=1).config(), process_group=ranks)
     records = _Records()
     big = torch.full((1, 3), 3e38)  # what each rank contributes: four backwards of a quarter
@@ -101,10 +109,6 @@ def _overflow_of_the_sum(ranks: SimulatedRanks) -> None:
     engine.backward(engine(torch.ones(1, 3), big) * 0.5)
     engine.step()
     assert "(blocks.1.weight: each rank's part is finite, their sum is not)" in records.texts[0]
-
-
-def test_a_sum_that_overflows_blames_no_rank():
-    simulate(_overflow_of_the_sum, 2)
 
 
 class _Reticent:

@@ -98,11 +98,12 @@ def train(ranks: Any, case: Case) -> tuple[list[int], list[Any]]:
     for step in range(NUM_STEPS):
         inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(case.micro_steps)]
         inputs[0][0, 0] = torch.nan if step == 2 and ranks.rank == 0 else 1.0
+        inputs = [x.to(ranks.device).requires_grad_(case.is_twice) for x in inputs]
         # Not on all ranks: where the last block is used here alone, it is updated there, too.
         used = blocks_of(step + ranks.rank, is_twice=case.is_twice)
         before = count_waits(ranks) if is_late else 0
         for x in inputs:
-            engine.backward(engine(x.to(ranks.device).requires_grad_(case.is_twice), used))
+            engine.backward(engine(x, used))
             if case.max_norm and engine.is_gradient_accumulation_boundary():
                 results.append(engine.clip_grad_norm_(case.max_norm))
             engine.step()

@@ -17,8 +17,8 @@ from zero_core.testing import (
     batch,
     make_model,
     make_tower,
+    on_ranks,
     rows,
-    simulate,
     step_ddp,
     train,
 )
@@ -44,7 +44,9 @@ def _schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, factors)
 
 
-def _follows_ddp(ranks: SimulatedRanks) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_groups_schedules_and_empty_groups_follow_ddp(ranks: SimulatedRanks) -> None:
     batches = [rows(step, ranks.rank) for step in range(4)]
     for begins_empty in (False, True):
         model = make_tower()
@@ -74,12 +76,11 @@ def _follows_ddp(ranks: SimulatedRanks) -> None:
             torch.testing.assert_close(values, dict(model.state_dict()), rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_groups_schedules_and_empty_groups_follow_ddp(world_size):
-    simulate(_follows_ddp, world_size)
-
-
-def _summed(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])
+@on_ranks()
+def test_summed_gradients_step_as_far_as_ddp_does_with_a_rate_times_the_ranks(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     batches = [batch(step, 0, ranks.rank) for step in range(2)]
     model, own = make_model(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * ranks.size)
@@ -91,8 +92,3 @@ def _summed(ranks: SimulatedRanks, stage: int) -> None:
     train(engine, batches)
     values = dict(model.state_dict())
     torch.testing.assert_close(engine.full_state_dict(), values, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])
-def test_summed_gradients_step_as_far_as_ddp_does_with_a_rate_times_the_ranks(world_size, stage):
-    simulate(_summed, world_size, stage)

@@ -17,10 +17,10 @@ from zero_core.testing import (
     batch,
     make_model,
     make_tower,
+    on_ranks,
     rows,
     run_ddp,
     run_engine,
-    simulate,
     train,
 )
 
@@ -60,7 +60,8 @@ def test_clipping_follows_torchs_formula(norm):
     assert clip_factor(norm, 0.0) == 1.0
 
 
-def _as_grad_scaler(ranks: SimulatedRanks) -> None:
+@on_ranks(1)
+def test_fp16_skips_and_scales_as_torchs_grad_scaler(ranks: SimulatedRanks) -> None:
     """With a window so short that the scale grows until it overflows again, and again."""
     keys = {"fp16": {"enabled": True, "hysteresis": 1, "loss_scale_window": 2}}
     case = Case(stage=3, dtype="fp16", top=keys)
@@ -69,10 +70,6 @@ def _as_grad_scaler(ranks: SimulatedRanks) -> None:
     assert ours.num_skipped == torchs.num_skipped > 5
     assert ours.losses == torchs.losses
     assert all(torch.equal(ours.values[k], v) for k, v in torchs.values.items())
-
-
-def test_fp16_skips_and_scales_as_torchs_grad_scaler() -> None:
-    simulate(_as_grad_scaler, 1)
 
 
 def test_the_check_can_be_switched_off():
@@ -105,7 +102,36 @@ def test_the_gradient_norm_is_the_whole_models():
     assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
 
 
-def _dtypes(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@on_ranks(2)
+def test_the_declared_dtype_is_communicated_after_no_sync(
+    ranks: SimulatedRanks, name: str, dtype: torch.dtype
+) -> None:
+    plain = make_model()
+    ddp, params = SimulatedDDP(plain, ranks), list(plain.parameters())
+    optimizer = torch.optim.SGD((p for p in params if p.requires_grad), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(3):
+            (ddp(**batch(step, micro, ranks.rank))["loss"] / 3).backward()
+        for param in params:
+            if param.grad is not None:
+                param.grad = (param.grad / 2).to(dtype).float() * 2
+        ddp.average_gradients()
+        optimizer.step()
+    expected = plain.state_dict()
+    top = {"communication_data_type": name, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    for stage in range(4):
+        case = Case(stage, accumulation=3, is_local=True, top=top)
+        found = run_engine(case, ranks.rank, 3, process_group=ranks).values
+        assert all(torch.equal(found[key], expected[key]) for key in found), stage
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(3)
+def test_communication_and_accumulation_dtypes_are_honoured(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     finals = []
     for keys in (
         {},
@@ -128,34 +154,3 @@ def _dtypes(ranks: SimulatedRanks, stage: int) -> None:
     for other in finals[1:]:
         assert not torch.equal(finals[0], other)  # the setting has an effect
         torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
-
-
-def _declared(ranks: SimulatedRanks, name: str, dtype: torch.dtype) -> None:
-    plain = make_model()
-    ddp, params = SimulatedDDP(plain, ranks), list(plain.parameters())
-    optimizer = torch.optim.SGD((p for p in params if p.requires_grad), lr=0.5)
-    for step in range(3):
-        optimizer.zero_grad()
-        for micro in range(3):
-            (ddp(**batch(step, micro, ranks.rank))["loss"] / 3).backward()
-        for param in params:
-            if param.grad is not None:
-                param.grad = (param.grad / 2).to(dtype).float() * 2
-        ddp.average_gradients()
-        optimizer.step()
-    expected = plain.state_dict()
-    top = {"communication_data_type": name, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
-    for stage in range(4):
-        case = Case(stage, accumulation=3, is_local=True, top=top)
-        found = run_engine(case, ranks.rank, 3, process_group=ranks).values
-        assert all(torch.equal(found[key], expected[key]) for key in found), stage
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_declared_dtype_is_communicated_after_no_sync(name, dtype):
-    simulate(_declared, 2, name, dtype)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_communication_and_accumulation_dtypes_are_honoured(stage):
-    simulate(_dtypes, 3, stage)

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.core import access
-from zero_core.testing import Case, SimulatedRanks, seeded, simulate
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    on_ranks,
+    seeded,
+)
 
 
 class _Distance(torch.autograd.Function):
@@ -50,7 +55,8 @@ def _models() -> tuple[_Student, nn.Module]:
         return _Student(), nn.Sequential(nn.Linear(3, 3), nn.Linear(6, 5, bias=False))
 
 
-def _distils(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks: SimulatedRanks) -> None:
     expected, plain = _models()
     optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
     student, model = _models()
@@ -80,7 +86,3 @@ def _distils(ranks: SimulatedRanks) -> None:
     engine.backward(loss)
     engine.step()
     assert access.is_refused(weight)
-
-
-def test_a_parameter_saved_after_its_gather_is_gathered_in_backward() -> None:
-    simulate(_distils, 2)

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.checkpoint.files import read_weights
 from zero_core.layout.stored import dim_order, flatten, unflatten
-from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, seeded, simulate, step_ddp, train
+from zero_core.testing import (
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    on_ranks,
+    seeded,
+    simulate,
+    step_ddp,
+    train,
+)
 
 STEPS = 3
 
@@ -200,7 +209,13 @@ def test_checkpoints_and_exports_have_values_by_index_whatever_the_strides(
         assert _equal(exported, {n: expected[n] for n in exported})
 
 
-def _edits(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
+)
+@on_ranks(2)
+def test_values_and_gradients_are_read_and_set_by_index(
+    ranks: SimulatedRanks, stage: int, dtype: str
+) -> None:
     net, plain = _Convolutions(), _Convolutions()
     config = Case(stage, dtype).config() | {"weight_patches": {}}
     engine = zero_core.build(
@@ -242,10 +257,3 @@ def _edits(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
         engine.states.set_full(name, grad, "grad")
     assert engine.states.get_full(name, "grad")[1, 2, 0, 1] == 0.5
     engine.step()
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
-)
-def test_values_and_gradients_are_read_and_set_by_index(stage: int, dtype: str) -> None:
-    simulate(_edits, 2, stage, dtype)

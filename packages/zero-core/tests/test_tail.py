@@ -22,6 +22,7 @@ from zero_core.testing import (
     SimulatedRanks,
     check_like_ddp,
     late_device,
+    on_ranks,
     run_alone,
     seeded,
     simulate,
@@ -203,7 +204,11 @@ def _logged(ranks: SimulatedRanks, stage: int) -> list[str]:
     return model.log
 
 
-def _is_gathered_in_time(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_forward_waits_for_the_root_alone_and_for_the_tail_behind_the_last_block(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     log = _logged(ranks, stage)
     before, after = (log[: log.index("block 1")], log[log.index("block 3") :])
     # Forward waits for what the first block needs, and the next gather is under way meanwhile.
@@ -219,12 +224,11 @@ def _is_gathered_in_time(ranks: SimulatedRanks, stage: int) -> None:
     assert log.count("gather 4") == log.count("gather 0") == 1
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_forward_waits_for_the_root_alone_and_for_the_tail_behind_the_last_block(stage) -> None:
-    simulate(_is_gathered_in_time, 2, stage)
-
-
-def _is_reduced_first(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_the_tail_is_reduced_before_backward_has_gone_through_the_last_block(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     log = _logged(ranks, stage)
     log = [entry for entry in log if entry.startswith(("reduce", "backward"))]
     assert log == [
@@ -233,11 +237,6 @@ def _is_reduced_first(ranks: SimulatedRanks, stage: int) -> None:
         *("backward of block 2", "reduce 2"),
         *("backward of block 1", "reduce 1", "reduce 0"),
     ]
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_the_tail_is_reduced_before_backward_has_gone_through_the_last_block(stage) -> None:
-    simulate(_is_reduced_first, 2, stage)
 
 
 def _adapts(ranks: SimulatedRanks) -> list[list[int]]:
@@ -313,17 +312,16 @@ WAYS = [
 ]
 
 
-def _follow(ranks: SimulatedRanks, way: str, stage: int) -> None:
-    top = {"activation_checkpointing": {}} if way == "recomputed" else {}
-    check_like_ddp(ranks, lambda: _Net(way, ranks.rank), _ids, Case(stage, top=top), steps=4)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_tail_that_is_used_at_any_time_follows_ddp(world_size, stage, way) -> None:
-    simulate(_follow, world_size, way, stage)
+@on_ranks()
+def test_a_tail_that_is_used_at_any_time_follows_ddp(
+    ranks: SimulatedRanks, way: str, stage: int
+) -> None:
+    top = {"activation_checkpointing": {}} if way == "recomputed" else {}
+    check_like_ddp(ranks, lambda: _Net(way, ranks.rank), _ids, Case(stage, top=top), steps=4)
 
 
 def _train_around(ranks: SimulatedRanks, way: str, stage: int) -> Any:
@@ -378,7 +376,10 @@ def test_only_a_look_at_values_waits_for_the_tail_early(look, is_read) -> None:
     assert simulate(_look, 2, look) == [is_read] * 2
 
 
-def _break_off(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes(
+    ranks: SimulatedRanks,
+) -> None:
     engine, model = _build(ranks, 3)
 
     def fail(module: nn.Module, args: Any) -> None:
@@ -398,10 +399,6 @@ def _break_off(ranks: SimulatedRanks) -> None:
         engine(_ids(0, ranks.rank))
     train(engine, [_ids(0, ranks.rank)])
     assert engine.skipped_steps == 0
-
-
-def test_what_a_forward_left_gathered_is_read_by_one_rank_until_it_changes() -> None:
-    simulate(_break_off, 2)
 
 
 def _train(ranks: SimulatedRanks, way: str, stage: int) -> dict[str, Tensor]:
@@ -488,7 +485,11 @@ def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits(way) ->
 # ------------------------------------------------------------------ checkpoints
 
 
-def _save_and_load(ranks: SimulatedRanks, folder: str, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_checkpoint_of_an_engine_without_a_tail_loads(
+    ranks: SimulatedRanks, tmp_path: Path, stage: int
+) -> None:
     old = _Net()
     for param in (*old.norm.parameters(), *old.head.parameters(), *old.other.parameters()):
         note_reader(old, param)  # then it stays in the root: the layout before there was a tail
@@ -496,17 +497,12 @@ def _save_and_load(ranks: SimulatedRanks, folder: str, stage: int) -> None:
     engine = zero_core.build(old, config, process_group=ranks)
     assert not engine.layout.has_tail
     train(engine, [_ids(step, ranks.rank) for step in range(2)])
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(str(tmp_path))
     new = zero_core.build(_Net(), config, process_group=ranks)
     assert new.layout.has_tail
-    new.load_checkpoint(folder)
+    new.load_checkpoint(str(tmp_path))
     for trained in (engine, new):
         trained.backward(trained(_ids(2, ranks.rank)))
         trained.step()
     expected, found = engine.full_state_dict(), new.full_state_dict()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_checkpoint_of_an_engine_without_a_tail_loads(stage, tmp_path: Path) -> None:
-    simulate(_save_and_load, 2, str(tmp_path), stage)

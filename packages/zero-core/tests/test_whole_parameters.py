@@ -18,6 +18,7 @@ from zero_core.testing import (
     SimulatedDDP,
     batch,
     make_model,
+    on_ranks,
     run_ddp,
     run_engine,
     simulate,
@@ -148,7 +149,11 @@ def check_equal(engine, expected, what=None):
         assert torch.equal(found[key], value), (key, what)
 
 
-def _is_the_optimizers(ranks, name):
+@pytest.mark.parametrize(
+    ("world_size", "name"), [*((2, name) for name in OPTIMIZERS), (1, "Shampoo"), (3, "Shampoo")]
+)
+@on_ranks()
+def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(ranks, name):
     make = OPTIMIZERS[name]
     expected, theirs = train_whole(make, ranks)
     start = make_model().state_dict()
@@ -165,13 +170,6 @@ def _is_the_optimizers(ranks, name):
         engine.close()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "name"), [*((2, name) for name in OPTIMIZERS), (1, "Shampoo"), (3, "Shampoo")]
-)
-def test_update_is_the_optimizers_own_at_every_stage_and_on_the_host(world_size, name):
-    simulate(_is_the_optimizers, world_size, name)
-
-
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 13, "hysteresis": 1}}
 CASES = [  # and a bound of the gap from DDP, which sums gradients in their dtype
@@ -181,7 +179,8 @@ CASES = [  # and a bound of the gap from DDP, which sums gradients in their dtyp
 ]
 
 
-def _keeps_to_ddp(ranks):
+@on_ranks(3)
+def test_masters_skips_accumulation_and_clipping_are_those_of_any_optimizer(ranks):
     for case, gap in CASES:
         expected = run_ddp(case, ranks.rank, 4, ranks)
         first, found = (
@@ -192,10 +191,6 @@ def _keeps_to_ddp(ranks):
         for name, value in expected.values.items():
             assert torch.equal(found.values[name], first.values[name]), name
             torch.testing.assert_close(found.values[name], value, rtol=0.0, atol=gap, msg=name)
-
-
-def test_masters_skips_accumulation_and_clipping_are_those_of_any_optimizer():
-    simulate(_keeps_to_ddp, 3)
 
 
 def _resumes(ranks, name, stages, folder, sizes):
@@ -279,7 +274,10 @@ def _adafactor_of(stage, ranks):
     return engine_of(OPTIMIZERS["Adafactor"], stage, ranks)
 
 
-def _restores_what_it_returned(ranks, make, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("make", [_adafactor_of, _muon_of])
+@on_ranks(2)
+def test_own_states_are_restored_all_or_none(ranks, make, stage):
     engine, other = (make(stage, ranks) for _ in range(2))
     names = [n for n, p in engine.module.named_parameters() if p.requires_grad]
 
@@ -307,12 +305,6 @@ def _restores_what_it_returned(ranks, make, stage):
     torch.testing.assert_close(own(other), before, rtol=0.0, atol=0.0)
     other.states.load_own(fresh)
     assert not any(states for _, states in own(other).values())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("make", [_adafactor_of, _muon_of])
-def test_own_states_are_restored_all_or_none(make, stage):
-    simulate(_restores_what_it_returned, 2, make, stage)
 
 
 def test_state_that_is_no_tensor_is_refused_by_what_it_is():
@@ -457,16 +449,13 @@ class OneStepSize(Own):
                 param.sub_(param.grad, alpha=group["lr"] / group["total"])
 
 
-def _mixes(ranks, kind):
+@pytest.mark.parametrize("kind", [OwnClipping, OneStepSize])
+@on_ranks(2)
+def test_one_that_mixes_parameters_is_refused_where_ranks_update_different_ones(ranks, kind):
     with pytest.raises(ConfigError, match=rf"{kind.__name__} is not served at .*stage 2: a trial"):
         engine_of(kind, 2, ranks)
     expected, _ = train_whole(kind, ranks)
     check_equal(trained(engine_of(kind, 0, ranks), ranks.rank, range(STEPS)), expected)
-
-
-@pytest.mark.parametrize("kind", [OwnClipping, OneStepSize])
-def test_one_that_mixes_parameters_is_refused_where_ranks_update_different_ones(kind):
-    simulate(_mixes, 2, kind)
 
 
 def test_a_trial_finds_no_mixing_in_the_others_and_leaves_them_alone():
@@ -538,24 +527,15 @@ def of_two_kinds(kind):
     return lambda params: kind([{"params": params[:-1], "decay": 0}, {"params": params[-1:]}])
 
 
-def _counts(ranks, folder):
+@on_ranks(2)
+def test_numbers_beside_slices_stay_numbers(ranks, tmp_path):
     engine = trained(engine_of(of_two_kinds(Sliced), 3, ranks), ranks.rank, range(2))
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(str(tmp_path))
     resumed = engine_of(of_two_kinds(Sliced), 1, ranks)
-    resumed.load_checkpoint(folder)
+    resumed.load_checkpoint(str(tmp_path))
     counts = [state["count"] for state in resumed.optimizer.state.values()]
     assert {type(count) for count in counts} == {int}
     assert max(counts) == 2
-
-
-def test_numbers_beside_slices_stay_numbers(tmp_path):
-    simulate(_counts, 2, str(tmp_path))
-
-
-def _is_not_saved(ranks, make, folder, match):
-    engine = trained(engine_of(make, 3, ranks), ranks.rank, range(1))
-    with pytest.raises(CheckpointError, match=match):
-        engine.save_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
@@ -566,5 +546,8 @@ def _is_not_saved(ranks, make, folder, match):
     ],
     ids=["beside slices", "of whole parameters"],
 )
-def test_state_that_no_checkpoint_holds_is_refused_on_all_ranks(tmp_path, make, match):
-    simulate(_is_not_saved, 2, make, str(tmp_path), match)
+@on_ranks(2)
+def test_state_that_no_checkpoint_holds_is_refused_on_all_ranks(ranks, make, tmp_path, match):
+    engine = trained(engine_of(make, 3, ranks), ranks.rank, range(1))
+    with pytest.raises(CheckpointError, match=match):
+        engine.save_checkpoint(str(tmp_path))
