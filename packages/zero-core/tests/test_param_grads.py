@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,16 +32,8 @@ STEPS = 3
 Edit = Callable[[nn.Module], object]
 
 
-def _nothing(model: nn.Module) -> None:
-    pass
-
-
 def _clip_norm(model: nn.Module) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-
-def _clip_value(model: nn.Module) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
 
 
 def _clamp_data(model: nn.Module) -> None:
@@ -61,11 +54,15 @@ def _zero_and_assign(model: nn.Module) -> None:
     second.grad *= 0.5
 
 
-def _drop_all(model: nn.Module) -> None:
-    model.zero_grad()
-
-
-EDITS = (_nothing, _clip_norm, _clip_value, _clamp_data, _freeze, _zero_and_assign, _drop_all)
+EDITS: dict[str, Edit] = {
+    "nothing": lambda model: None,
+    "clipped": _clip_norm,
+    "clipped by value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+    "clamped": _clamp_data,
+    "None": _freeze,
+    "assigned": _zero_and_assign,
+    "dropped": lambda model: model.zero_grad(),
+}
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -83,19 +80,14 @@ def _norm(model: nn.Module) -> float:
     return nn.utils.get_total_norm(grads).item() if grads else 0.0
 
 
-def _ddp(ranks: SimulatedRanks, edit: Edit) -> list:
-    model = make_model()
-    ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model)
-    found: list = []
-    for step in range(STEPS):
-        ddp(**batch(step, 0, ranks.rank))["loss"].backward()
-        ddp.average_gradients()
-        found.append(_read(model))
-        edit(model)
-        found += [_read(model), _norm(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, {n: p.detach().clone() for n, p in model.named_parameters()}]
+def _step_ddp(
+    ddp: SimulatedDDP, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], edit: Edit
+) -> None:
+    ddp(**inputs)["loss"].backward()
+    ddp.average_gradients()
+    edit(ddp.module)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _build(ranks: SimulatedRanks | None = None, **case: object) -> zero_core.Engine:
@@ -105,24 +97,29 @@ def _build(ranks: SimulatedRanks | None = None, **case: object) -> zero_core.Eng
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("world_size", [1, 3])
 @on_ranks()
-def test_grad_reads_and_counts_as_with_ddp(ranks: SimulatedRanks, edit: Edit) -> None:
-    wanted = _ddp(ranks, edit)
-    engine = _build(ranks)
-    found: list = []
+def test_grad_reads_and_counts_as_with_ddp(ranks: SimulatedRanks, name: str) -> None:
+    def edit(model: nn.Module) -> None:
+        grads = [_read(model)]
+        EDITS[name](model)
+        seen.append([*grads, _read(model), _norm(model)])
+
+    seen: list[list[Any]] = []
+    model, engine = make_model(), _build(ranks)
+    ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model)
     for step in range(STEPS):
-        engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
-        found.append(_read(engine.module))
+        inputs = batch(step, 0, ranks.rank)
+        _step_ddp(ddp, optimizer, inputs, edit)
+        engine.backward(engine(**inputs)["loss"])
         edit(engine.module)
-        found += [_read(engine.module), _norm(engine.module)]
         engine.step()
-        assert math.isclose(engine.get_global_grad_norm(), found[-1], rel_tol=1e-6)
+        assert math.isclose(engine.get_global_grad_norm(), seen[-1][-1], rel_tol=1e-6)
         assert all(p.grad is None for p in engine.module.parameters())
-    full = engine.full_state_dict()
-    values = {name: full[name] for name, _ in engine.module.named_parameters()}
-    torch.testing.assert_close([*found, values], wanted, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(seen[1::2], seen[::2], rtol=0.0, atol=0.0)
+    values = dict(model.state_dict())
+    torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
 
 
 def _assert_as_with_ddp(model: nn.Module, wanted: nn.Module, ranks: Ranks) -> None:
@@ -153,11 +150,7 @@ def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[
     control.sum = sum_and_release
     for step in range(steps):
         inputs, edit = batch(step, 0, ranks.rank), edits[step % len(edits)]
-        ddp(**inputs)["loss"].backward()
-        ddp.average_gradients()
-        edit(wanted)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step_ddp(ddp, optimizer, inputs, edit)
         engine.backward(engine(**inputs)["loss"])
         is_due[0] = True
         if ranks.rank > 0:
@@ -173,7 +166,7 @@ def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[
 
 
 def _on_late_processes(ranks: Ranks) -> None:
-    _step_with_late_ranks(ranks, 30, Case(), EDITS)
+    _step_with_late_ranks(ranks, 30, Case(), list(EDITS.values()))
     edits = (_clip_norm, _zero_and_assign)
     # Where the ranks' shards are parts of the sum, and where both are of two dtypes.
     _step_with_late_ranks(ranks, 4, Case(top={"communication_data_type": "bf16"}), edits)
@@ -194,17 +187,10 @@ def _change_a_bias(model: nn.Module) -> None:
 @on_ranks()
 def test_changes_after_clipping_reach_the_owners_of_their_shards(ranks: SimulatedRanks) -> None:
     wanted, engine = make_model(), _build(ranks)
-    ddp, optimizer, inputs = (
-        SimulatedDDP(wanted, ranks),
-        _optimizer(wanted),
-        batch(0, 0, ranks.rank),
-    )
+    ddp, optimizer = SimulatedDDP(wanted, ranks), _optimizer(wanted)
+    inputs = batch(0, 0, ranks.rank)
     for edit in (_zero_and_assign, _freeze, _change_a_bias):
-        ddp(**inputs)["loss"].backward()
-        ddp.average_gradients()
-        edit(wanted)
-        optimizer.step()
-        optimizer.zero_grad()
+        _step_ddp(ddp, optimizer, inputs, edit)
         engine.backward(engine(**inputs)["loss"])
         engine.clip_grad_norm_(1e9)
         edit(engine.module)
@@ -296,9 +282,8 @@ def test_a_further_backward_adds_to_what_was_changed(ranks: SimulatedRanks) -> N
     engine(**batch(0, 1, ranks.rank))["loss"].backward()  # as scripts do, without the engine
     torch.testing.assert_close(_read(engine.module), wanted, rtol=1e-6, atol=1e-8)
     engine.step()
-    full = engine.full_state_dict()
-    values = {n: full[n] for n, _ in model.named_parameters()}
-    torch.testing.assert_close(values, dict(model.named_parameters()), rtol=1e-5, atol=1e-6)
+    values = dict(model.state_dict())
+    torch.testing.assert_close(engine.full_state_dict(), values, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -345,9 +330,8 @@ def test_what_is_assigned_without_a_backward_is_stepped_with(ranks: SimulatedRan
         optimizer.step()
         engine.step()
         assert math.isclose(engine.get_global_grad_norm(), norm, rel_tol=1e-6)
-    full = engine.full_state_dict()
-    values = {n: full[n] for n, _ in wanted.named_parameters()}
-    torch.testing.assert_close(values, dict(wanted.named_parameters()), rtol=0.0, atol=0.0)
+    values = dict(wanted.state_dict())
+    torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
 
 
 def test_a_gradient_that_is_made_infinite_skips_the_step():
@@ -376,9 +360,8 @@ def test_an_optimizer_of_whole_parameters_gets_what_was_changed():
         optimizer.step()
         optimizer.zero_grad()
         engine.step()
-    full = engine.full_state_dict()
-    values = {n: full[n] for n, _ in wanted.named_parameters()}
-    torch.testing.assert_close(values, dict(wanted.named_parameters()), rtol=1e-6, atol=1e-7)
+    values = dict(wanted.state_dict())
+    torch.testing.assert_close(engine.full_state_dict(), values, rtol=1e-6, atol=1e-7)
 
 
 def test_states_by_name_and_clipping_of_the_engine_see_changes():
