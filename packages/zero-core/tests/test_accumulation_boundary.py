@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero_core
 from zero_core.errors import CheckpointError
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
     Case,
-    SimulatedDDP,
     SimulatedRanks,
     batch,
     make_model,
     on_ranks,
     run_on_processes,
     simulate,
+    train_ddp,
 )
 
 EPOCHS = (3, 3, 2, 3, 1)
@@ -32,23 +30,9 @@ EPOCHS = (3, 3, 2, 3, 1)
 
 def _ddp(ranks: SimulatedRanks, counts: Sequence[int]) -> dict[str, Tensor]:
     model = make_model()
-    ddp = SimulatedDDP(model, ranks)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    for step, count in enumerate(counts):
-        sums: dict[nn.Parameter, Tensor] = {}
-        for micro in range(count):
-            (ddp(**batch(step, micro, ranks.rank))["loss"] / count).backward()
-            ddp.average_gradients()
-            for param in trained:
-                if param.grad is not None:
-                    grad, param.grad = param.grad, None
-                    sums[param] = sums[param] + grad if param in sums else grad
-        for param in trained:
-            param.grad = sums.get(param)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    batches = [batch(s, micro, ranks.rank) for s, n in enumerate(counts) for micro in range(n)]
+    train_ddp(model, ranks, batches, counts)
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _train(engine: zero_core.Engine, rank: int, counts: Sequence[int]) -> dict[str, Tensor]:

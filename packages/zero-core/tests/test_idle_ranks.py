@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -14,12 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
     Case,
-    SimulatedDDP,
     SimulatedRanks,
     batch,
+    check_like_ddp,
     make_model,
     on_ranks,
     seeded,
@@ -28,62 +25,26 @@ from zero_core.testing import (
     train,
 )
 
-STEPS = 5
 # By step: how many micro-batches of two each rank has.
 NUM_MICRO = [(2, 2, 2), (2, 1, 0), (2, 0, 1), (1, 2, 0), (0, 0, 2)]
 
 
-def _has_data(step: int, micro: int, rank: int) -> bool:
-    return micro < NUM_MICRO[step][rank]
-
-
-def _reference(ranks: SimulatedRanks, case: Case) -> dict[str, Tensor]:
-    """Gradients of each micro-step averaged over all ranks, those without data counting as zero."""
-    model = make_model()
-    ddp = SimulatedDDP(model, ranks)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    for step in range(STEPS):
-        sums: dict[nn.Parameter, Tensor] = {}
-        for micro in range(case.accumulation):
-            if _has_data(step, micro, ranks.rank):
-                loss = ddp(**batch(step, micro, ranks.rank))["loss"]
-                (loss / case.accumulation).backward()
-            ddp.average_gradients()
-            for param in trained:
-                if param.grad is not None:
-                    grad, param.grad = param.grad, None
-                    sums[param] = sums[param] + grad if param in sums else grad
-        for param in trained:
-            param.grad = sums.get(param)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def _follow(ranks: SimulatedRanks, case: Case) -> None:
-    expected = _reference(ranks, case)
-    engine = zero_core.build(make_model(), case.config(), process_group=ranks)
-    for step in range(STEPS):
-        for micro in range(case.accumulation):
-            if _has_data(step, micro, ranks.rank):
-                engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
-                engine.step()
-            else:
-                engine.idle_step()
-    assert (engine.global_steps, engine.skipped_steps) == (STEPS, 0)
-    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+def _draw(number: int, rank: int) -> dict[str, Any] | None:
+    step, micro = divmod(number, 2)
+    return batch(step, micro, rank) if micro < NUM_MICRO[step][rank] else None
 
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "is_recomputed"),
     [*((3, stage, False) for stage in range(4)), (2, 3, False), (2, 3, True)],
 )
-def test_ranks_without_data_add_zero_to_the_average(world_size, stage, is_recomputed):
-    case = Case(stage, accumulation=2)
-    if is_recomputed:
-        case = dataclasses.replace(case, top={"activation_checkpointing": {}})
-    simulate(_follow, world_size, case)
+@on_ranks()
+def test_ranks_without_data_add_zero_to_the_average(
+    ranks: SimulatedRanks, stage: int, is_recomputed: bool
+) -> None:
+    top = {"activation_checkpointing": {}} if is_recomputed else {}
+    case = Case(stage, accumulation=2, top=top)
+    check_like_ddp(ranks, make_model, _draw, case, steps=len(NUM_MICRO))
 
 
 class _Net(nn.Module):
@@ -128,11 +89,7 @@ def _join(rank: int, world_size: int) -> None:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
         }
         engine = zero_core.build(_Net(), config)
-        for step in range(max(lengths)):
-            if step < lengths[rank]:
-                train(engine, [_x(step, rank)])
-            else:
-                engine.idle_step()
+        train(engine, [_x(n, rank) if n < lengths[rank] else None for n in range(max(lengths))])
         found = engine.full_state_dict()
         for name in dict(model.named_parameters()):
             # With three ranks gloo adds up in another order.
@@ -199,10 +156,7 @@ def test_a_rank_is_idle_after_a_forward_that_failed(ranks: SimulatedRanks) -> No
     with pytest.raises(ValueError, match="a bad sample"):
         engine(_x(1, ranks.rank))
     handle.remove()
-    if ranks.rank == 0:
-        engine.idle_step()
-    else:
-        train(engine, [_x(1, ranks.rank)])
+    train(engine, [_x(1, ranks.rank) if ranks.rank else None])
 
 
 class _UsedFirst(nn.Module):
@@ -232,10 +186,7 @@ def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(
         for step in range(4):
             x = torch.randn(2, 300, generator=torch.Generator().manual_seed(10 * step + ranks.rank))
             is_idle = step > 1 and ranks.rank == 1
-            if is_idle:
-                engine.idle_step()
-            else:
-                train(engine, [x])
+            train(engine, [None if is_idle else x])
             with torch.no_grad():
                 if is_idle and step > 2:
                     engine.idle_forward()

@@ -196,12 +196,12 @@ def _logging(
     return engine, model
 
 
-def _logged(ranks: SimulatedRanks, stage: int) -> list[str]:
+def _logged(ranks: SimulatedRanks, stage: int) -> tuple[zero_core.Engine, list[str]]:
     engine, model = _logging(ranks, stage)
     for step in range(2):
         model.log.clear()
         train(engine, [_ids(step, ranks.rank)])
-    return model.log
+    return engine, model.log  # an engine that is dropped waits for its gathers
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -209,7 +209,7 @@ def _logged(ranks: SimulatedRanks, stage: int) -> list[str]:
 def test_forward_waits_for_the_root_alone_and_for_the_tail_behind_the_last_block(
     ranks: SimulatedRanks, stage: int
 ) -> None:
-    log = _logged(ranks, stage)
+    _engine, log = _logged(ranks, stage)
     before, after = (log[: log.index("block 1")], log[log.index("block 3") :])
     # Forward waits for what the first block needs, and the next gather is under way meanwhile.
     if stage == 3:
@@ -229,7 +229,7 @@ def test_forward_waits_for_the_root_alone_and_for_the_tail_behind_the_last_block
 def test_the_tail_is_reduced_before_backward_has_gone_through_the_last_block(
     ranks: SimulatedRanks, stage: int
 ) -> None:
-    log = _logged(ranks, stage)
+    _engine, log = _logged(ranks, stage)
     log = [entry for entry in log if entry.startswith(("reduce", "backward"))]
     assert log == [
         "reduce 4",
