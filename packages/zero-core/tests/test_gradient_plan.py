@@ -182,13 +182,6 @@ def test_micro_steps_add_up_and_a_missing_gradient_counts_as_zero(case: str) -> 
     assert grads.result().shard.tolist() == [5.0] * 4
 
 
-def test_gradients_of_one_rank_add_up_in_their_shard() -> None:
-    grads = _grads(_plan(world_size=1, communicated=FP32))
-    _backward(grads, 1.0, None)
-    _backward(grads, 1.0, 2.0)
-    assert grads.result().shard.tolist() == [2.0] * 4 + [2.0] * 3
-
-
 def test_unreduced_gradients_add_up_in_the_accumulation_dtype() -> None:
     grads = _grads(_plan())
     grads.accumulate_locally()
@@ -199,15 +192,6 @@ def test_unreduced_gradients_add_up_in_the_accumulation_dtype() -> None:
     grads.finish()
     assert not grads.has_unreduced
     assert grads.result().shard.tolist() == [1.0 + 2.0**-10] * 4
-
-
-def test_ranks_with_nonfinite_gradients_are_named_when_their_parts_are_shown() -> None:
-    grads = _grads(_plan(communicated=FP32))
-    _backward(grads, float("inf"), 1.0)
-    assert grads.nonfinite_ranks() == [0, 1]
-    grads.clear()
-    _backward(grads, 1.0, 1.0)
-    assert grads.nonfinite_ranks() is None
 
 
 def test_a_gradient_is_refused_after_its_segment_was_updated() -> None:

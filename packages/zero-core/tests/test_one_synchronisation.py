@@ -14,14 +14,29 @@ from torch import Tensor
 import zero_core
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import AheadTier
-from zero_core.testing import Tower, late_device, make_tower, run_alone, simulate
+from zero_core.testing import Case, Tower, late_device, make_tower, run_alone, simulate
 
 WIDTH, NUM_STEPS = 16, 5
 OPTIMIZERS = {
-    "adamw": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+    "AdamW": {"lr": 1e-2},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
 }
-PLAIN_SGD = {"type": "SGD", "params": {"lr": 1e-2}}
+STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+
+
+@dataclass(frozen=True)
+class Training(Case):
+    """``is_twice``: a block is used twice. ``max_norm``: of ``clip_grad_norm_`` in each step."""
+
+    optimizer: str = "AdamW"
+    is_twice: bool = False
+    max_norm: float = 0.0
+
+    def config(self) -> dict[str, Any]:
+        optimizer = {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]}
+        config = {**super().config(), "optimizer": optimizer}
+        config["fp16"]["initial_scale_power"] = 17  # it overflows in the first steps
+        return config
 
 
 def make(*, is_twice: bool = False) -> Tower:
@@ -29,57 +44,29 @@ def make(*, is_twice: bool = False) -> Tower:
     return make_tower(3, WIDTH, recompute="reentrant" if is_twice else "none")
 
 
-STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training. ``max_norm`` is that of a call of ``clip_grad_norm_`` in each step."""
-
-    is_twice: bool = False
-    stage: int = 0
-    dtype: str = "fp32"
-    optimizer: str = "adamw"
-    clipping: float = 0.0
-    micro_steps: int = 1
-    max_norm: float = 0.0
-
-    def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": self.micro_steps,
-            "gradient_clipping": self.clipping,
-            "optimizer": OPTIMIZERS.get(self.optimizer, PLAIN_SGD),
-            "zero_optimization": {"stage": self.stage},
-        }
-        if self.dtype == "bf16":
-            config["bf16"] = {"enabled": True}
-        if self.dtype == "fp16":  # it overflows in the first steps
-            config["fp16"] = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}
-        return config
-
-
+HOW: tuple[dict[str, Any], ...] = (
+    {},
+    {"clipping": 0.05, "accumulation": 2},
+    {"clipping": 0.05, "max_norm": 0.01},
+)
 ALONE = [
-    Case(False, 0, dtype, optimizer, clipping, micro_steps, max_norm)
-    for dtype, optimizer, (clipping, micro_steps, max_norm) in product(
-        ("fp32", "bf16", "fp16"),
-        OPTIMIZERS,
-        ((0.0, 1, 0.0), (0.05, 2, 0.0), (0.05, 1, 0.01)),
-    )
+    Training(dtype=dtype, optimizer=optimizer, **how)
+    for dtype, optimizer, how in product(("fp32", "bf16", "fp16"), OPTIMIZERS, HOW)
 ]
-ALONE += [Case(True, clipping=0.05), Case(True, dtype="fp16")]
+ALONE += [Training(is_twice=True, clipping=0.05), Training(is_twice=True, dtype="fp16")]
 TOGETHER = [
-    Case(False, stage, dtype, "adamw", clipping, micro_steps, max_norm)
-    for stage, (dtype, clipping, micro_steps, max_norm) in product(
+    Training(stage, dtype, **how)
+    for stage, (dtype, how) in product(
         range(4),
         (
-            ("fp32", 0.05, 1, 0.0),
-            ("bf16", 0.0, 2, 0.0),
-            ("fp16", 0.05, 1, 0.0),
-            ("bf16", 0, 1, 0.1),
+            ("fp32", {"clipping": 0.05}),
+            ("bf16", {"accumulation": 2}),
+            ("fp16", {"clipping": 0.05}),
+            ("bf16", {"max_norm": 0.1}),
         ),
     )
 ]
+PLAIN_SGD = Case(top={"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}})
 CASES_OF = {1: ALONE, 2: TOGETHER, 3: TOGETHER[2::5]}
 
 
@@ -88,7 +75,7 @@ def blocks_of(number: int, *, is_twice: bool = False) -> tuple[int, ...]:
     return (0, 1, 2, 1) if is_twice else (0, 1, 2)[: 3 - number % 2]
 
 
-def train(ranks: Any, case: Case) -> tuple[list[int], list[Any]]:
+def train(ranks: Any, case: Training) -> tuple[list[int], list[Any]]:
     """Return how often each step that was taken waited, and the results of all."""
     model = make(is_twice=case.is_twice)
     engine = zero_core.build(model, case.config(), process_group=ranks)
@@ -96,7 +83,7 @@ def train(ranks: Any, case: Case) -> tuple[list[int], list[Any]]:
     generator = torch.Generator().manual_seed(ranks.rank)
     waits, results = [], []
     for step in range(NUM_STEPS):
-        inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(case.micro_steps)]
+        inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(case.accumulation)]
         inputs[0][0, 0] = torch.nan if step == 2 and ranks.rank == 0 else 1.0
         inputs = [x.to(ranks.device).requires_grad_(case.is_twice) for x in inputs]
         # Not on all ranks: where the last block is used here alone, it is updated there, too.
@@ -158,7 +145,7 @@ def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
 
 def _trace_steps() -> None:
     late_device.load()
-    engine = zero_core.build(make(), Case(dtype="bf16", clipping=1.0).config())
+    engine = zero_core.build(make(), Training(dtype="bf16", clipping=1.0).config())
     tier = engine.sharded_state.tier
     assert isinstance(tier, AheadTier)
     assert tier.can_step_ahead
@@ -175,7 +162,7 @@ def test_the_update_is_enqueued_before_the_host_reads_the_decision() -> None:
 def _raise_momentum(ranks: Any) -> list[Any]:
     """Train with SGD whose momentum is 0 until a step that is not taken."""
     model = make()
-    engine = zero_core.build(model, Case(optimizer="plain sgd").config(), process_group=ranks)
+    engine = zero_core.build(model, PLAIN_SGD.config(), process_group=ranks)
     results = []
     for step in range(NUM_STEPS):
         # The last block's first gradient with momentum comes later than that of the others.
@@ -224,7 +211,7 @@ def _make_broken_off(**kwargs: Any) -> BrokenOff:
 
 def _break_off_and_load(folder: str) -> None:
     late_device.load()
-    engine = zero_core.build(make(), Case(dtype="bf16").config(), state_tier=_make_broken_off)
+    engine = zero_core.build(make(), Training(dtype="bf16").config(), state_tier=_make_broken_off)
     found = []
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH, device="late")))
@@ -258,7 +245,7 @@ def _mix_kernels() -> None:
         {"params": model.blocks.parameters(), "fused": False},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    config = {k: v for k, v in Case(clipping=1.0).config().items() if k != "optimizer"}
+    config = {k: v for k, v in Training(clipping=1.0).config().items() if k != "optimizer"}
     engine = zero_core.build(model, config, optimizer=optimizer)
     tier = engine.sharded_state.tier
     assert isinstance(tier, AheadTier)
@@ -276,7 +263,7 @@ def test_groups_with_other_kernels_than_fused_ones_are_updated_after_the_decisio
 
 
 def _gather_alone(ranks: Any) -> int:
-    engine = zero_core.build(make(), Case().config(), process_group=ranks)
+    engine = zero_core.build(make(), Training().config(), process_group=ranks)
     values = torch.ones(WIDTH, device=ranks.device)
     late_device.reset_counters()
     assert engine.sharded_state.control.gather(values).sum() == WIDTH
