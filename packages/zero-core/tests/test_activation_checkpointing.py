@@ -24,6 +24,7 @@ from zero_core.testing import (
     seeded,
     simulate,
     spawn,
+    train_unread,
 )
 
 BLOCKS: tuple[dict[str, Any], ...] = ({}, {"cpu_checkpointing": True})
@@ -130,24 +131,18 @@ def test_cpu_checkpointing_frees_the_accelerators_memory():
     assert allocated[0] - allocated[1] >= 2 * 100_000 * 8 * 4
 
 
-def _train_late(ranks: Any, case: Case) -> dict[str, Tensor]:
-    config = case.config() | {"activation_checkpointing": {"cpu_checkpointing": True}}
+def _train_late(ranks: Any, stage: int) -> Any:
+    config = _config(stage, {"cpu_checkpointing": True})
     engine = zero_core.build(make_model(), config, process_group=ranks)
-    for step in range(3):
-        inputs = batch(step, 0, ranks.rank)
-        engine.backward(engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"])
-        engine.step()
-    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
-    engine.close()
-    return values
+    return train_unread(engine, ranks.rank, ranks.device, steps=3)
 
 
 def _follow_the_cpu() -> None:
     for seed, (world_size, stage) in enumerate([(1, 0), (2, 1), (2, 3)]):
         late_device.load()
-        expected = simulate(_train_late, world_size, Case(stage))
+        expected = simulate(_train_late, world_size, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
-        found = simulate(_train_late, world_size, Case(stage), device="late")
+        found = simulate(_train_late, world_size, stage, device="late")
         torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 

@@ -118,38 +118,37 @@ class _Running(nn.Module):
         return x.float().square().mean()
 
 
-def _apart_reference(
+def _wide(param: Tensor) -> Tensor:
+    return param.detach().clone().to(torch.promote_types(param.dtype, torch.float32))
+
+
+def _train_masters(
+    model: nn.Module,
+    masters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
     ranks: SimulatedRanks,
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """bf16 parameters, fp32 everything else, by torch's own operations."""
-    control = ranks.connect()
-    model = _Running()
-    masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
-    for block in model.blocks:
-        block.linear.to(torch.bfloat16)
-    params = dict(model.named_parameters())
-    optimizer = _adamw(masters.values())
-    losses = []
-    for step in range(STEPS):
-        sums = {name: torch.zeros_like(m) for name, m in masters.items()}
-        for micro in range(2):
-            for buffer in model.buffers():
-                control.broadcast(buffer)
-            loss = model(_x(2 * step + micro, ranks.rank, torch.bfloat16))
-            (loss / 2).backward()
-            losses.append(loss.item())
-            for name, param in params.items():
-                grad = param.grad.float() * (1.0 / ranks.size)  # reduced in fp32
-                param.grad = None
-                sums[name] += control.sum(grad)  # accumulated in fp32
-        for name, master in masters.items():
-            master.grad = sums[name]
-        optimizer.step()
-        with torch.no_grad():
-            for name, param in params.items():
-                param.copy_(masters[name])
-    values = {name: m.detach() for name, m in masters.items()}
-    return losses, values, {n: b.clone() for n, b in model.named_buffers()}
+    batches: list[Tensor],
+    accumulation: int = 1,
+) -> list[float]:
+    """Train with torch alone: sums and master weights have 32 bits or more. Return the losses."""
+    control, params, losses = ranks.connect(), dict(model.named_parameters()), []
+    for number, inputs in enumerate(batches, start=1):
+        for buffer in model.buffers():
+            control.broadcast(buffer)
+        loss = model(inputs)
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+        for name, param in params.items():
+            grad = control.sum(_wide(param.grad) * (1.0 / ranks.size))
+            param.grad, held = None, masters[name].grad
+            masters[name].grad = grad if held is None else held + grad
+        if number % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for name, param in params.items():
+                    param.copy_(masters[name])
+    return losses
 
 
 APART: dict[str, Any] = {
@@ -165,18 +164,24 @@ APART: dict[str, Any] = {
 def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(
     ranks: SimulatedRanks, stage: int
 ) -> None:
-    losses, values, buffers = _apart_reference(ranks)
+    plain, batches = _Running(), [_x(number, ranks.rank) for number in range(2 * STEPS)]
+    masters = {n: nn.Parameter(p.detach().clone()) for n, p in plain.named_parameters()}
+    for block in plain.blocks:  # bf16 parameters, fp32 everything else
+        block.linear.to(torch.bfloat16)
+    inputs = [x.bfloat16() for x in batches]
+    losses = _train_masters(plain, masters, _adamw(masters.values()), ranks, inputs, 2)
     config = Case(stage, "bf16", accumulation=2).config() | APART
     engine = zero_core.build(_Running(), config, process_group=ranks)
-    assert train(engine, [_x(number, ranks.rank) for number in range(2 * STEPS)]) == losses
+    assert train(engine, batches) == losses
     full = engine.full_state_dict(dtype=torch.float32)
-    torch.testing.assert_close({n: full[n] for n in values}, values, rtol=0.0, atol=0.0)
+    for name, master in masters.items():
+        assert torch.equal(full[name], master), name
     assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
     own = dict(engine.module.named_buffers())
     assert own["blocks.0.mean"].dtype == torch.float32
     assert own["blocks.0.count"].dtype == torch.int64
     if ranks.rank == 0:  # the others take rank 0's before the next forward
-        torch.testing.assert_close(own, buffers, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(own, dict(plain.named_buffers()), rtol=0.0, atol=0.0)
     trained = sum(s.shard_numel for s in engine.layout.segments)
     assert engine.memory_report()["gradient shards"] == 4 * trained
     with torch.device("meta"):
@@ -266,41 +271,11 @@ class _Mixed(nn.Module):
         return (x * self.gain).double().square().mean()
 
 
-def _wide(param: Tensor) -> Tensor:
-    return param.detach().clone().to(torch.promote_types(param.dtype, torch.float32))
-
-
-def _reference(mix: str, name: str, ranks: SimulatedRanks) -> tuple[list[float], Any]:
-    """Train with torch alone; where parameters have 16 bits, sums and masters are fp32."""
-    control = ranks.connect()
-    model = _Mixed(MIXES[mix])
-    masters = {n: nn.Parameter(_wide(p)) for n, p in model.named_parameters()}
-    optimizer = OPTIMIZERS[name](list(masters.values()))
-    params = dict(model.named_parameters())
-    losses = []
-    for step in range(STEPS):
-        loss = model(_x(step, ranks.rank))
-        loss.backward()
-        losses.append(loss.item())
-        for key, param in params.items():
-            masters[key].grad = control.sum(_wide(param.grad) / ranks.size)
-            param.grad = None
-        optimizer.step()
-        with torch.no_grad():
-            for key, param in params.items():
-                param.copy_(masters[key])
-    return losses, (masters, optimizer)
-
-
 def _engine(mix: str, name: str, stage: int, process_group: SimulatedRanks) -> zero_core.Engine:
     model = _Mixed(MIXES[mix])
     config = {k: v for k, v in Case(stage).config().items() if k != "optimizer"}
     optimizer = OPTIMIZERS[name](model.parameters())
     return zero_core.build(model, config, optimizer=optimizer, process_group=process_group)
-
-
-def _run(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
-    return train(engine, [_x(step, rank) for step in steps])
 
 
 def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float) -> None:
@@ -329,18 +304,22 @@ def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float
 def test_each_dtype_follows_torch_at_every_stage(
     ranks: SimulatedRanks, mix: str, name: str, tmp_path: Path
 ) -> None:
-    losses, (masters, optimizer) = _reference(mix, name, ranks)
+    plain = _Mixed(MIXES[mix])
+    masters = {n: nn.Parameter(_wide(p)) for n, p in plain.named_parameters()}
+    optimizer = OPTIMIZERS[name](list(masters.values()))
+    batches = [_x(step, ranks.rank) for step in range(STEPS)]
+    losses = _train_masters(plain, masters, optimizer, ranks, batches)
     # Gradients are sent in their own dtype: a third has no 16 bits, half of fp16's least neither.
     is_exact = ranks.size == 1 or (ranks.size == 2 and torch.float16 not in MIXES[mix])
     atol = 0.0 if is_exact else 1e-3
     for stage in (0, 1, 2, 3):
         engine = _engine(mix, name, stage, process_group=ranks)
-        found = _run(engine, ranks.rank, range(2))
-        engine.save_checkpoint(f"{tmp_path!s}/{ranks.size}-{stage}")
-        found += _run(engine, ranks.rank, range(2, STEPS))
+        found = train(engine, batches[:2])
+        engine.save_checkpoint(tmp_path / f"{ranks.size}-{stage}")
+        found += train(engine, batches[2:])
         torch.testing.assert_close(found, losses, rtol=0.0, atol=atol)
         _compare(engine, masters, optimizer, atol)
         other = _engine(mix, name, 3 - stage, process_group=ranks)
-        other.load_checkpoint(f"{tmp_path!s}/{ranks.size}-{stage}")
-        assert _run(other, ranks.rank, range(2, STEPS)) == found[2:]
+        other.load_checkpoint(tmp_path / f"{ranks.size}-{stage}")
+        assert train(other, batches[2:]) == found[2:]
         _compare(other, masters, optimizer, atol)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
-import subprocess
-import sys
-import time
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -334,38 +330,6 @@ def test_gradients_from_before_build_are_forgotten():
         train(engine, [rows(0, 0)])
         norms.append(engine.get_global_grad_norm())
     assert norms[0] == norms[1]
-
-
-def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys, zero_core\n"
-        "from zero_core.testing import Case, batch, make_model\n"
-        "engine = zero_core.build(make_model(), Case().config())\n"
-        "for step in range(10000):\n"
-        "    engine.backward(engine(**batch(step, 0, 0))['loss'])\n"
-        "    engine.step()\n"
-        "    engine.save_checkpoint(sys.argv[1])\n"
-        "    print(step, flush=True)\n"
-    )
-    folder = tmp_path / "checkpoints"
-    process = subprocess.Popen(
-        [sys.executable, str(program), str(folder)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for delay in (0.0, 0.003, 0.006):
-        process.stdout.readline()
-        time.sleep(delay)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    last = [2, *map(int, process.stdout.read().split())][-1] + 1
-    process.stdout.close()
-    engine = zero_core.build(make_model(), Case().config())
-    engine.load_checkpoint(folder)
-    assert engine.global_steps in (last, last + 1)
-    expected = zero_core.build(make_model(), Case().config())
-    train(expected, [batch(step, 0, 0) for step in range(engine.global_steps)])
-    _check_equal(engine.full_state_dict(), expected.full_state_dict())
 
 
 def test_an_export_replaces_one_of_another_size(tmp_path, monkeypatch):

@@ -504,9 +504,9 @@ def of_two_kinds(kind):
 @on_ranks(2)
 def test_numbers_beside_slices_stay_numbers(ranks, tmp_path):
     engine = trained(engine_of(of_two_kinds(Sliced), 3, ranks), ranks.rank, range(2))
-    engine.save_checkpoint(str(tmp_path))
+    engine.save_checkpoint(tmp_path)
     resumed = engine_of(of_two_kinds(Sliced), 1, ranks)
-    resumed.load_checkpoint(str(tmp_path))
+    resumed.load_checkpoint(tmp_path)
     counts = [state["count"] for state in resumed.optimizer.state.values()]
     assert {type(count) for count in counts} == {int}
     assert max(counts) == 2
@@ -524,4 +524,4 @@ def test_numbers_beside_slices_stay_numbers(ranks, tmp_path):
 def test_state_that_no_checkpoint_holds_is_refused_on_all_ranks(ranks, make, tmp_path, match):
     engine = trained(engine_of(make, 3, ranks), ranks.rank, range(1))
     with pytest.raises(CheckpointError, match=match):
-        engine.save_checkpoint(str(tmp_path))
+        engine.save_checkpoint(tmp_path)
