@@ -73,9 +73,6 @@ def _adamw(model: nn.Module, kind: type[torch.optim.Optimizer]) -> torch.optim.O
     return kind(trained, lr=1e-2, fused=True)  # type: ignore[call-arg]
 
 
-OPTIMIZERS = pytest.mark.parametrize("optimizer", [torch.optim.AdamW, _Whole])
-
-
 def _build(
     ranks: SimulatedRanks,
     stage: int,
@@ -93,7 +90,12 @@ def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
     return train(engine, [_x(step, rank) for step in steps])
 
 
-def _follows_ddp(ranks: SimulatedRanks, stage: int, kind: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, _Whole])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_losses_weights_and_strides_are_those_of_ddp(
+    ranks: SimulatedRanks, stage: int, kind: type[torch.optim.Optimizer]
+) -> None:
     model = _Convolutions()
     optimizer, ddp = _adamw(model, kind), SimulatedDDP(model, ranks)
     losses = [step_ddp(ddp, optimizer, _x(step, ranks.rank)) for step in range(STEPS)]
@@ -115,14 +117,6 @@ def _follows_ddp(ranks: SimulatedRanks, stage: int, kind: type[torch.optim.Optim
     assert _strides(left) == _strides(model)
     for found in (left, copied):
         assert _equal(dict(found.state_dict()), dict(model.state_dict()))
-
-
-@OPTIMIZERS
-@pytest.mark.parametrize("stage", range(4))
-def test_losses_weights_and_strides_are_those_of_ddp(
-    stage: int, optimizer: type[torch.optim.Optimizer]
-) -> None:
-    simulate(_follows_ddp, 2, stage, optimizer)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
