@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -72,14 +73,20 @@ def _change(param: nn.Parameter, name: str) -> None:
 CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
 
 
-def _reaches_all(ranks: SimulatedRanks, modifier: int) -> None:
+HOW = (*((stage, False) for stage in range(4)), (1, True), (3, True))
+
+
+def _reaches_all(
+    ranks: SimulatedRanks, modifier: int, how: Sequence[tuple[int, bool]] = HOW
+) -> None:
+    """``how``: stages, and whether the whole model is gathered."""
     model = make_model()
     if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
             _change(model.get_parameter(name), name)
     oracle = zero_core.build(model, Case().config(), process_group=ranks)
     losses, values = train(oracle, _batches(ranks.rank, 3)), oracle.full_state_dict()
-    for stage, is_whole in [*((stage, False) for stage in range(4)), (1, True), (3, True)]:
+    for stage, is_whole in how:
         engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
         for name in CHANGED:
             param = engine.module.get_parameter(name)
@@ -243,7 +250,7 @@ def test_wrong_parameters_shapes_and_ranks_are_refused(ranks: SimulatedRanks, st
 
 
 def test_changes_reach_all_ranks_where_they_share_memory() -> None:
-    run_on_processes(_reaches_all, 3, 1)
+    run_on_processes(_reaches_all, 3, 1, [(2, True), (3, False)])
 
 
 # ------------------------------------------------------------------ saved for backward

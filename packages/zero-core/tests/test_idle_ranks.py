@@ -13,12 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
 from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
     Case,
     SimulatedRanks,
+    Tower,
     batch,
     check_like_ddp,
     make_model,
+    make_tower,
     on_ranks,
+    rows,
     seeded,
     simulate,
     spawn,
@@ -47,24 +52,11 @@ def test_ranks_without_data_add_zero_to_the_average(
     check_like_ddp(ranks, make_model, _draw, case, steps=len(NUM_MICRO))
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(4):
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Tanh()) for _ in range(4)
-            )
-            self.head = nn.Linear(7, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
-
-
-def _x(step: int, rank: int) -> Tensor:
-    return torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+def _normed() -> Tower:
+    model = make_tower()
+    for block in model.blocks:
+        block.insert(0, nn.BatchNorm1d(7))
+    return model
 
 
 # The last rank has none from the start, and the others end at different times.
@@ -73,23 +65,20 @@ _LENGTHS = (4, 2, 0)
 
 def _join(rank: int, world_size: int) -> None:
     lengths = _LENGTHS[:world_size]
-    model = _Net()
+    model = _normed()
     ddp: Any = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     with Join([ddp]):
         for step in range(lengths[rank]):
             optimizer.zero_grad()
-            ddp(_x(step, rank)).backward()
+            ddp(rows(step, rank)).backward()
             optimizer.step()
     # As Join leaves it: every rank has the weights of those that ended last.
     expected = {name: value.detach() for name, value in model.state_dict().items()}
     del ddp
-    for stage in range(4):
-        config = Case(stage).config() | {
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
-        }
-        engine = zero_core.build(_Net(), config)
-        train(engine, [_x(n, rank) if n < lengths[rank] else None for n in range(max(lengths))])
+    for stage in (1, 3):
+        engine = zero_core.build(_normed(), Case(stage).config())
+        train(engine, [rows(n, rank) if n < lengths[rank] else None for n in range(max(lengths))])
         found = engine.full_state_dict()
         for name in dict(model.named_parameters()):
             # With three ranks gloo adds up in another order.
@@ -146,17 +135,17 @@ def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_use
 @on_ranks(2)
 def test_a_rank_is_idle_after_a_forward_that_failed(ranks: SimulatedRanks) -> None:
     """One rank's forward raises between two blocks."""
-    engine = zero_core.build(_Net(), Case(3).config(), process_group=ranks)
-    train(engine, [_x(0, ranks.rank)])
+    engine = zero_core.build(_normed(), Case(3).config(), process_group=ranks)
+    train(engine, [rows(0, ranks.rank)])
 
     def refuse(module: nn.Module, args: Any) -> None:
         raise ValueError("a bad sample")
 
     handle = engine.module.blocks[1].register_forward_pre_hook(refuse)
     with pytest.raises(ValueError, match="a bad sample"):
-        engine(_x(1, ranks.rank))
+        engine(rows(1, ranks.rank))
     handle.remove()
-    train(engine, [_x(1, ranks.rank) if ranks.rank else None])
+    train(engine, [rows(1, ranks.rank) if ranks.rank else None])
 
 
 class _UsedFirst(nn.Module):
