@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +32,7 @@ from zero_core.testing import (
     on_ranks,
     rows,
     seeded,
+    spawn,
     train,
     train_ddp,
 )
@@ -163,6 +167,56 @@ def _routed(number: int, rank: int, counts: tuple[int, ...] = (8, 1, 2)) -> Inpu
     return routed_batch(number, rank, counts[number % len(counts)])
 
 
+# ------------------------------------------------------------------ branches
+
+WIDTH, DEPTH = 33, 10
+# Per step: the blocks whose branch rank 1 leaves out. A reduction that waited for the end of that
+# rank's backward would keep its peers from gathering what it needs to get there.
+LEFT_OUT: list[set[int]] = [set(), {9}, {8}, {5}, {0}, {7, 8, 9}, set(range(DEPTH))]
+SKIPPED: list[set[int]] = [set(), {9}, {4}, {0}, {0, 1, 2}, {3, 4, 5, 6, 7, 8}, set(range(DEPTH))]
+TWICE = 6  # called twice in a row
+
+
+class _Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(WIDTH, WIDTH)
+        self.branch = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, has_branch: bool | None) -> Tensor:
+        if has_branch is None:
+            return x  # stochastic depth: backward has nothing to do here
+        x = x + torch.tanh(self.always(x))
+        return x + self.branch(x) if has_branch else x
+
+
+class _Branches(nn.Module):
+    """Blocks of which an input leaves out parts, or all that they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Branch() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 3)
+        self.start = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, left_out: set[int], skipped: set[int]) -> Tensor:
+        x = x + self.start
+        for index, block in enumerate(self.blocks):
+            x = block(x, None if index in skipped else index not in left_out)
+            if index == TWICE:
+                x = block(x, index not in left_out)
+        out: Tensor = self.head(x).square().mean()
+        return out
+
+
+def _branching(step: int, rank: int) -> tuple[Tensor, set[int], set[int]]:
+    return rows(step, rank, WIDTH), LEFT_OUT[step] if rank == 1 else set(), set()
+
+
+def _without_blocks(step: int, rank: int) -> tuple[Tensor, set[int], set[int]]:
+    return rows(step, rank, WIDTH), set(), SKIPPED[step] if rank == 1 else set()
+
+
 # ------------------------------------------------------------------ hooks
 
 
@@ -285,6 +339,9 @@ USES = {
     },
     **{way: Use(_of(_Odd, way), _recomputable) for way in ("shared", "in parts", "in pairs")},
     "skipped blocks": Use(make_tower, _skipping, steps=6),
+    "parts left out": Use(_of(_Branches), _branching, steps=7),
+    "parts left out, recomputed": Use(_of(_Branches), _branching, RECOMPUTED, steps=7),
+    "blocks that do nothing": Use(_of(_Branches), _without_blocks, steps=7),
     "no input, no root": Use(_of(_NoInput), lambda number, rank: ()),
     "structured": Use(_of(_Structured), _in_dict),
     "structured, double": Use(
@@ -412,3 +469,82 @@ def test_a_gradient_penalty_follows_torch_at_every_stage(
     for engine in engines:
         values = engine.full_state_dict()
         torch.testing.assert_close(values, dict(model.state_dict()), rtol=0.0, atol=0.0)
+
+
+# ------------------------------------------------------------------ branches beside other things
+
+_branches = _of(_Branches)
+
+
+@pytest.mark.parametrize(("stage", "is_recomputed"), [(0, True), (1, False), (2, True), (3, False)])
+@on_ranks(2)
+def test_ranks_follow_ddp_when_gradients_are_zeroed_between_forward_and_backward(
+    ranks: SimulatedRanks, stage: int, is_recomputed: bool
+) -> None:
+    """Losses that nobody wants, with gradients on, and gradients zeroed before each backward."""
+    batches = [_branching(step, ranks.rank) for step in range(len(LEFT_OUT))]
+    model = _branches()
+    train_ddp(model, ranks, batches)
+    case = Case(stage, top={"activation_checkpointing": {} if is_recomputed else None})
+    engine = zero_core.build(_branches(), case.config(), process_group=ranks)
+    for inputs in batches:
+        engine(*inputs)
+        loss = engine(*inputs)
+        engine.optimizer.zero_grad()
+        engine.backward(loss)
+        engine.step()
+    found = engine.full_state_dict()
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=0.0, atol=0.0)
+
+
+def _follow_in_processes(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    for draw in (_branching, _without_blocks):
+        batches = [draw(step, rank) for step in range(len(LEFT_OUT))]
+        model = _branches()
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        for inputs in batches:
+            ddp(*inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = zero_core.build(_branches(), Case(3).config(), process_group=group)
+        train(engine, batches)
+        # With three ranks, DDP adds up in another order.
+        atol = 0.0 if world_size == 2 else 1e-6
+        found = engine.full_state_dict()
+        torch.testing.assert_close(found, dict(model.state_dict()), rtol=0.0, atol=atol)
+        engine.close()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_processes_that_leave_out_or_skip_blocks_do_not_wait_for_ever(world_size: int) -> None:
+    spawn(_follow_in_processes, world_size)
+
+
+@on_ranks(2)
+def test_a_unit_that_one_rank_left_out_within_no_sync_is_reduced_as_it_was_held(
+    ranks: SimulatedRanks,
+) -> None:
+    """A micro-step within no_sync in which the last rank uses nothing of a unit, in bf16."""
+    inputs = [rows(micro, ranks.rank, WIDTH) for micro in range(2)]
+    skipped: list[set[int]] = [{4}, set()] if ranks.rank == ranks.size - 1 else [set(), set()]
+    reference = _branches()
+    for x, without in zip(inputs, skipped, strict=True):
+        (reference(x, set(), without) / 2).backward()
+    expected = reference.get_parameter("blocks.4.always.weight").grad
+    assert expected is not None
+    ranks.connect().sum(expected.div_(ranks.size))
+    for stage in range(4):
+        sgd = {"type": "SGD", "params": {"lr": 1.0}}
+        case = Case(stage, "bf16", accumulation=2, top={"optimizer": sgd})
+        engine = zero_core.build(_branches(), case.config(), process_group=ranks)
+        with engine.no_sync():
+            engine.backward(engine(inputs[0], set(), skipped[0]))
+            engine.step()
+        engine.backward(engine(inputs[1], set(), skipped[1]))
+        found = engine.states.get_full("blocks.4.always.weight", "grad")
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.05 * float(expected.max()))
+        engine.close()
