@@ -10,14 +10,7 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError, EvaluationOnlyError
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    make_model,
-    on_ranks,
-    train,
-)
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks, train
 
 
 def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:

@@ -155,6 +155,12 @@ class _Alone(nn.Module):
         return x.square().mean()
 
 
+def _with_leaf(path: str) -> _Alone:
+    model = _Alone()
+    model.get_submodule(path)._is_zero_leaf = True
+    return model
+
+
 class _AtRoot(Mixture):
     """A list of experts directly under the root."""
 
@@ -349,6 +355,8 @@ USES = {
     ),
     "mixtures": Use(MixtureModel, _routed),
     "mixture alone": Use(_of(_Alone), _routed),
+    "mixture as a leaf": Use(_of(_with_leaf, "mixture"), _routed),
+    "experts as a leaf": Use(_of(_with_leaf, "mixture.experts"), _routed),  # without a forward
     "mixture at the root": Use(_of(_AtRoot), _routed),
     "mixtures left out": Use(
         MixtureModel, partial(_routed, counts=(8, 1, 0, 8)), steps=4, accumulation=2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +148,6 @@ class _Waited:
     def wait(self) -> None:
         self._log.append(f"waited for {self._what}")
         self._work.wait()
-
-    def contributions(self) -> Sequence[Tensor]:
-        return self._work.contributions
-
-    def acknowledge(self) -> Work:
-        return self._work.acknowledge()
 
 
 class _Logging:
