@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 import zero_core
 from zero_core import ConfigError
@@ -20,6 +20,9 @@ class _Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x)
 
 
 def _net() -> nn.Module:
