@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero_core
 from zero_core.errors import CheckpointError
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
     Case,
-    SimulatedDDP,
     SimulatedRanks,
     batch,
     make_model,
+    on_ranks,
     run_on_processes,
     simulate,
+    train_ddp,
 )
 
 EPOCHS = (3, 3, 2, 3, 1)
@@ -30,25 +29,10 @@ EPOCHS = (3, 3, 2, 3, 1)
 
 
 def _ddp(ranks: SimulatedRanks, counts: Sequence[int]) -> dict[str, Tensor]:
-    """Reduced gradients of the micro-steps, each over its step's own number, added up."""
     model = make_model()
-    ddp = SimulatedDDP(model, ranks)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    for step, count in enumerate(counts):
-        sums: dict[nn.Parameter, Tensor] = {}
-        for micro in range(count):
-            (ddp(**batch(step, micro, ranks.rank))["loss"] / count).backward()
-            ddp.average_gradients()
-            for param in trained:
-                if param.grad is not None:
-                    grad, param.grad = param.grad, None
-                    sums[param] = sums[param] + grad if param in sums else grad
-        for param in trained:
-            param.grad = sums.get(param)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    batches = [batch(s, micro, ranks.rank) for s, n in enumerate(counts) for micro in range(n)]
+    train_ddp(model, ranks, batches, counts)
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _train(engine: zero_core.Engine, rank: int, counts: Sequence[int]) -> dict[str, Tensor]:
@@ -82,26 +66,21 @@ def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size, stage, con
     simulate(_follows_ddp, world_size, stage, configured)
 
 
-def _late(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
+@on_ranks()
+def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     """The boundary is declared when the last backward has run already."""
     expected = _ddp(ranks, (2,))
-    engine = zero_core.build(
-        make_model(), Case(stage, accumulation=4).config(), process_group=ranks
-    )
+    config = Case(stage, accumulation=4).config()
+    engine = zero_core.build(make_model(), config, process_group=ranks)
     for micro in range(2):
         engine.backward(engine(**batch(0, micro, ranks.rank))["loss"], over=2)
-        if micro == 0:
-            engine.step()
-    engine.set_gradient_accumulation_boundary(True)
-    engine.step()
+        engine.set_gradient_accumulation_boundary(True if micro == 1 else None)
+        engine.step()
     found = engine.full_state_dict()
     torch.testing.assert_close({n: found[n] for n in expected}, expected, rtol=0.0, atol=0.0)
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(world_size, stage):
-    simulate(_late, world_size, stage)
 
 
 def _engine(accumulation: int) -> zero_core.Engine:
@@ -113,20 +92,7 @@ def _micro_step(engine: zero_core.Engine, **over: Any) -> None:
     engine.step()
 
 
-def test_the_count_begins_anew_after_a_step_that_was_ended_early():
-    engine = _engine(3)
-    engine.set_gradient_accumulation_boundary(True)
-    _micro_step(engine)
-    engine.set_gradient_accumulation_boundary(None)
-    seen = []
-    for _ in range(6):
-        seen.append(engine.is_gradient_accumulation_boundary())
-        _micro_step(engine)
-    assert seen == [False, False, True] * 2
-    assert engine.global_steps == 3
-
-
-def test_a_checkpoint_is_refused_only_within_a_step(tmp_path):
+def test_the_count_begins_anew_after_a_step_that_was_ended_early(tmp_path):
     engine = _engine(3)
     _micro_step(engine)
     with pytest.raises(CheckpointError, match="1 are done"):
@@ -136,17 +102,12 @@ def test_a_checkpoint_is_refused_only_within_a_step(tmp_path):
     engine.set_gradient_accumulation_boundary(None)
     assert engine.micro_steps == 2
     engine.save_checkpoint(tmp_path)  # between steps, though 2 is no multiple of 3
-
-
-def test_a_checkpoint_loaded_within_a_step_begins_it_again(tmp_path):
-    engine = _engine(2)
-    _micro_step(engine)
-    _micro_step(engine)
-    engine.save_checkpoint(tmp_path)
-    _micro_step(engine)
-    engine.load_checkpoint(tmp_path)
-    assert not engine.is_gradient_accumulation_boundary()
-    assert engine.micro_steps == 2
+    seen = []
+    for _ in range(6):
+        seen.append(engine.is_gradient_accumulation_boundary())
+        _micro_step(engine)
+    assert seen == [False, False, True] * 2
+    assert engine.global_steps == 3
 
 
 def test_a_loss_over_no_micro_steps_is_refused():
@@ -173,7 +134,10 @@ def _keeper(
     return _Keeper(**kept)
 
 
-def _rounds_alike(ranks: SimulatedRanks) -> None:
+@on_ranks(1)
+def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
+    ranks: SimulatedRanks,
+) -> None:
     """A number of micro-steps that is set, or declared, is as good as one that is configured."""
     for tier in (None, _keeper):
         for stage in (2, 3):
@@ -195,20 +159,19 @@ def _rounds_alike(ranks: SimulatedRanks) -> None:
                 torch.testing.assert_close(other, found[0], rtol=0.0, atol=0.0)
 
 
-def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given():
-    simulate(_rounds_alike, 1)
-
-
-def _loads_within_a_step(ranks: SimulatedRanks, folder: Path) -> None:
+@on_ranks(1)
+def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
+    ranks: SimulatedRanks, tmp_path: Path
+) -> None:
     def micro_step(engine: zero_core.Engine, micro: int) -> None:
         engine.backward(engine(**batch(0, micro, 0))["loss"])
         engine.step()
 
     engine = zero_core.build(make_model(), Case(accumulation=2).config(), process_group=ranks)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     micro_step(engine, 0)
     with pytest.raises(CheckpointError, match="nowhere"):
-        engine.load_checkpoint(folder / "nowhere")
+        engine.load_checkpoint(tmp_path / "nowhere")
     micro_step(engine, 1)
     assert engine.global_steps == 1
     expected, norm = engine.full_state_dict(), engine.get_global_grad_norm()
@@ -216,18 +179,15 @@ def _loads_within_a_step(ranks: SimulatedRanks, folder: Path) -> None:
     for without in ((), ("progress",)):
         micro_step(engine, 0)
         done = engine.global_steps
-        engine.load_checkpoint(folder, without=without)
+        engine.load_checkpoint(tmp_path, without=without)
         for micro in range(2):
             micro_step(engine, micro)
         assert engine.global_steps == (1 if not without else done + 1)
         assert engine.micro_steps == 2 * engine.global_steps
+        assert not engine.is_gradient_accumulation_boundary()
         assert engine.get_global_grad_norm() == norm
         torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
         assert all(torch.equal(expected[name], value) for name, value in oracle.items())
-
-
-def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(tmp_path):
-    simulate(_loads_within_a_step, 1, tmp_path)
 
 
 def test_steps_of_other_lengths_follow_ddp_where_ranks_share_memory() -> None:

@@ -15,66 +15,46 @@ from zero_core.testing import (
     Case,
     SimulatedRanks,
     batch,
+    check_like_ddp,
     late_device,
     make_model,
+    make_tower,
+    on_ranks,
     run_alone,
-    run_ddp,
     seeded,
     simulate,
     spawn,
+    train_unread,
 )
 
 BLOCKS: tuple[dict[str, Any], ...] = ({}, {"cpu_checkpointing": True})
 
 
-def _train(config: dict[str, Any], ranks: SimulatedRanks) -> tuple[list[float], dict[str, Tensor]]:
-    engine = zero_core.build(make_model(), config, process_group=ranks)
-    losses = []
-    for step in range(5):
-        loss = engine(**batch(step, 0, ranks.rank))["loss"]
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    full = engine.full_state_dict(dtype=torch.float32)
-    return losses, {n: full[n] for n, p in engine.module.named_parameters() if p.requires_grad}
-
-
-def _follows_ddp(ranks: SimulatedRanks, stage: int, block: dict[str, Any]) -> None:
-    trace = run_ddp(Case(), ranks.rank, 5, ranks)
-    config = Case(stage=stage).config() | {"activation_checkpointing": block}
-    losses, values = _train(config, ranks)
-    assert losses == trace.losses
-    torch.testing.assert_close(values, trace.values, rtol=0.0, atol=0.0)
+def _config(stage: int, block: dict[str, Any] | None) -> dict[str, Any]:
+    return Case(stage=stage).config() | {"activation_checkpointing": block}
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("block", BLOCKS, ids=["on the device", "on the host"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_losses_and_weights_are_those_of_ddp_without_it(world_size, stage, block):
-    simulate(_follows_ddp, world_size, stage, block)
+@on_ranks()
+def test_losses_and_weights_are_those_of_ddp_without_it(
+    ranks: SimulatedRanks, stage: int, block: dict[str, Any]
+) -> None:
+    case = Case(stage, top={"activation_checkpointing": block})
 
+    def draw(step: int, rank: int) -> dict[str, Any]:
+        return batch(step, 0, rank)
 
-class _UsedAgain(nn.Module):
-    """The first block once more, with one trainable block since."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(5):
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (*self.blocks, self.blocks[0]):
-            x = torch.tanh(block(x))
-        return x.square().mean()
+    check_like_ddp(ranks, make_model, draw, case, steps=5)
 
 
 def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradient():
-    x = torch.randn(4, 8)
-    expected = _UsedAgain()
-    torch.autograd.backward(expected(x))
-    engine = zero_core.build(_UsedAgain(), _config(3, {}))
-    engine.backward(engine(x))
+    x, expected = torch.randn(4, 7), make_tower(2)
+    torch.autograd.backward(expected(x, (0, 1, 0)))
+    engine = zero_core.build(make_tower(2), _config(3, {}))
+    engine.backward(engine(x, (0, 1, 0)))
     for name, param in expected.named_parameters():
         torch.testing.assert_close(engine.states.get_full(name, "grad"), param.grad)
 
@@ -106,10 +86,6 @@ class _Net(nn.Module):
         for block in self.blocks:
             x, _ = block(x, scale=torch.tensor(2.0))
         return x.square().mean()
-
-
-def _config(stage: int, block: dict[str, Any] | None) -> dict[str, Any]:
-    return Case(stage=stage).config() | {"activation_checkpointing": block}
 
 
 def _is_recomputed(rank: int, world_size: int) -> None:
@@ -155,24 +131,18 @@ def test_cpu_checkpointing_frees_the_accelerators_memory():
     assert allocated[0] - allocated[1] >= 2 * 100_000 * 8 * 4
 
 
-def _train_late(ranks: Any, case: Case) -> dict[str, Tensor]:
-    config = case.config() | {"activation_checkpointing": {"cpu_checkpointing": True}}
-    engine = zero_core.build(make_model(case.width), config, process_group=ranks)
-    for step in range(3):
-        inputs = batch(step, 0, ranks.rank)
-        engine.backward(engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"])
-        engine.step()
-    values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
-    engine.close()
-    return values
+def _train_late(ranks: Any, stage: int) -> Any:
+    config = _config(stage, {"cpu_checkpointing": True})
+    engine = zero_core.build(make_model(), config, process_group=ranks)
+    return train_unread(engine, ranks.rank, ranks.device, steps=3)
 
 
 def _follow_the_cpu() -> None:
     for seed, (world_size, stage) in enumerate([(1, 0), (2, 1), (2, 3)]):
         late_device.load()
-        expected = simulate(_train_late, world_size, Case(stage))
+        expected = simulate(_train_late, world_size, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
-        found = simulate(_train_late, world_size, Case(stage), device="late")
+        found = simulate(_train_late, world_size, stage, device="late")
         torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
@@ -184,23 +154,14 @@ DEPTH, ROWS = 6, 1360
 INPUT_BYTES = ROWS * 8 * 4  # 43,520: page-locked alone 65,536, three of them 131,072
 
 
-class _Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(5):
-            self.first = nn.Linear(8, 8)
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+def _deep(ranks: SimulatedRanks) -> tuple[zero_core.Engine, Tensor]:
+    config = _config(0, {"cpu_checkpointing": True})
+    engine = zero_core.build(make_tower(DEPTH, 8), config, process_group=ranks)
+    return engine, torch.randn(ROWS, 8, device=ranks.device)
 
 
 def _trace_a_step(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Deep(), _config(0, {"cpu_checkpointing": True}), process_group=ranks)
-    x = torch.randn(ROWS, 8, device=ranks.device)
+    engine, x = _deep(ranks)
     for _ in range(2):
         engine.backward(engine(x))
         engine.step()
@@ -222,8 +183,7 @@ def _trace_a_step(ranks: SimulatedRanks) -> None:
 
 
 def _count_page_locked(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Deep(), _config(0, {"cpu_checkpointing": True}), process_group=ranks)
-    x = torch.randn(ROWS, 8, device=ranks.device)
+    engine, x = _deep(ranks)
     late_device.start_trace()
     for _ in range(3):
         engine.backward(engine(x))

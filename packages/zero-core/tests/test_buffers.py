@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedRanks, seeded, simulate, spawn
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedRanks,
+    make_tower,
+    on_ranks,
+    seeded,
+    spawn,
+    train,
+)
 
 
 class _Normed(nn.Module):
@@ -46,59 +57,46 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
 
 
-def _evaluate(call, model: nn.Module, rank: int) -> float:
-    model.eval()
-    with torch.no_grad():
-        loss = call(_x(99, 0, rank)).item()
-    model.train()
-    return loss
-
-
-def _ddp(case: Case, rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
+def _train(case: Case, rank: int, world_size: int | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Train by DDP over ``world_size`` ranks, or by the engine if that is None."""
     model = _Normed()
-    ddp = DistributedDataParallel(model) if world_size > 1 else model
+    call: Any = model
+    if world_size is None:
+        call = zero_core.build(model, case.config())
+    elif world_size > 1:
+        call = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     losses = []
     for step in range(4):
-        optimizer.zero_grad()
         for micro in range(case.accumulation):
-            is_quiet = case.is_local and micro < case.accumulation - 1 and world_size > 1
-            with ddp.no_sync() if is_quiet else nullcontext():
-                loss = ddp(_x(step, micro, rank))
-                (loss / case.accumulation).backward()
+            is_quiet = micro < case.accumulation - 1 and world_size != 1
+            with call.no_sync() if is_quiet else nullcontext():
+                loss = call(_x(step, micro, rank))
+                if world_size is None:
+                    call.backward(loss)
+                    call.step()
+                else:
+                    (loss / case.accumulation).backward()
             losses.append(loss.item())
-        optimizer.step()
+        if world_size is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         if step % 2:
-            losses.append(_evaluate(ddp, model, rank))
+            model.eval()
+            with torch.no_grad():
+                losses.append(call(_x(99, 0, rank)).item())
+            model.train()
     return losses, _buffers(model)
-
-
-def _engine(case: Case, rank: int) -> tuple[list[float], dict[str, Tensor]]:
-    engine = zero_core.build(_Normed(), case.config())
-    losses = []
-    for step in range(4):
-        for micro in range(case.accumulation):
-            is_quiet = case.is_local and micro < case.accumulation - 1
-            with engine.no_sync() if is_quiet else nullcontext():
-                loss = engine(_x(step, micro, rank))
-                engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        if step % 2:
-            losses.append(_evaluate(engine, engine.module, rank))
-    return losses, _buffers(engine.module)
 
 
 def _follows_ddp(rank: int, world_size: int) -> None:
     for accumulation in (1, 3):
-        case = Case(accumulation=accumulation, is_local=accumulation > 1)
-        losses, buffers = _ddp(case, rank, world_size)
-        for stage in (0, 1, 2, 3):
-            found = _engine(Case(stage, accumulation=accumulation, is_local=case.is_local), rank)
+        expected = _train(Case(accumulation=accumulation), rank, world_size)
+        for stage in (1, 3):
+            found = _train(Case(stage, accumulation=accumulation), rank, None)
             # Three ranks: DDP adds gradients in the order of its ring.
             atol = 0.0 if world_size <= 2 else 1e-5
-            torch.testing.assert_close(found[0], losses, rtol=0.0, atol=atol)
-            torch.testing.assert_close(found[1], buffers, rtol=0.0, atol=atol)
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +107,8 @@ def test_batch_norm_follows_ddp_in_training_evaluation_and_no_sync(world_size):
     spawn(_follows_ddp, world_size)
 
 
-def _switched_off(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_without_broadcast_buffers_each_rank_keeps_its_own(ranks: SimulatedRanks) -> None:
     engine = zero_core.build(
         _Normed(), {**Case().config(), "broadcast_buffers": False}, process_group=ranks
     )
@@ -120,11 +119,8 @@ def _switched_off(ranks: SimulatedRanks) -> None:
     torch.testing.assert_close(_buffers(engine.module), _buffers(alone), rtol=0.0, atol=0.0)
 
 
-def test_without_broadcast_buffers_each_rank_keeps_its_own():
-    simulate(_switched_off, 2)
-
-
-def _two_forwards(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_two_forwards_may_precede_one_backward(ranks: SimulatedRanks) -> None:
     engine = zero_core.build(_Normed(), Case(stage=3).config(), process_group=ranks)
     for step in range(2):
         engine.backward(engine(_x(step, 0, ranks.rank)) + engine(_x(step, 1, ranks.rank)))
@@ -132,42 +128,37 @@ def _two_forwards(ranks: SimulatedRanks) -> None:
     assert engine.skipped_steps == 0
 
 
-def test_two_forwards_may_precede_one_backward():
-    simulate(_two_forwards, 2)
+CHANGES = {
+    "gains": {"seen": [0.0] * 3, "more": [0.0] * 2},
+    "gains the first of a part": {"seen": [0.0] * 3, "first.more": [0.0] * 2},
+    "loses": {},
+    "reshapes": {"seen": [0.0] * 5},
+}
 
 
-class _Counted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(1):
-            self.linear = nn.Linear(6, 6)
-        self.register_buffer("seen", torch.full((3,), 7.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).square().mean()
-
-
-def _gain_or_lose(rank: int, world_size: int, odd: int, change: str, is_16_bit: bool) -> None:
-    model = _Counted()
-    engine = zero_core.build(
-        model,
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "AdamW", "params": {"lr": LR}},
-            "bf16": {"enabled": is_16_bit},
-        },
-    )
+@pytest.mark.parametrize(
+    ("odd", "change", "dtype"),
+    [
+        *((0, "gains", "fp32"), (1, "gains the first of a part", "bf16")),
+        *((0, "loses", "bf16"), (1, "reshapes", "fp32")),
+    ],
+)
+@on_ranks(3)
+def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(
+    ranks: SimulatedRanks, odd: int, change: str, dtype: str
+) -> None:
+    rank, model = ranks.rank, make_tower(1)
+    model.register_buffer("seen", torch.full((3,), 7.0))
+    engine = zero_core.build(model, Case(1, dtype).config(), process_group=ranks)
 
     def step() -> None:
-        engine.backward(engine(torch.ones(1, 6)))
-        engine.step()
+        train(engine, [torch.ones(1, 7)])
 
     def alter() -> None:
         if change == "gains":
             model.register_buffer("more", torch.full((2,), float(rank)))
         elif change == "gains the first of a part":
-            model.linear.register_buffer("more", torch.full((2,), float(rank)))
+            model.first.register_buffer("more", torch.full((2,), float(rank)))
         elif change == "loses":
             del model.seen
         else:
@@ -178,32 +169,11 @@ def _gain_or_lose(rank: int, world_size: int, odd: int, change: str, is_16_bit: 
     assert model.seen.tolist() == [0.0] * 3
     if rank == odd:
         alter()
-    with pytest.raises(zero_core.RankMismatchError, match=r"buffer (linear.more|more|seen)"):
+    with pytest.raises(zero_core.RankMismatchError, match=r"buffer (first.more|more|seen)"):
         step()
-    engine.backward(engine(torch.ones(1, 6)))  # the broadcast still fits
+    engine.backward(engine(torch.ones(1, 7)))  # the broadcast still fits
     if rank != odd:
         alter()
     engine.step()  # all ranks have the same again
     step()
-    found = {name: b.tolist() for name, b in model.named_buffers()}
-    assert (
-        found
-        == {
-            "gains": {"seen": [0.0] * 3, "more": [0.0] * 2},
-            "gains the first of a part": {"seen": [0.0] * 3, "linear.more": [0.0] * 2},
-            "loses": {},
-            "reshapes": {"seen": [0.0] * 5},
-        }[change]
-    )
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("is_16_bit", [False, True])
-@pytest.mark.parametrize(
-    ("odd", "change"),
-    [(0, "gains"), (1, "gains the first of a part"), (0, "loses"), (1, "reshapes")],
-)
-def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(
-    odd: int, change: str, is_16_bit: bool
-) -> None:
-    spawn(_gain_or_lose, 3, odd, change, is_16_bit)
+    assert {name: b.tolist() for name, b in model.named_buffers()} == CHANGES[change]

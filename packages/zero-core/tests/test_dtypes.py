@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, seeded, simulate
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedRanks,
+    check_like_ddp,
+    on_ranks,
+    seeded,
+    train,
+)
 
-STAGES = (0, 1, 2, 3)
 STEPS = 3
 
 
@@ -55,38 +64,18 @@ class _Lora(nn.Module):
         return x.float().square().mean()
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 2), (3, 3), (3, 2), (1, 3)])
+@on_ranks()
+def test_without_a_bf16_block_fp32_adapters_on_a_bf16_model_follow_ddp(
+    ranks: SimulatedRanks, stage: int
+) -> None:
+    def draw(number: int, rank: int) -> Tensor:
+        return _x(number, rank, torch.bfloat16)
 
-
-def _lora_reference(ranks: SimulatedRanks) -> dict[str, Tensor]:
-    model = _Lora()
-    ddp = SimulatedDDP(model, ranks)
-    optimizer = _adamw(_trained(model).values())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ddp(_x(step, ranks.rank, torch.bfloat16)).backward()
-        ddp.average_gradients()
-        optimizer.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def _adapters(ranks: SimulatedRanks, stage: int) -> None:
-    expected = _lora_reference(ranks)
+    check_like_ddp(ranks, _Lora, draw, Case(stage))
     engine = zero_core.build(_Lora(), Case(stage).config(), process_group=ranks)
     kinds = {(p.dtype, p.requires_grad) for p in engine.module.parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
-    for step in range(STEPS):
-        engine.backward(engine(_x(step, ranks.rank, torch.bfloat16)))
-        engine.step()
-    found = engine.full_state_dict()
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_without_a_bf16_block_fp32_adapters_on_a_bf16_model_follow_ddp(world_size, stage):
-    simulate(_adapters, world_size, stage)
 
 
 def test_a_bf16_block_casts_adapters_too_and_keeps_fp32_master_weights():
@@ -129,38 +118,37 @@ class _Running(nn.Module):
         return x.float().square().mean()
 
 
-def _apart_reference(
+def _wide(param: Tensor) -> Tensor:
+    return param.detach().clone().to(torch.promote_types(param.dtype, torch.float32))
+
+
+def _train_masters(
+    model: nn.Module,
+    masters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
     ranks: SimulatedRanks,
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """bf16 parameters, fp32 everything else, by torch's own operations."""
-    control = ranks.connect()
-    model = _Running()
-    masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
-    for block in model.blocks:
-        block.linear.to(torch.bfloat16)
-    params = dict(model.named_parameters())
-    optimizer = _adamw(masters.values())
-    losses = []
-    for step in range(STEPS):
-        sums = {name: torch.zeros_like(m) for name, m in masters.items()}
-        for micro in range(2):
-            for buffer in model.buffers():
-                control.broadcast(buffer)
-            loss = model(_x(2 * step + micro, ranks.rank, torch.bfloat16))
-            (loss / 2).backward()
-            losses.append(loss.item())
-            for name, param in params.items():
-                grad = param.grad.float() * (1.0 / ranks.size)  # reduced in fp32
-                param.grad = None
-                sums[name] += control.sum(grad)  # accumulated in fp32
-        for name, master in masters.items():
-            master.grad = sums[name]
-        optimizer.step()
-        with torch.no_grad():
-            for name, param in params.items():
-                param.copy_(masters[name])
-    values = {name: m.detach() for name, m in masters.items()}
-    return losses, values, {n: b.clone() for n, b in model.named_buffers()}
+    batches: list[Tensor],
+    accumulation: int = 1,
+) -> list[float]:
+    """Train with torch alone: sums and master weights have 32 bits or more. Return the losses."""
+    control, params, losses = ranks.connect(), dict(model.named_parameters()), []
+    for number, inputs in enumerate(batches, start=1):
+        for buffer in model.buffers():
+            control.broadcast(buffer)
+        loss = model(inputs)
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+        for name, param in params.items():
+            grad = control.sum(_wide(param.grad) * (1.0 / ranks.size))
+            param.grad, held = None, masters[name].grad
+            masters[name].grad = grad if held is None else held + grad
+        if number % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for name, param in params.items():
+                    param.copy_(masters[name])
+    return losses
 
 
 APART: dict[str, Any] = {
@@ -169,39 +157,37 @@ APART: dict[str, Any] = {
 }
 
 
-def _apart(ranks: SimulatedRanks, stage: int) -> None:
-    losses, values, buffers = _apart_reference(ranks)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(
+    ranks: SimulatedRanks, stage: int
+) -> None:
+    plain, batches = _Running(), [_x(number, ranks.rank) for number in range(2 * STEPS)]
+    masters = {n: nn.Parameter(p.detach().clone()) for n, p in plain.named_parameters()}
+    for block in plain.blocks:  # bf16 parameters, fp32 everything else
+        block.linear.to(torch.bfloat16)
+    inputs = [x.bfloat16() for x in batches]
+    losses = _train_masters(plain, masters, _adamw(masters.values()), ranks, inputs, 2)
     config = Case(stage, "bf16", accumulation=2).config() | APART
     engine = zero_core.build(_Running(), config, process_group=ranks)
-    found = []
-    for step in range(STEPS):
-        for micro in range(2):
-            loss = engine(_x(2 * step + micro, ranks.rank))
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.item())
-    assert found == losses
+    assert train(engine, batches) == losses
     full = engine.full_state_dict(dtype=torch.float32)
-    torch.testing.assert_close({n: full[n] for n in values}, values, rtol=0.0, atol=0.0)
+    for name, master in masters.items():
+        assert torch.equal(full[name], master), name
     assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
     own = dict(engine.module.named_buffers())
     assert own["blocks.0.mean"].dtype == torch.float32
     assert own["blocks.0.count"].dtype == torch.int64
     if ranks.rank == 0:  # the others take rank 0's before the next forward
-        torch.testing.assert_close(own, buffers, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(own, dict(plain.named_buffers()), rtol=0.0, atol=0.0)
     trained = sum(s.shard_numel for s in engine.layout.segments)
     assert engine.memory_report()["gradient shards"] == 4 * trained
     with torch.device("meta"):
         model = _Running()
     planned = zero_core.plan(model, config, ranks.size, device_type="cpu")
     assert planned.memory.device["model buffers"] == sum(b.nbytes for b in own.values())
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(world_size, stage):
-    simulate(_apart, world_size, stage)
 
 
 @pytest.mark.parametrize(
@@ -228,49 +214,112 @@ def test_an_unknown_buffer_dtype_is_refused_by_name():
 # --------------------------------------------------------- cast before build
 
 
-class _Plain(nn.Module):
-    def __init__(self) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 3), (3, 2), (3, 3)])
+@on_ranks()
+def test_a_model_cast_before_build_keeps_its_dtype(ranks: SimulatedRanks, stage: int) -> None:
+    def draw(number: int, rank: int) -> Tensor:
+        return _x(number, rank, torch.float64)
+
+    check_like_ddp(ranks, lambda: _Running().double(), draw, Case(stage))
+    values = []
+    for dtype, case in ((torch.bfloat16, Case(stage)), (torch.float32, Case(stage, "bf16"))):
+        model = _Running().to(torch.bfloat16)
+        engine = zero_core.build(model, case.config(), process_group=ranks)
+        assert engine(_x(0, ranks.rank, dtype)).dtype == torch.float32  # of the loss
+        train(engine, [_x(step, ranks.rank, dtype) for step in range(STEPS)])
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        values.append(engine.full_state_dict(dtype=torch.float32))
+    # Cast before build() or by it: the same, down to the fp32 master weights.
+    torch.testing.assert_close(*values, rtol=0.0, atol=0.0)
+    weight = values[0]["blocks.0.linear.weight"]
+    assert not torch.equal(weight, weight.bfloat16())
+
+
+# ------------------------------------------------------------------ several dtypes in one model
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=WEIGHT_DECAY, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=LR),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=LR),
+}
+MIXES = {
+    "fp32 first": (torch.float32, torch.float64),
+    "fp64 first": (torch.float64, torch.float32),
+    "fp64 and bf16": (torch.float64, torch.bfloat16),
+    "fp32 and bf16": (torch.float32, torch.bfloat16),
+    "fp16, fp64 and fp32": (torch.float16, torch.float64, torch.float32),
+}
+
+
+class _Mixed(nn.Module):
+    """Blocks of a linear map per dtype, and a root of both; the last dtype has one scalar more."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...], depth: int = 2) -> None:
         super().__init__()
         with seeded(0):
-            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-            self.register_buffer("shift", torch.full((6,), 0.25))
+            self.first = nn.Linear(6, 6).to(dtypes[0])
+            self.blocks = nn.ModuleList(
+                nn.ModuleList(nn.Linear(6, 6).to(dtype) for dtype in dtypes) for _ in range(depth)
+            )
+            self.gain = nn.Parameter(torch.ones((), dtype=dtypes[-1]))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x + self.shift))
-        return x.square().mean()
+        for layer in (self.first, *(layer for block in self.blocks for layer in block)):
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return (x * self.gain).double().square().mean()
 
 
-def _cast(ranks: SimulatedRanks, stage: int) -> None:
-    model = _Plain().double().to("cpu")
-    ddp = SimulatedDDP(model, ranks)
-    optimizer = _adamw(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ddp(_x(step, ranks.rank, torch.float64)).backward()
-        ddp.average_gradients()
-        optimizer.step()
-    expected = {name: value.detach() for name, value in model.state_dict().items()}
-    engine = zero_core.build(_Plain().double(), Case(stage).config(), process_group=ranks)
-    half = zero_core.build(_Plain().to(torch.bfloat16), Case(stage).config(), process_group=ranks)
-    asked = zero_core.build(
-        _Plain().to(torch.bfloat16), Case(stage, "bf16").config(), process_group=ranks
-    )
-    for step in range(STEPS):
-        for each, dtype in ((engine, torch.float64), (half, torch.bfloat16), (asked, None)):
-            loss = each(_x(step, ranks.rank, dtype or torch.float32))
-            assert loss.dtype == (dtype or torch.bfloat16)
-            each.backward(loss)
-            each.step()
-    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
-    # Cast before build() or by it: the same, down to the fp32 master weights.
-    found, wanted = (e.full_state_dict(dtype=torch.float32) for e in (half, asked))
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
-    assert not torch.equal(found["blocks.0.weight"], found["blocks.0.weight"].bfloat16())
+def _engine(mix: str, name: str, stage: int, process_group: SimulatedRanks) -> zero_core.Engine:
+    model = _Mixed(MIXES[mix])
+    config = {k: v for k, v in Case(stage).config().items() if k != "optimizer"}
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return zero_core.build(model, config, optimizer=optimizer, process_group=process_group)
+
+
+def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float) -> None:
+    for name, master in masters.items():
+        expected = {"master_weight": master.detach()} | {
+            key: value
+            for key, value in optimizer.state[master].items()
+            if isinstance(value, Tensor) and key not in ("step", "mu_product")
+        }
+        for what, value in expected.items():
+            found = engine.states.get_full(name, what)
+            assert found.dtype == master.dtype, (name, what)
+            torch.testing.assert_close(found, value, rtol=0.0, atol=atol)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_model_cast_before_build_keeps_its_dtype(world_size, stage):
-    simulate(_cast, world_size, stage)
+@pytest.mark.parametrize(
+    ("world_size", "mix", "name"),
+    [
+        *((1, mix, name) for mix in MIXES for name in OPTIMIZERS),
+        *((2, mix, "AdamW") for mix in ("fp32 first", "fp64 and bf16", "fp16, fp64 and fp32")),
+        *((3, mix, "AdamW") for mix in ("fp32 first", "fp64 and bf16", "fp16, fp64 and fp32")),
+    ],
+)
+@on_ranks()
+def test_each_dtype_follows_torch_at_every_stage(
+    ranks: SimulatedRanks, mix: str, name: str, tmp_path: Path
+) -> None:
+    plain = _Mixed(MIXES[mix])
+    masters = {n: nn.Parameter(_wide(p)) for n, p in plain.named_parameters()}
+    optimizer = OPTIMIZERS[name](list(masters.values()))
+    batches = [_x(step, ranks.rank) for step in range(STEPS)]
+    losses = _train_masters(plain, masters, optimizer, ranks, batches)
+    # Gradients are sent in their own dtype: a third has no 16 bits, half of fp16's least neither.
+    is_exact = ranks.size == 1 or (ranks.size == 2 and torch.float16 not in MIXES[mix])
+    atol = 0.0 if is_exact else 1e-3
+    for stage in (0, 1, 2, 3):
+        engine = _engine(mix, name, stage, process_group=ranks)
+        found = train(engine, batches[:2])
+        engine.save_checkpoint(tmp_path / f"{ranks.size}-{stage}")
+        found += train(engine, batches[2:])
+        torch.testing.assert_close(found, losses, rtol=0.0, atol=atol)
+        _compare(engine, masters, optimizer, atol)
+        other = _engine(mix, name, 3 - stage, process_group=ranks)
+        other.load_checkpoint(tmp_path / f"{ranks.size}-{stage}")
+        assert train(other, batches[2:]) == found[2:]
+        _compare(other, masters, optimizer, atol)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -17,20 +18,16 @@ from zero_core.testing import (
     SimulatedRanks,
     batch,
     make_model,
+    on_ranks,
     run_on_processes,
     seeded,
     simulate,
+    train,
 )
 
 
-def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = engine(**batch(step, 0, rank))["loss"]
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+def _batches(rank: int, steps: int) -> list[dict[str, Any]]:
+    return [batch(step, 0, rank) for step in range(steps)]
 
 
 def _some(model: nn.Module) -> list[nn.Parameter]:
@@ -40,9 +37,11 @@ def _some(model: nn.Module) -> list[nn.Parameter]:
     return [*found, block.down.weight, model.head.weight, block.up.bias]
 
 
-def _reads(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 3)])
+@on_ranks()
+def test_they_hold_their_exact_values_and_others_do_not(ranks: SimulatedRanks, stage: int) -> None:
     engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
-    _train(engine, ranks.rank, range(2))
+    train(engine, _batches(ranks.rank, 2))
     with engine.gathered() as model:
         expected = [p.detach().clone() for p in _some(model)]
     with engine.gathered(params=iter(_some(engine.module))) as model:
@@ -57,12 +56,6 @@ def _reads(ranks: SimulatedRanks, stage: int) -> None:
         torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
     if stage == 3 and ranks.size > 1:
         assert all(map(access.is_refused, _some(engine.module)))
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_they_hold_their_exact_values_and_others_do_not(world_size, stage):
-    simulate(_reads, world_size, stage)
 
 
 def _change(param: nn.Parameter, name: str) -> None:
@@ -80,25 +73,30 @@ def _change(param: nn.Parameter, name: str) -> None:
 CHANGED = ("embed.weight", "blocks.1.up.bias", "frozen.0.down.weight", "never")
 
 
-def _reaches_all(ranks: SimulatedRanks, modifier: int) -> None:
+HOW = (*((stage, False) for stage in range(4)), (1, True), (3, True))
+
+
+def _reaches_all(
+    ranks: SimulatedRanks, modifier: int, how: Sequence[tuple[int, bool]] = HOW
+) -> None:
+    """``how``: stages, and whether the whole model is gathered."""
     model = make_model()
     if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
             _change(model.get_parameter(name), name)
-    oracle = zero_core.build(
-        model, Case().config(), process_group=ranks
-    )  # an engine built from the changed model
-    losses, values = _train(oracle, ranks.rank, range(3)), oracle.full_state_dict()
-    for stage in (0, 1, 2, 3):
+    oracle = zero_core.build(model, Case().config(), process_group=ranks)
+    losses, values = train(oracle, _batches(ranks.rank, 3)), oracle.full_state_dict()
+    for stage, is_whole in how:
         engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
         for name in CHANGED:
             param = engine.module.get_parameter(name)
-            with engine.gathered(params=[param], modifier_rank=modifier), torch.no_grad():
+            params = None if is_whole else [param]
+            with engine.gathered(params=params, modifier_rank=modifier), torch.no_grad():
                 if ranks.rank == modifier:
                     _change(param, name)
-                else:
+                elif not is_whole:
                     param.mul_(-3.0)  # of another rank: does not count
-        assert _train(engine, ranks.rank, range(3)) == losses
+        assert train(engine, _batches(ranks.rank, 3)) == losses
         torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
 
 
@@ -107,57 +105,51 @@ def test_a_change_before_the_first_step_is_as_if_built_with_it(world_size, modif
     simulate(_reaches_all, world_size, modifier)
 
 
-def _keeps_master_weights(ranks: SimulatedRanks, stage: int) -> None:
+def _gathered(engine: zero_core.Engine) -> dict[str, Tensor]:
+    with engine.gathered() as model:
+        return {n: p.detach().float() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(
+    ranks: SimulatedRanks, stage: int, is_whole: bool
+) -> None:
     engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
-    _train(engine, ranks.rank, range(2))
-    expected = engine.full_state_dict(dtype=torch.float32)
+    train(engine, _batches(ranks.rank, 2))
+    expected, rounded = engine.full_state_dict(dtype=torch.float32), _gathered(engine)
     weight = engine.module.embed.weight
-    with engine.gathered(params=[weight], modifier_rank=1), torch.no_grad():
+    params = None if is_whole else [weight]
+    with engine.gathered(params=params, modifier_rank=1), torch.no_grad():
         if ranks.rank == 1:
             weight[5] = 0.5
-    expected["embed.weight"][5] = expected["head.weight"][5] = 0.5
+    for values in (expected, rounded):
+        values["embed.weight"][5] = 0.5
+    expected["head.weight"][5] = 0.5
     after = engine.full_state_dict(dtype=torch.float32)
     torch.testing.assert_close(after, expected, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(_gathered(engine), rounded, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(stage):
-    simulate(_keeps_master_weights, 2, stage)
-
-
-@contextmanager
-def _outer(engine: zero_core.Engine, param: nn.Parameter, kind: str) -> Iterator[None]:
-    with engine.gathered(params=[param] if kind == "itself" else None):
-        yield
-
-
-@contextmanager
-def _inner(engine: zero_core.Engine, param: nn.Parameter, kind: str) -> Iterator[None]:
-    with engine.gathered(params=None if kind == "all" else [param], modifier_rank=0):
-        yield
-
-
-def _nests(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_it_nests(ranks: SimulatedRanks, stage: int) -> None:
     for outer, inner in (("itself", "itself"), ("all", "itself"), ("itself", "all")):
         engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
         up, other = engine.module.blocks[0].up.weight, engine.module.gain
-        with _outer(engine, up, outer):
-            before = up.detach().clone()
-            with _inner(engine, up, inner), torch.no_grad():
+        params = {"itself": [up], "all": None}
+        with engine.gathered(params=params[outer]):
+            expected = up.detach().clone()
+            expected[1] = 3.0
+            with engine.gathered(params=params[inner], modifier_rank=0), torch.no_grad():
                 if ranks.rank == 0:
                     up[1] = 3.0
-            expected = before.clone()
-            expected[1] = 3.0
             assert torch.equal(up, expected)  # on both ranks
             with engine.gathered(params=[other]):
                 assert torch.equal(other, torch.ones(1))
             assert torch.equal(up, expected)
         assert torch.equal(engine.full_state_dict()["blocks.0.up.weight"], expected)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_it_nests(stage):
-    simulate(_nests, 2, stage)
 
 
 class _Own(nn.Module):
@@ -184,102 +176,151 @@ class _Own(nn.Module):
         return self.scale * norm
 
 
-def _within_forward(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_within_a_forward_it_takes_nothing_away(ranks: SimulatedRanks) -> None:
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(ranks.rank))
     results = []
     for is_asking in (False, True):
         engine = zero_core.build(_Own(), Case(3 if is_asking else 0).config(), process_group=ranks)
         if is_asking:
             vars(engine.module)["engine"] = engine
-        for _ in range(2):
-            engine.backward(engine(x))
-            engine.step()
+        train(engine, [x, x])
         results.append(engine.full_state_dict())
     torch.testing.assert_close(*results, rtol=0.0, atol=0.0)
 
 
-def test_within_a_forward_it_takes_nothing_away():
-    simulate(_within_forward, 2)
-
-
-def _overlapping(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(
+    ranks: SimulatedRanks,
+) -> None:
     engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     expected = engine.full_state_dict()["blocks.0.up.weight"]
-    first, second = engine.gathered(params=[weight]), engine.gathered(params=[bias, weight])
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert torch.equal(weight, expected)
-    assert not bias.isnan().any()
-    second.__exit__(None, None, None)
-    assert access.is_refused(weight)
-    assert access.is_refused(bias)
-    for given in ((None, None), (None, [weight]), ([weight], None)):  # None: the whole model
-        first, second = (engine.gathered(params=params) for params in given)
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        with torch.no_grad():
-            engine(**batch(0, 0, ranks.rank))
+    # None: the whole model.
+    for number, (one, other) in enumerate(
+        [([weight], [bias, weight]), (None, None), (None, [weight]), ([weight], None)]
+    ):
+        first, second = ExitStack(), ExitStack()
+        first.enter_context(engine.gathered(params=one))
+        second.enter_context(engine.gathered(params=other))
+        first.close()
+        if number > 0:
+            with torch.no_grad():
+                engine(**batch(0, 0, ranks.rank))
         assert torch.equal(weight, expected)
-        second.__exit__(None, None, None)
-        with torch.no_grad():
-            engine(**batch(0, 0, ranks.rank))
+        second.close()
+        if number > 0:
+            with torch.no_grad():
+                engine(**batch(0, 0, ranks.rank))
         assert all(map(access.is_refused, engine.module.parameters()))  # sharded as before
 
 
-def test_contexts_that_overlap_hold_their_parameters_to_their_own_end():
-    simulate(_overlapping, 2)
-
-
-def _is_refused(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_wrong_parameters_shapes_and_ranks_are_refused(ranks: SimulatedRanks, stage: int) -> None:
     engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
-    stranger = nn.Parameter(torch.ones(2, 3))
-    with (
-        pytest.raises(ValueError, match=r"\(2, 3\) is not this engine's"),
-        engine.gathered(params=[engine.module.gain, stranger]),
-    ):
-        pass
-    gain = engine.module.gain
-    given = torch.ones(3) if ranks.rank == 0 else torch.ones(1)
+
+    def refuses(params: Any, modifier: int | None, match: str) -> None:
+        kind = RankMismatchError if match.startswith("rank") else ValueError
+        with (
+            pytest.raises(kind, match=match),
+            engine.gathered(params=params, modifier_rank=modifier),
+        ):
+            pass
+
+    gain, stranger = engine.module.gain, nn.Parameter(torch.ones(2, 3))
+    refuses([gain, stranger], None, r"\(2, 3\) is not this engine's")
     with (
         pytest.raises(ValueError, match="gain was given another shape"),
         engine.gathered(params=[gain], modifier_rank=0),
     ):
-        gain.data = given
+        gain.data = torch.ones(3) if ranks.rank == 0 else torch.ones(1)
     assert gain.shape == (1,)
-    with (
-        pytest.raises(ValueError, match="modifier_rank = 2"),
-        engine.gathered(params=[gain], modifier_rank=2),
-    ):
-        pass
+    refuses([gain], 2, "modifier_rank = 2")
     with engine.gathered(params=[], modifier_rank=0):
         pass
-    model = engine.module
-    different = (
-        [model.blocks[0].up.weight] if ranks.rank == 0 else [model.blocks[2].up.weight, gain]
-    )
-    mixed = [gain] if ranks.rank == 0 else [stranger]
-    own_rank = f"rank {ranks.rank}: .*modifier_rank \\(here {ranks.rank}\\)"
-    for params, modifier, said in (
-        (different, 0, rf"rank {ranks.rank}: .*blocks\.{2 * ranks.rank}\.up"),
-        (mixed, 0, rf"rank {ranks.rank}: .*{('gain', 'not this engine')[ranks.rank]}"),
-        ([gain], ranks.rank, own_rank),
-        (None, ranks.rank, own_rank),
-    ):
-        with (
-            pytest.raises(RankMismatchError, match=said),
-            engine.gathered(params=params, modifier_rank=modifier),
-        ):
-            pass
-    _train(engine, ranks.rank, range(1))  # whatever was refused, all goes on
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_wrong_parameters_shapes_and_ranks_are_refused(stage):
-    simulate(_is_refused, 2, stage)
+    ups = [block.up.weight for block in engine.module.blocks]
+    who = f"rank {ranks.rank}: "
+    different, mixed = ([ups[0]], [gain]) if ranks.rank == 0 else ([ups[2], gain], [stranger])
+    refuses(different, 0, rf"{who}.*blocks\.{2 * ranks.rank}\.up")
+    refuses(mixed, 0, rf"{who}.*{('gain', 'not this engine')[ranks.rank]}")
+    for params in ([gain], None):
+        refuses(params, ranks.rank, rf"{who}.*modifier_rank \(here {ranks.rank}\)")
+    train(engine, _batches(ranks.rank, 1))  # whatever was refused, all goes on
 
 
 def test_changes_reach_all_ranks_where_they_share_memory() -> None:
-    run_on_processes(_reaches_all, 3, 1)
+    run_on_processes(_reaches_all, 3, 1, [(2, True), (3, False)])
+
+
+# ------------------------------------------------------------------ saved for backward
+
+
+class _Distance(torch.autograd.Function):
+    """The mean squared distance of two projections, which gathers a teacher's weight by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: nn.Linear, weight: Tensor, teacher: Any) -> Tensor:
+        with teacher.gathered(params=[weight]):
+            gap = head(hidden) - hidden @ weight.t()
+        ctx.save_for_backward(gap, weight)  # which torch does when this has returned
+        ctx.own = head.weight.detach().clone()
+        return gap.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        gap, weight = ctx.saved_tensors
+        return grad * 2 / gap.numel() * gap @ (ctx.own - weight), None, None, None
+
+
+class _Student(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 5, bias=False)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor, weight: Tensor, teacher: Any) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        if teacher is None:
+            return (self.head(x) - x @ weight.t()).square().mean()
+        return _Distance.apply(x, self.head, weight, teacher)
+
+
+def _models() -> tuple[_Student, nn.Module]:
+    with seeded(0):
+        return _Student(), nn.Sequential(nn.Linear(3, 3), nn.Linear(6, 5, bias=False))
+
+
+@on_ranks(2)
+def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks: SimulatedRanks) -> None:
+    expected, plain = _models()
+    optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
+    student, model = _models()
+    config = Case(3, top={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}).config()
+    teacher = zero_core.build(model, config, process_group=ranks)
+    engine = zero_core.build(student, config, process_group=ranks)
+    weight = model[1].weight
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wanted = expected(x, plain[1].weight.detach(), None)
+        wanted.backward()
+        optimizer.step()
+        loss = engine(x, weight, teacher)
+        assert access.is_refused(weight)
+        engine.backward(loss)
+        assert access.is_refused(weight)
+        engine.step()
+        torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(engine.full_state_dict(), dict(expected.state_dict()))
+    loss = engine(x, weight, teacher)
+    with teacher.gathered(params=[weight], modifier_rank=0), torch.no_grad():
+        weight.fill_(1.0)
+    with pytest.raises(RuntimeError, match=r"shape \(5, 6\) has changed since"):
+        engine.backward(loss)
+    loss = engine(x, weight, teacher)
+    engine.backward(loss)
+    engine.step()
+    assert access.is_refused(weight)

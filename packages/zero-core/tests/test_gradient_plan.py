@@ -37,97 +37,79 @@ def _plan(**changed: Any) -> GradientPlan:
     return plan_gradient(**{**given, **changed})
 
 
+ALONE = {"world_size": 1}
+NOTHING, SHARDS, FULL, BOTH = "", "shard", "full", "full and shard"
+
+
 @pytest.mark.parametrize(
-    ("given", "case", "is_full_kept", "is_shard_kept"),
+    ("given", "case", "kept"),
     [
-        ({"stage": 0}, GradientCase.WHOLE_SUM, True, True),
-        ({"stage": 1}, GradientCase.FULL_THEN_SHARD, True, True),
-        ({"stage": 2}, GradientCase.SHARD, False, True),
-        ({"stage": 3}, GradientCase.SHARD, False, True),
-        ({"stage": 0, "owns_grads": True}, GradientCase.WHOLE_SUM, True, True),
-        ({"stage": 1, "owns_grads": True}, GradientCase.PASS_ON, True, False),
-        ({"stage": 2, "owns_grads": True}, GradientCase.PASS_ON, False, False),
-        ({"stage": 3, "owns_grads": True}, GradientCase.PASS_ON, False, False),
-        ({"owns_grads": True, "is_accumulated": True}, GradientCase.SHARD, False, True),
-        ({"world_size": 1, "stage": 0}, GradientCase.ALONE, False, True),
-        ({"world_size": 1, "stage": 3}, GradientCase.ALONE, False, True),
-        ({"world_size": 1, "owns_grads": True}, GradientCase.PASS_ON, False, False),
-        (
-            {"world_size": 1, "owns_grads": True, "is_accumulated": True},
-            GradientCase.ALONE,
-            False,
-            True,
-        ),
-        ({"stage": 0, **ADDED}, GradientCase.WHOLE_SUM, True, True),
-        ({"stage": 1, **ADDED}, GradientCase.PASS_ON_EACH, True, False),
-        ({"stage": 2, **ADDED}, GradientCase.PASS_ON_EACH, False, False),
-        ({"stage": 3, **ADDED}, GradientCase.PASS_ON_EACH, False, False),
-        ({"world_size": 1, "stage": 0, **ADDED}, GradientCase.PASS_ON_EACH, False, False),
-        ({**ADDED, "is_accumulated": False}, GradientCase.PASS_ON, False, False),
+        ({"stage": 0}, GradientCase.WHOLE_SUM, BOTH),
+        ({"stage": 1}, GradientCase.FULL_THEN_SHARD, BOTH),
+        ({"stage": 2}, GradientCase.SHARD, SHARDS),
+        ({"stage": 3}, GradientCase.SHARD, SHARDS),
+        ({"stage": 0, "owns_grads": True}, GradientCase.WHOLE_SUM, BOTH),
+        ({"stage": 1, "owns_grads": True}, GradientCase.PASS_ON, FULL),
+        ({"stage": 2, "owns_grads": True}, GradientCase.PASS_ON, NOTHING),
+        ({"stage": 3, "owns_grads": True}, GradientCase.PASS_ON, NOTHING),
+        ({"owns_grads": True, "is_accumulated": True}, GradientCase.SHARD, SHARDS),
+        ({**ALONE, "stage": 0}, GradientCase.ALONE, SHARDS),
+        ({**ALONE, "stage": 3}, GradientCase.ALONE, SHARDS),
+        ({**ALONE, "owns_grads": True}, GradientCase.PASS_ON, NOTHING),
+        ({**ALONE, "owns_grads": True, "is_accumulated": True}, GradientCase.ALONE, SHARDS),
+        ({"stage": 0, **ADDED}, GradientCase.WHOLE_SUM, BOTH),
+        ({"stage": 1, **ADDED}, GradientCase.PASS_ON_EACH, FULL),
+        ({"stage": 2, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING),
+        ({"stage": 3, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING),
+        ({**ALONE, "stage": 0, **ADDED}, GradientCase.PASS_ON_EACH, NOTHING),
+        ({**ADDED, "is_accumulated": False}, GradientCase.PASS_ON, NOTHING),
         # A narrower sum than the tier's is what the user asked for.
-        (
-            {**ADDED, "accumulated": BF16, "is_accumulated_given": True},
-            GradientCase.SHARD,
-            False,
-            True,
-        ),
+        ({**ADDED, "accumulated": BF16, "is_accumulated_given": True}, GradientCase.SHARD, SHARDS),
     ],
     ids=str,
 )
 def test_buffers_are_kept_or_borrowed_when(
-    given: dict[str, Any], case: GradientCase, is_full_kept: bool, is_shard_kept: bool
+    given: dict[str, Any], case: GradientCase, kept: str
 ) -> None:
     plan = _plan(**given)
-    assert (plan.case, plan.is_full_kept, plan.is_shard_kept) == (case, is_full_kept, is_shard_kept)
+    assert (plan.case, plan.is_full_kept, plan.is_shard_kept) == (
+        case,
+        "full" in kept,
+        "shard" in kept,
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "is_sum_in_full", "offered"),
+    ("given", "expected"),
     [
-        ({"stage": 0}, False, FP32),
-        ({"stage": 0, "communicated": FP32}, True, FP32),
-        ({"stage": 1, "communicated": FP32}, False, FP32),
-        ({"stage": 0, "owns_grads": True}, False, BF16),
-        ({"stage": 3, "owns_grads": True}, False, BF16),
+        # The sum takes the memory of the gradient when dtypes agree.
+        ({"stage": 0}, {"is_sum_in_full": False, "offered": FP32}),
+        ({"stage": 0, "communicated": FP32}, {"is_sum_in_full": True, "offered": FP32}),
+        ({"stage": 1, "communicated": FP32}, {"is_sum_in_full": False, "offered": FP32}),
+        ({"stage": 0, "owns_grads": True}, {"is_sum_in_full": False, "offered": BF16}),
+        ({"stage": 3, "owns_grads": True}, {"is_sum_in_full": False, "offered": BF16}),
+        # A tier adds what is communicated unless the user says otherwise.
+        ({}, {"rounded": FP32, "offered": FP32}),
+        ({"owns_grads": True, "is_accumulated": True}, {"rounded": FP32, "offered": BF16}),
+        ({"stage": 2, **ADDED}, {"rounded": BF16, "offered": BF16}),
+        ({"stage": 0, **ADDED}, {"rounded": BF16, "offered": FP32}),  # the whole sum of such terms
+        ({"stage": 0, "world_size": 1, **ADDED}, {"rounded": BF16, "offered": BF16}),
+        ({"stage": 2, **ADDED, "is_accumulated_given": True}, {"rounded": FP32, "offered": FP32}),
+        ({"stage": 0, **ADDED, "is_accumulated_given": True}, {"rounded": FP32, "offered": FP32}),
+        ({"stage": 2, **ADDED, "communicated": FP32}, {"rounded": FP32, "offered": FP32}),
+        # Gradients are divided by the ranks when their mean is asked for.
+        ({"is_summed": False, "world_size": 4}, {"predivide": 0.25}),
+        ({"is_summed": True, "world_size": 4}, {"predivide": 1.0}),
+        ({"is_summed": False, "world_size": 1}, {"predivide": 1.0}),
     ],
     ids=str,
 )
-def test_the_sum_takes_the_memory_of_the_gradient_when_dtypes_agree(
-    given: dict[str, Any], is_sum_in_full: bool, offered: torch.dtype
+def test_a_gradient_has_the_dtypes_and_factor_of_its_plan(
+    given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     plan = _plan(**given)
-    assert (plan.is_sum_in_full, plan.offered) == (is_sum_in_full, offered)
-
-
-@pytest.mark.parametrize(
-    ("given", "rounded", "offered"),
-    [
-        ({}, FP32, FP32),
-        ({"owns_grads": True, "is_accumulated": True}, FP32, BF16),
-        ({"stage": 2, **ADDED}, BF16, BF16),
-        ({"stage": 0, **ADDED}, BF16, FP32),  # the whole sum, of what the tier would have added
-        ({"stage": 0, "world_size": 1, **ADDED}, BF16, BF16),
-        ({"stage": 2, **ADDED, "is_accumulated_given": True}, FP32, FP32),
-        ({"stage": 0, **ADDED, "is_accumulated_given": True}, FP32, FP32),
-        ({"stage": 2, **ADDED, "communicated": FP32}, FP32, FP32),
-    ],
-    ids=str,
-)
-def test_a_tier_adds_what_is_communicated_unless_the_user_says_otherwise(
-    given: dict[str, Any], rounded: torch.dtype, offered: torch.dtype
-) -> None:
-    plan = _plan(**given)
-    assert (plan.rounded, plan.offered) == (rounded, offered)
+    assert {name: getattr(plan, name) for name in expected} == expected
     assert plan.normed == (torch.float64 if given.get("adds_grads") else None)
-
-
-@pytest.mark.parametrize(
-    ("is_summed", "world_size", "factor"), [(False, 4, 0.25), (True, 4, 1.0), (False, 1, 1.0)]
-)
-def test_gradients_are_divided_by_the_ranks_when_the_mean_is_asked(
-    is_summed: bool, world_size: int, factor: float
-) -> None:
-    assert _plan(is_summed=is_summed, world_size=world_size).predivide == factor
 
 
 def _segment(world_size: int) -> Segment:
@@ -200,13 +182,6 @@ def test_micro_steps_add_up_and_a_missing_gradient_counts_as_zero(case: str) -> 
     assert grads.result().shard.tolist() == [5.0] * 4
 
 
-def test_gradients_of_one_rank_add_up_in_their_shard() -> None:
-    grads = _grads(_plan(world_size=1, communicated=FP32))
-    _backward(grads, 1.0, None)
-    _backward(grads, 1.0, 2.0)
-    assert grads.result().shard.tolist() == [2.0] * 4 + [2.0] * 3
-
-
 def test_unreduced_gradients_add_up_in_the_accumulation_dtype() -> None:
     grads = _grads(_plan())
     grads.accumulate_locally()
@@ -217,15 +192,6 @@ def test_unreduced_gradients_add_up_in_the_accumulation_dtype() -> None:
     grads.finish()
     assert not grads.has_unreduced
     assert grads.result().shard.tolist() == [1.0 + 2.0**-10] * 4
-
-
-def test_ranks_with_nonfinite_gradients_are_named_when_their_parts_are_shown() -> None:
-    grads = _grads(_plan(communicated=FP32))
-    _backward(grads, float("inf"), 1.0)
-    assert grads.nonfinite_ranks() == [0, 1]
-    grads.clear()
-    _backward(grads, 1.0, 1.0)
-    assert grads.nonfinite_ranks() is None
 
 
 def test_a_gradient_is_refused_after_its_segment_was_updated() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from datetime import timedelta
+import gc
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,125 +13,104 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_core import CheckpointError
 from zero_core.testing import (
     Case,
+    SimulatedDDP,
     SimulatedRanks,
+    Tower,
     batch,
     make_model,
+    make_tower,
+    on_ranks,
+    rows,
     run_on_processes,
     seeded,
     simulate,
     spawn,
+    train,
 )
 
-STAGES = (0, 1, 2, 3)
 OPT: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+ALONE = {"train_batch_size": 1}
 
 
-class _Block(nn.Module):
-    def __init__(self, shared: nn.Module | None = None) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6) if shared is None else shared
-        self.mlp = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
-        self.recompute = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        if self.recompute:
-            return x + checkpoint(self.mlp, y, use_reentrant=self.recompute == "reentrant")
-        return x + self.mlp(y)
+def _build(ranks: SimulatedRanks | None, stage: int, **case: Any) -> zero_core.Engine:
+    config = Case(stage, **case).config() | OPT
+    return zero_core.build(make_tower(), config, process_group=ranks)
 
 
-class _Net(nn.Module):
-    def __init__(self, *, is_shared: bool = False, recompute: str = "") -> None:
-        super().__init__()
-        with seeded(3):
-            shared = nn.LayerNorm(6) if is_shared else None
-            self.first = nn.Linear(6, 6)
-            self.blocks = nn.ModuleList(_Block(shared if i == 0 else None) for i in range(4))
-            self.last = shared if shared is not None else nn.LayerNorm(6)
-            for block in self.blocks:
-                block.recompute = recompute
-            self.mode = "plain"
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if self.mode == "parts":  # blocks taken apart, in an order of its own
-            for block in (*self.blocks[2:], *self.blocks[:2]):
-                x = x + block.mlp(block.norm(x))
-        elif self.mode == "pairs":
-            x = checkpoint(self._pair, x, 2, 0, use_reentrant=True)
-            x = checkpoint(self.blocks[2], x, use_reentrant=True)
-        else:
-            for block in self.blocks:
-                x = block(x)
-        return self.last(x).square().mean() + x.mean()
-
-    def _pair(self, x: Tensor, i: int, j: int) -> Tensor:
-        return self.blocks[j](self.blocks[i](x))
+def _check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
-def _x(step: int, rank: int) -> Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+# ------------------------------------------------------------------ forwards and backwards
 
 
-def _train(model: nn.Module, stage: int, ranks: SimulatedRanks, run=None) -> dict[str, Tensor]:
-    engine = zero_core.build(model, Case(stage=stage).config() | OPT, process_group=ranks)
+def _calls(model: Any, way: str, step: int, rank: int) -> list[Tensor]:
+    """Return the losses that a step runs backward from."""
+    x, y = rows(step, rank), rows(step + 50, rank)
+    if way == "a loss of two forwards":
+        return [model(x) + model(y)]
+    return [model(x), model(y)] if way == "two backwards" else [model(x)]
+
+
+@pytest.mark.parametrize("way", ["a loss of two forwards", "two backwards", "a plain backward"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_step_follows_ddp_when_its_backward_is(
+    ranks: SimulatedRanks, stage: int, way: str
+) -> None:
+    reference = make_tower()
+    ddp = SimulatedDDP(reference, ranks)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    engine = _build(ranks, stage)
     for step in range(3):
-        x = _x(step, ranks.rank).requires_grad_()
-        engine.backward(engine(x) if run is None else run(engine, x))
+        for loss in _calls(ddp, way, step, ranks.rank):
+            loss.backward()
+            ddp.average_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        for loss in _calls(engine, way, step, ranks.rank):
+            loss.backward() if way == "a plain backward" else engine.backward(loss)
         engine.step()
-    assert engine.skipped_steps == 0
-    return engine.full_state_dict()
+    close = 0.0 if way == "a plain backward" else 1e-5  # DDP adds up in another order
+    expected = dict(reference.state_dict())
+    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=close, atol=close)
 
 
-def _same_at_all_stages(ranks: SimulatedRanks, how: str) -> None:
-    def make() -> nn.Module:
-        if how in ("reentrant", "plain"):
-            return _Net(recompute=how)
-        net = _Net(is_shared=how == "shared")
-        net.mode = how if how in ("parts", "pairs") else "plain"
-        return net
-
-    run = _outside if how == "outside" else None
-    results = [_train(make(), stage, ranks, run) for stage in STAGES]
-    for result in results[1:]:
-        assert all(torch.equal(result[k], results[0][k]) for k in result)
+@on_ranks(2)
+def test_a_loss_that_is_dropped_frees_its_activations(ranks: SimulatedRanks) -> None:
+    engine = _build(ranks, 3)
+    seen: list[weakref.ref[Tensor]] = []
+    for module in engine.module.modules():
+        module.register_forward_hook(lambda m, a, out: seen.append(weakref.ref(out)))
+    loss = engine(rows(0, ranks.rank))
+    assert seen[-1]() is loss
+    del loss
+    assert [ref() for ref in seen if ref() is not None] == []
 
 
-def _outside(engine: zero_core.Engine, x: Tensor) -> Tensor:
-    """Blocks called one by one, without the model's own forward."""
-    for block in engine.module.blocks:
-        x = block(x)
-    return x.square().mean()
-
-
-@pytest.mark.parametrize("how", ["reentrant", "plain", "shared", "parts", "pairs", "outside"])
-def test_blocks_used_in_unusual_ways_give_the_same_numbers_at_every_stage(how):
-    simulate(_same_at_all_stages, 2, how)
-
-
-def _part_alone(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT, process_group=ranks)
+@on_ranks(2)
+def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(
+    ranks: SimulatedRanks,
+) -> None:
+    engine = _build(ranks, 3)
     with pytest.raises(RuntimeError, match=r"a part of unit 0 \(root\) was called by itself"):
-        engine.module.first(_x(0, ranks.rank))
+        engine.module.first(rows(0, ranks.rank))
     with torch.no_grad():
-        expected = _Net().first(_x(0, 0))
-        assert torch.equal(engine.module.first(_x(0, 0)), expected)
+        assert torch.equal(engine.module.first(rows(0, 0)), make_tower().first(rows(0, 0)))
 
 
-def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with():
-    simulate(_part_alone, 2)
-
-
-def _state_dict(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT, process_group=ranks)
-    engine.backward(engine(_x(0, ranks.rank)))
-    engine.step()
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_a_state_dict_has_the_values_after_the_step_or_is_refused_at_stage_3(
+    ranks: SimulatedRanks, stage: int
+) -> None:
+    engine = _build(ranks, stage)
+    train(engine, [rows(0, ranks.rank)])
     if stage < 3:
         found = engine.module.state_dict()
     else:
@@ -141,38 +118,15 @@ def _state_dict(ranks: SimulatedRanks, stage: int) -> None:
             engine.module.state_dict()
         with engine.gathered() as module:
             found = {k: v.clone() for k, v in module.state_dict().items()}
-    full = engine.full_state_dict()
-    assert all(torch.equal(found[k], full[k]) for k in full)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_state_dict_has_the_values_after_the_step_or_is_refused_at_stage_3(stage):
-    simulate(_state_dict, 2, stage)
-
-
-def _inference(ranks: SimulatedRanks) -> None:
-    results = []
-    for stage in STAGES:
-        engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT, process_group=ranks)
-        with torch.inference_mode():
-            engine(_x(9, ranks.rank))
-        engine.backward(engine(_x(0, ranks.rank)))
-        engine.step()
-        results.append(engine.full_state_dict())
-    for result in results[1:]:
-        assert all(torch.equal(result[k], results[0][k]) for k in result)
-
-
-def test_inference_mode_before_the_first_step_does_no_harm():
-    simulate(_inference, 2)
+    _check_equal(dict(found), engine.full_state_dict())
 
 
 def _late(ranks: SimulatedRanks, stage: int) -> None:
     """A backward after the reduced one, within no_sync, on one rank only."""
-    engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT, process_group=ranks)
-    engine.backward(engine(_x(0, ranks.rank)))
+    engine = _build(ranks, stage)
+    engine.backward(engine(rows(0, ranks.rank)))
     with engine.no_sync():
-        loss = engine(_x(1, ranks.rank))
+        loss = engine(rows(1, ranks.rank))
         if ranks.rank == 0 or stage == 3:
             engine.backward(loss)
     engine.step()
@@ -184,155 +138,160 @@ def test_unreduced_gradients_of_one_rank_are_reduced_by_all(stage):
     simulate(_late, 2, stage)
 
 
-def _idle(ranks: SimulatedRanks, stage: int) -> None:
-    config = Case(stage=stage, accumulation=2).config() | OPT
-    engine = zero_core.build(_Net(), config, process_group=ranks)
-    for step in range(2):
-        for micro in range(2):
-            loss = engine(_x(step, ranks.rank))
-            is_idle = micro == 1 and (ranks.rank == 1 or step == 1)
-            engine.backward(torch.zeros((), requires_grad=True) if is_idle else loss)
-            engine.step()
-    assert engine.global_steps == 2
-    assert engine.skipped_steps == 0
+def test_a_late_gradient_is_reduced_where_ranks_share_memory():
+    run_on_processes(_late, 2, 3)
 
 
-@pytest.mark.parametrize("stage", range(3))
-def test_a_last_micro_step_that_uses_no_parameter_still_steps(stage):
-    simulate(_idle, 2, stage)
-
-
-def _skips_a_block(rank: int, world_size: int, store: str) -> None:
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=10),
-    )
-    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT)
-    blocks = engine.module.blocks
-    used = blocks if rank == 0 else [blocks[0], blocks[3]]
-
-    def run(x: Tensor) -> Tensor:
-        for block in used:
-            x = block(x)
-        return x.square().mean()
-
-    def step() -> None:
-        engine.backward(run(_x(0, rank)))
-        engine.step()
-
-    with pytest.raises(zero_core.CollectiveError, match="all_gather of unit"):
-        step()
-    os._exit(0)  # with collectives under way that nobody will answer
-
-
-def _drops_one(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_rank_whose_loss_uses_no_parameter_takes_part(ranks: SimulatedRanks) -> None:
     results = []
-    for stage in STAGES:
-        engine = zero_core.build(_Net(), Case(stage=stage).config() | OPT, process_group=ranks)
+    for stage in range(3):
+        engine = _build(ranks, stage, accumulation=2)
+        for step in range(2):
+            for micro in range(2):
+                loss = engine(rows(step, ranks.rank))
+                is_idle = micro == 1 and (ranks.rank == 1 or step == 1)
+                engine.backward(torch.zeros((), requires_grad=True) if is_idle else loss)
+                engine.step()
+        assert (engine.global_steps, engine.skipped_steps) == (2, 0)
+        results.append(engine.full_state_dict())
+    for one, other in pairwise(results):
+        _check_equal(one, other)
+    assert not torch.equal(results[0]["head.weight"], make_tower().head.weight)
+
+
+def _skips_several(ranks: SimulatedRanks) -> None:
+    engine = _build(ranks, 3)
+    blocks, x = engine.module.blocks, rows(0, ranks.rank)
+    for block in blocks if ranks.rank == 0 else [blocks[0], blocks[3]]:
+        x = block(x)
+    engine.backward(x.sum())
+
+
+def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights():
+    with pytest.raises(zero_core.CollectiveError, match="all_gather of unit"):
+        simulate(_skips_several, 2, timeout_s=2.0)
+
+
+@on_ranks(2)
+def test_blocks_may_be_called_without_the_models_forward_and_each_rank_may_drop_one(
+    ranks: SimulatedRanks,
+) -> None:
+    results = []
+    for stage in range(4):
+        engine = _build(ranks, stage)
         blocks = [b for i, b in enumerate(engine.module.blocks) if i != 1 + ranks.rank]
         for step in range(3):
-            x = _x(step, ranks.rank)
+            x = rows(step, ranks.rank)
             for block in blocks:
                 x = block(x)
             engine.backward(x.square().mean())
             engine.step()
         results.append(engine.full_state_dict())
-    for result in results[1:]:
-        assert all(torch.equal(result[k], results[0][k]) for k in result)
+    for one, other in pairwise(results):
+        _check_equal(one, other)
 
 
-def test_ranks_may_each_drop_one_block_in_between():
-    simulate(_drops_one, 2)
+@on_ranks(2)
+def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(
+    ranks: SimulatedRanks,
+) -> None:
+    engine = _build(ranks, 3)
+    for step in range(3):
+        train(engine, [(rows(step, ranks.rank), (3, 2, 1, 0))])
+    block = max(sum(s.padded_numel for s in u.segments) for u in engine.layout.units if u.index)
+    root = sum(s.padded_numel for s in engine.layout.units[0].segments)
+    assert engine.memory_report()["gathered units"] <= 4 * (2 * block + root)
 
 
-def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights(tmp_path):
-    spawn(_skips_a_block, 2, str(tmp_path / "store"))
+# ------------------------------------------------------------------ ranks that differ
 
 
-def _load_then_idle(ranks: SimulatedRanks, folder: str) -> None:
-    engine = zero_core.build(_Net(), Case(stage=1).config() | OPT, process_group=ranks)
-    engine.save_checkpoint(folder)
-    engine.backward(engine(_x(0, ranks.rank)))
-    engine.load_checkpoint(folder)
-    loss = engine(_x(0, ranks.rank))
-    engine.backward(loss if ranks.rank == 0 else torch.zeros((), requires_grad=True))
-    engine.step()
-    assert engine.global_steps == 1
+@on_ranks(2)
+def test_ranks_with_different_models_or_configurations_are_refused(ranks: SimulatedRanks) -> None:
+    width = 3 + ranks.rank
+    with pytest.raises(zero_core.RankMismatchError, match="different model"):
+        zero_core.build(nn.Linear(width, 2), Case().config(), process_group=ranks)
+    clip = Case(clipping=float(ranks.rank + 1)).config()
+    with pytest.raises(zero_core.RankMismatchError, match="different configuration"):
+        zero_core.build(nn.Linear(3, 2), clip, process_group=ranks)
 
 
-def test_gradients_from_before_a_load_are_forgotten(tmp_path):
-    simulate(_load_then_idle, 2, str(tmp_path))
+@on_ranks(2)
+def test_every_rank_starts_from_rank_zeros_values(ranks: SimulatedRanks) -> None:
+    with seeded(ranks.rank):
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model[1].running_mean.fill_(ranks.rank)
+    engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
+    with seeded(0):
+        expected = nn.Linear(3, 2).weight
+    assert torch.equal(engine.full_state_dict()["0.weight"], expected)
+    assert (engine.module[1].running_mean == 0).all()
 
 
-def _one_rank_fails(ranks: SimulatedRanks, folder: str) -> None:
-    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT, process_group=ranks)
-    engine.save_checkpoint(Path(folder) / "c")
+def _lost_peer(rank: int, world_size: int) -> None:
+    engine = zero_core.build(make_model(), Case(stage=3).config())
+    if rank == 1:
+        dist.destroy_process_group()
+        store = dist.HashStore()  # of a group for the caller to destroy
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return
+    with pytest.raises(zero_core.CollectiveError, match=r"rank 0: all_gather of unit 0 \(root\)"):
+        engine(**batch(0, 0, rank))
+
+
+def test_a_lost_peer_is_named_by_rank_unit_and_collective():
+    spawn(_lost_peer, 2)
+
+
+@on_ranks(2)
+def test_a_failure_on_one_rank_reaches_all(ranks: SimulatedRanks, tmp_path: Path) -> None:
+    engine = _build(ranks, 3)
+    engine.save_checkpoint(tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"find failed on rank 1: .* holds no checkpoint"):
-        engine.load_checkpoint(Path(folder) / ("c" if ranks.rank == 0 else "elsewhere"))
+        engine.load_checkpoint(tmp_path / ("c" if ranks.rank == 0 else "elsewhere"))
     with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .* keeps JSON"):
-        engine.save_checkpoint(folder, client_state={"x": object() if ranks.rank else 1})
-    (Path(folder) / "file").touch()
+        engine.save_checkpoint(tmp_path, client_state={"x": object() if ranks.rank else 1})
+    (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="export failed on rank 0"):
-        engine.export_safetensors(Path(folder) / "file")
+        engine.export_safetensors(tmp_path / "file")
 
 
-def test_a_failure_on_one_rank_reaches_all(tmp_path):
-    simulate(_one_rank_fails, 2, str(tmp_path))
+# ------------------------------------------------------------------ one rank
 
 
 def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog):
-    config = {**Case(accumulation=2).config(), "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    def fail(grad: Tensor) -> None:
+        handle.remove()
+        raise ArithmeticError("as asked")
+
     results = []
     for breaks in (False, True):
-        engine = zero_core.build(_Net(), config)
+        engine = _build(None, 0, accumulation=2)
         if breaks:
-            engine.backward(engine(_x(0, 0)))
-            engine.step()
-            loss = engine(_x(1, 0))
-            engine.module.first.weight.register_hook(_raise_once())
+            train(engine, [rows(0, 0)])
+            loss = engine(rows(1, 0))
+            handle = engine.module.first.weight.register_hook(fail)
             with pytest.raises(ArithmeticError):
-                engine.backward(engine(_x(1, 0)) + loss)
-        for micro in range(2):
-            engine.backward(engine(_x(micro, 0)))
-            engine.step()
+                engine.backward(engine(rows(1, 0)) + loss)
+        train(engine, [rows(0, 0), rows(1, 0)])
         assert engine.global_steps == 1
         results.append(engine.full_state_dict())
-    assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+    _check_equal(*results)
     assert "starts again from its first micro-step" in caplog.text
-
-
-def _raise_once():
-    left = [1]
-
-    def hook(grad: Tensor) -> None:
-        if left:
-            left.pop()
-            raise ArithmeticError("as asked")
-
-    return hook
 
 
 def test_a_schedule_with_milestones_goes_on_after_a_resume(tmp_path):
     def make() -> zero_core.Engine:
-        model = _Net()
+        model = make_tower()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4], gamma=0.1)
-        return zero_core.build(
-            model,
-            {"train_batch_size": 1},
-            optimizer=optimizer,
-            lr_scheduler=schedule,
-        )
+        return zero_core.build(model, ALONE, optimizer=optimizer, lr_scheduler=schedule)
 
     def rates(engine: zero_core.Engine, steps: int) -> list[float]:
         found = []
         for step in range(steps):
-            engine.backward(engine(_x(step, 0)))
-            engine.step()
+            train(engine, [rows(step, 0)])
             found.append(engine.optimizer.param_groups[0]["lr"])
         return found
 
@@ -346,77 +305,35 @@ def test_a_schedule_with_milestones_goes_on_after_a_resume(tmp_path):
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
-    zero_core.build(_Net(), {"train_batch_size": 1} | OPT).save_checkpoint(tmp_path)
-    other = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    zero_core.build(make_tower(), ALONE | OPT).save_checkpoint(tmp_path)
+    other = {**ALONE, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
     with pytest.raises(
         CheckpointError, match="trained by AdamW with 1 groups, this engine has SGD"
     ):
-        zero_core.build(_Net(), other).load_checkpoint(tmp_path)
+        zero_core.build(make_tower(), other).load_checkpoint(tmp_path)
+
+
+def test_a_loss_scale_of_a_run_without_one_is_not_taken_over(tmp_path):
+    zero_core.build(make_tower(), ALONE | OPT).save_checkpoint(tmp_path)
+    engine = zero_core.build(make_tower(), {**ALONE, **OPT, "fp16": {"enabled": True}})
+    engine.load_checkpoint(tmp_path)
+    assert engine.loss_scale == 65536.0
 
 
 def test_gradients_from_before_build_are_forgotten():
     norms = []
     for has_old in (False, True):
-        model = _Net()
+        model = make_tower()
         if has_old:
-            model(_x(5, 0)).backward()
-        engine = zero_core.build(model, {"train_batch_size": 1} | OPT)
-        engine.backward(engine(_x(0, 0)))
-        engine.step()
+            model(rows(5, 0)).backward()
+        engine = zero_core.build(model, ALONE | OPT)
+        train(engine, [rows(0, 0)])
         norms.append(engine.get_global_grad_norm())
     assert norms[0] == norms[1]
 
 
-def _old_graph(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT, process_group=ranks)
-    old = engine(_x(0, ranks.rank))
-    engine.backward(engine(_x(1, ranks.rank)))
-    engine.step()
-    with pytest.raises(RuntimeError, match="ran before the last step"):
-        engine.backward(old)
-
-
-def test_a_backward_of_an_older_forward_is_refused_at_stage_three():
-    simulate(_old_graph, 2)
-
-
-def test_a_process_killed_while_it_saves_leaves_the_previous_checkpoint_whole(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys, zero_core\n"
-        "from zero_core.testing import Case, batch, make_model\n"
-        "engine = zero_core.build(make_model(), Case().config())\n"
-        "for step in range(10000):\n"
-        "    engine.backward(engine(**batch(step, 0, 0))['loss'])\n"
-        "    engine.step()\n"
-        "    engine.save_checkpoint(sys.argv[1])\n"
-        "    print(step, flush=True)\n"
-    )
-    folder = tmp_path / "checkpoints"
-    process = subprocess.Popen(
-        [sys.executable, str(program), str(folder)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for delay in (0.0, 0.003, 0.006):
-        process.stdout.readline()
-        time.sleep(delay)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    last = [2, *map(int, process.stdout.read().split())][-1] + 1
-    process.stdout.close()
-    engine = zero_core.build(make_model(), Case().config())
-    engine.load_checkpoint(folder)
-    assert engine.global_steps in (last, last + 1)
-    expected = zero_core.build(make_model(), Case().config())
-    for step in range(engine.global_steps):
-        expected.backward(expected(**batch(step, 0, 0))["loss"])
-        expected.step()
-    full = expected.full_state_dict()
-    assert all(torch.equal(v, full[k]) for k, v in engine.full_state_dict().items())
-
-
 def test_an_export_replaces_one_of_another_size(tmp_path, monkeypatch):
-    engine = zero_core.build(_Net(), {"train_batch_size": 1} | OPT)
+    engine = zero_core.build(make_tower(), ALONE | OPT)
     engine.export_safetensors(tmp_path)
     monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 300)
     engine.export_safetensors(tmp_path)
@@ -426,27 +343,17 @@ def test_an_export_replaces_one_of_another_size(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-class _Empty(nn.Module):
+class _Empty(Tower):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
         self.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum() + self.nothing.sum()
 
-
-def _empty(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Empty(), Case(stage=3).config() | OPT, process_group=ranks)
-    engine.backward(engine(torch.ones(1, 2)))
-    engine.step()
+@on_ranks(2)
+def test_a_parameter_without_elements_is_carried_along(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Empty(), Case(stage=3).config(), process_group=ranks)
+    train(engine, [rows(0, ranks.rank)])
     assert engine.full_state_dict()["nothing"].shape == (0,)
-
-
-def test_a_parameter_without_elements_is_carried_along():
-    simulate(_empty, 2)
 
 
 def test_half_precision_accumulation_keeps_small_gradients():
@@ -469,31 +376,8 @@ def test_half_precision_accumulation_keeps_small_gradients():
     torch.testing.assert_close(updates[1], updates[0], rtol=1e-2, atol=0.0)
 
 
-def test_a_loss_scale_of_a_run_without_one_is_not_taken_over(tmp_path):
-    base = {"train_batch_size": 1} | OPT
-    zero_core.build(_Net(), base).save_checkpoint(tmp_path)
-    engine = zero_core.build(_Net(), {**base, "fp16": {"enabled": True}})
-    engine.load_checkpoint(tmp_path)
-    assert engine.loss_scale == 65536.0
-
-
-def _reversed(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Net(), Case(stage=3).config() | OPT, process_group=ranks)
-    engine.module.mode = "parts"
-    for step in range(3):
-        engine.backward(engine(_x(step, ranks.rank)))
-        engine.step()
-    block = max(sum(s.padded_numel for s in u.segments) for u in engine.layout.units if u.index)
-    root = sum(s.padded_numel for s in engine.layout.units[0].segments)
-    assert engine.memory_report()["gathered units"] <= 4 * (2 * block + root)
-
-
-def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most():
-    simulate(_reversed, 2)
-
-
 def test_weight_decay_is_zero_unless_given_as_in_deepspeed():
-    engine = zero_core.build(_Net(), {"train_batch_size": 1, "optimizer": {"type": "Adam"}})
+    engine = zero_core.build(make_tower(), {**ALONE, "optimizer": {"type": "Adam"}})
     assert engine.optimizer.param_groups[0]["weight_decay"] == 0.0
 
 
@@ -504,5 +388,78 @@ def test_unscaled_micro_steps_of_fp16_are_refused_at_once():
         engine(**batch(0, 0, 0))["loss"].backward()
 
 
-def test_a_late_gradient_is_reduced_where_ranks_share_memory() -> None:
-    run_on_processes(_late, 2, 3)
+# ------------------------------------------------------------------ broken off
+
+
+def _fail(grad: Tensor) -> None:
+    raise ArithmeticError("breaks off")
+
+
+class _Breaking(Tower):
+    """Breaks off between two blocks, in what ``where`` says."""
+
+    where = ""
+
+    def _run(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+        for index in chosen:
+            x = x + self.blocks[index](x)
+            if self.where == "backward" and index == 1:
+                x.register_hook(_fail)
+            if self.where == "forward" and index == 2:
+                raise ArithmeticError("breaks off")
+            if self.where == "interrupt" and index == 2:
+                raise KeyboardInterrupt
+        return x
+
+
+def _make() -> _Breaking:
+    with seeded(1):
+        return _Breaking()
+
+
+def _train(ranks: SimulatedRanks, stage: int, where: str) -> list[float]:
+    model = _make()
+    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    losses = []
+    for step in range(3):
+        x = rows(step, ranks.rank)
+        model.where = where if step else ""
+        if model.where == "interrupt":
+            with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(step == 2):
+                model(x)
+        elif model.where:
+            with pytest.raises(ArithmeticError, match="breaks off"):
+                engine.backward(engine(x))
+        if model.where == "backward":
+            for take in (engine.step, lambda: engine.clip_grad_norm_(1.0)):
+                with pytest.raises(RuntimeError, match="the last backward did not end"):
+                    take()
+        model.where = ""
+        losses += train(engine, [x])
+    assert engine.global_steps == 3
+    return losses
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (3, 2), (1, 3), (2, 3), (3, 3)])
+def test_training_goes_on_after_it_broke_off(world_size: int, stage: int, where: str) -> None:
+    found = simulate(_train, world_size, stage, where)
+    assert found == simulate(_train, world_size, stage, "")
+
+
+@on_ranks(2)
+def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks: SimulatedRanks) -> None:
+    model = _make()
+    engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
+    model.where = "interrupt"
+    with pytest.raises(KeyboardInterrupt):
+        engine(torch.ones(2, 7))
+    with engine.gathered(modifier_rank=0):
+        model.blocks[0][0].weight.data.zero_()
+    with pytest.raises(KeyboardInterrupt):
+        engine(torch.ones(2, 7))
+    engine.close()
+    part = weakref.ref(engine.sharded_state.params[0])
+    del engine, model
+    gc.collect()
+    assert part() is None, "a hook of the engine's is left on this thread"

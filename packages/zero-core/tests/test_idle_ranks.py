@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -17,91 +16,47 @@ from zero_core.testing import (
     LR,
     WEIGHT_DECAY,
     Case,
-    SimulatedDDP,
     SimulatedRanks,
+    Tower,
     batch,
+    check_like_ddp,
     make_model,
+    make_tower,
+    on_ranks,
+    rows,
     seeded,
     simulate,
     spawn,
+    train,
 )
 
-STEPS = 5
 # By step: how many micro-batches of two each rank has.
 NUM_MICRO = [(2, 2, 2), (2, 1, 0), (2, 0, 1), (1, 2, 0), (0, 0, 2)]
 
 
-def _has_data(step: int, micro: int, rank: int) -> bool:
-    return micro < NUM_MICRO[step][rank]
-
-
-def _reference(ranks: SimulatedRanks, case: Case) -> dict[str, Tensor]:
-    """Gradients of each micro-step averaged over all ranks, those without data counting as zero."""
-    model = make_model()
-    ddp = SimulatedDDP(model, ranks)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    for step in range(STEPS):
-        sums: dict[nn.Parameter, Tensor] = {}
-        for micro in range(case.accumulation):
-            if _has_data(step, micro, ranks.rank):
-                loss = ddp(**batch(step, micro, ranks.rank))["loss"]
-                (loss / case.accumulation).backward()
-            ddp.average_gradients()
-            for param in trained:
-                if param.grad is not None:
-                    grad, param.grad = param.grad, None
-                    sums[param] = sums[param] + grad if param in sums else grad
-        for param in trained:
-            param.grad = sums.get(param)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def _follow(ranks: SimulatedRanks, case: Case) -> None:
-    expected = _reference(ranks, case)
-    engine = zero_core.build(make_model(), case.config(), process_group=ranks)
-    for step in range(STEPS):
-        for micro in range(case.accumulation):
-            if _has_data(step, micro, ranks.rank):
-                engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
-                engine.step()
-            else:
-                engine.idle_step()
-    assert (engine.global_steps, engine.skipped_steps) == (STEPS, 0)
-    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+def _draw(number: int, rank: int) -> dict[str, Any] | None:
+    step, micro = divmod(number, 2)
+    return batch(step, micro, rank) if micro < NUM_MICRO[step][rank] else None
 
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "is_recomputed"),
     [*((3, stage, False) for stage in range(4)), (2, 3, False), (2, 3, True)],
 )
-def test_ranks_without_data_add_zero_to_the_average(world_size, stage, is_recomputed):
-    case = Case(stage, accumulation=2)
-    if is_recomputed:
-        case = dataclasses.replace(case, top={"activation_checkpointing": {}})
-    simulate(_follow, world_size, case)
+@on_ranks()
+def test_ranks_without_data_add_zero_to_the_average(
+    ranks: SimulatedRanks, stage: int, is_recomputed: bool
+) -> None:
+    top = {"activation_checkpointing": {}} if is_recomputed else {}
+    case = Case(stage, accumulation=2, top=top)
+    check_like_ddp(ranks, make_model, _draw, case, steps=len(NUM_MICRO))
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(4):
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Tanh()) for _ in range(4)
-            )
-            self.head = nn.Linear(7, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
-
-
-def _x(step: int, rank: int) -> Tensor:
-    return torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+def _normed() -> Tower:
+    model = make_tower()
+    for block in model.blocks:
+        block.insert(0, nn.BatchNorm1d(7))
+    return model
 
 
 # The last rank has none from the start, and the others end at different times.
@@ -110,28 +65,20 @@ _LENGTHS = (4, 2, 0)
 
 def _join(rank: int, world_size: int) -> None:
     lengths = _LENGTHS[:world_size]
-    model = _Net()
+    model = _normed()
     ddp: Any = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     with Join([ddp]):
         for step in range(lengths[rank]):
             optimizer.zero_grad()
-            ddp(_x(step, rank)).backward()
+            ddp(rows(step, rank)).backward()
             optimizer.step()
     # As Join leaves it: every rank has the weights of those that ended last.
     expected = {name: value.detach() for name, value in model.state_dict().items()}
     del ddp
-    for stage in range(4):
-        config = Case(stage).config() | {
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
-        }
-        engine = zero_core.build(_Net(), config)
-        for step in range(max(lengths)):
-            if step < lengths[rank]:
-                engine.backward(engine(_x(step, rank)))
-                engine.step()
-            else:
-                engine.idle_step()
+    for stage in (1, 3):
+        engine = zero_core.build(_normed(), Case(stage).config())
+        train(engine, [rows(n, rank) if n < lengths[rank] else None for n in range(max(lengths))])
         found = engine.full_state_dict()
         for name in dict(model.named_parameters()):
             # With three ranks gloo adds up in another order.
@@ -141,29 +88,9 @@ def _join(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_average_is_that_of_join(world_size):
     spawn(_join, world_size)
-
-
-def _evaluate(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(
-        make_model(), Case(stage).config(), process_group=ranks, is_training=False
-    )
-    reference = make_model()
-    for turn in range(4):
-        if turn <= ranks.rank:
-            inputs = batch(turn, 0, ranks.rank)
-            with torch.no_grad():
-                expected = reference(**inputs)["loss"]
-            assert engine(**inputs)["loss"] == expected
-        else:
-            engine.idle_forward()
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_ranks_may_evaluate_different_numbers_of_batches(stage):
-    simulate(_evaluate, 3, stage)
 
 
 def _wait_in_vain(ranks: SimulatedRanks) -> None:
@@ -177,7 +104,11 @@ def test_the_error_of_ranks_that_diverge_names_idle_step():
         simulate(_wait_in_vain, 2, timeout_s=1.0)
 
 
-def _all_used(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_used(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     zero = {"ignore_unused_parameters": False}
     engine = zero_core.build(
         nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)}),
@@ -201,37 +132,20 @@ def _all_used(ranks: SimulatedRanks, stage: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_used(stage: int):
-    simulate(_all_used, 2, stage)
+@on_ranks(2)
+def test_a_rank_is_idle_after_a_forward_that_failed(ranks: SimulatedRanks) -> None:
+    """One rank's forward raises between two blocks."""
+    engine = zero_core.build(_normed(), Case(3).config(), process_group=ranks)
+    train(engine, [rows(0, ranks.rank)])
 
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise ValueError("a bad sample")
 
-class _Refusing(_Net):
-    """Raises between two blocks if the input is not finite."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.blocks[0](x)
-        if not x.isfinite().all():
-            raise ValueError("a bad sample")
-        loss: Tensor = super().forward(x)
-        return loss
-
-
-def _go_on(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Refusing(), Case(3).config(), process_group=ranks)
-    engine.backward(engine(_x(0, ranks.rank)))
-    engine.step()
+    handle = engine.module.blocks[1].register_forward_pre_hook(refuse)
     with pytest.raises(ValueError, match="a bad sample"):
-        engine(torch.full((5, 7), torch.inf))
-    if ranks.rank == 0:
-        engine.idle_step()
-    else:
-        engine.backward(engine(_x(1, ranks.rank)))
-        engine.step()
-
-
-def test_a_rank_is_idle_after_a_forward_that_failed():
-    simulate(_go_on, 2)
+        engine(rows(1, ranks.rank))
+    handle.remove()
+    train(engine, [rows(1, ranks.rank) if ranks.rank else None])
 
 
 class _UsedFirst(nn.Module):
@@ -250,7 +164,10 @@ class _UsedFirst(nn.Module):
         return x.square().mean()
 
 
-def _go_other_ways(ranks: SimulatedRanks) -> None:
+@on_ranks(2, timeout_s=20.0)
+def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(
+    ranks: SimulatedRanks,
+) -> None:
     """Evaluations skip a block that trainings use."""
     results = []
     for stage in (2, 3):
@@ -258,11 +175,7 @@ def _go_other_ways(ranks: SimulatedRanks) -> None:
         for step in range(4):
             x = torch.randn(2, 300, generator=torch.Generator().manual_seed(10 * step + ranks.rank))
             is_idle = step > 1 and ranks.rank == 1
-            if is_idle:
-                engine.idle_step()
-            else:
-                engine.backward(engine(x))
-                engine.step()
+            train(engine, [None if is_idle else x])
             with torch.no_grad():
                 if is_idle and step > 2:
                     engine.idle_forward()
@@ -270,7 +183,3 @@ def _go_other_ways(ranks: SimulatedRanks) -> None:
                     engine(x, skipped=1)
         results.append(engine.full_state_dict())
     torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
-
-
-def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind():
-    simulate(_go_other_ways, 2, timeout_s=20.0)

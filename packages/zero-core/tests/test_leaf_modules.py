@@ -6,39 +6,30 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import zero_core
 from zero_core import ConfigError
 from zero_core.layout.discovery import discover, note_reader
-from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, seeded, simulate
+from zero_core.testing import Case
 
 
 class _Mixture(nn.Module):
+    """Experts, found by the name of their list."""
+
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
 
-    def forward(self, x: Tensor, first: int) -> Tensor:
-        for index in (first, first + 2, first + 1):
-            x = x + torch.tanh(self.experts[index % 4](x))
-        return x
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x)
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(3):
-            self.below = nn.Linear(5, 5)
-            self.mixture = _Mixture()
-            self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-
-    def forward(self, x: Tensor, first: int) -> Tensor:
-        x = self.mixture(self.below(x), first)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().mean()
+def _net() -> nn.Module:
+    model = nn.Module()
+    model.below, model.mixture = nn.Linear(5, 5), _Mixture()
+    model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+    return model
 
 
 def _units(model: nn.Module, leaf_module: dict[str, Any] | None = None) -> list[str]:
@@ -48,7 +39,7 @@ def _units(model: nn.Module, leaf_module: dict[str, Any] | None = None) -> list[
 
 
 def _marked(*paths: str) -> nn.Module:
-    model = _Net()
+    model = _net()
     for path in paths:
         model.get_submodule(path)._is_zero_leaf = True
     return model
@@ -58,17 +49,21 @@ WHOLE = ["", "mixture", "blocks.0", "blocks.1"]
 
 
 def test_without_a_mark_experts_are_a_unit_and_other_parts_are_units():
-    assert _units(_Net()) == WHOLE
-    model = _Net()
+    assert _units(_net()) == WHOLE
+    model = _net()
     model.mixture.parts = model.mixture.experts
     del model.mixture.experts
     assert _units(model) == ["", *(f"mixture.parts.{n}" for n in range(4)), "blocks.0", "blocks.1"]
+    model = nn.Module()
+    model.action_expert_layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    assert _units(model) == ["", "action_expert_layers.0", "action_expert_layers.1"]
 
 
 def test_a_marked_module_is_one_unit():
     assert _units(_marked("mixture")) == WHOLE
     assert _units(_marked("mixture", "below")) == ["", "below", *WHOLE[1:]]
     assert _units(_marked("")) == [""]
+    assert _units(_marked("mixture.experts")) == ["", "mixture.experts", "blocks.0", "blocks.1"]
 
 
 @pytest.mark.parametrize(
@@ -81,49 +76,18 @@ def test_a_marked_module_is_one_unit():
     ],
 )
 def test_the_configuration_names_leaves(leaf_module):
-    assert _units(_Net(), leaf_module) == WHOLE
+    assert _units(_net(), leaf_module) == WHOLE
 
 
 def test_names_that_the_model_lacks_are_told(caplog):
     with caplog.at_level(logging.WARNING, "zero_core"):
-        _units(_Net(), {"classes": ["Elsewhere"], "names": ["mixture"], "name_suffixes": ["x.y"]})
+        _units(_net(), {"classes": ["Elsewhere"], "names": ["mixture"], "name_suffixes": ["x.y"]})
     assert "what the model lacks: ['Elsewhere', 'x.y']" in caplog.text
-
-
-def test_a_marked_list_is_one_unit():
-    assert _units(_marked("mixture.experts")) == ["", "mixture.experts", "blocks.0", "blocks.1"]
 
 
 def test_a_list_of_other_things_than_names_is_refused():
     with pytest.raises(ConfigError, match=r"leaf_module.names: .*list of strings"):
-        _units(_Net(), {"names": [3]})
-
-
-def _follows_ddp(ranks: SimulatedRanks, stage: int) -> None:
-    def x(step: int) -> Tensor:
-        return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + ranks.rank))
-
-    model = _Net()
-    ddp = SimulatedDDP(model, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    for step in range(3):
-        optimizer.zero_grad()
-        ddp(x(step), step + ranks.rank).backward()
-        ddp.average_gradients()
-        optimizer.step()
-    expected = {name: value.detach() for name, value in model.state_dict().items()}
-    for leaf in ("mixture", "mixture.experts"):  # the latter has no forward
-        engine = zero_core.build(_marked(leaf), Case(stage).config(), process_group=ranks)
-        for step in range(3):
-            engine.backward(engine(x(step), step + ranks.rank))
-            engine.step()
-        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_numbers_are_those_of_ddp(world_size, stage):
-    simulate(_follows_ddp, world_size, stage)
+        _units(_net(), {"names": [3]})
 
 
 def test_a_parameter_that_another_block_reads_is_gathered_with_the_root():

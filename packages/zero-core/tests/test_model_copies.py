@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,57 +10,45 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero_core
-from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, seeded, simulate
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    Tower,
+    make_tower,
+    on_ranks,
+    rows,
+    step_ddp,
+    train,
+)
 
-STAGES = (0, 1, 2, 3)
-OPT: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}}
 DECAY = 0.9
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(self.norm(x)))
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(5):
-            self.first = nn.Linear(6, 6)
-            self.blocks = nn.ModuleList(_Block() for _ in range(3))
-            self.last = nn.Linear(6, 6, bias=False)
-            self.last.weight = self.first.weight
-            self.first.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x).square().mean()
-
-
-def _x(step: int, rank: int) -> Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+def _net() -> Tower:
+    """A tower with buffers, a frozen parameter and tied ones."""
+    model = make_tower(3)
+    for block in model.blocks:
+        block.insert(0, nn.BatchNorm1d(7))
+    model.last = nn.Linear(7, 7, bias=False)
+    model.last.weight = model.first.weight
+    model.first.bias.requires_grad_(False)
+    return model
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     params = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+    return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def _engine(stage: int, process_group: SimulatedRanks | None = None) -> zero_core.Engine:
-    return zero_core.build(_Net(), Case(stage).config() | OPT, process_group=process_group)
+    return zero_core.build(_net(), Case(stage).config(), process_group=process_group)
 
 
 def _train(engine: zero_core.Engine, rank: int, steps: range) -> None:
-    for step in steps:
-        engine.backward(engine(_x(step, rank)))
-        engine.step()
+    train(engine, [rows(step, rank) for step in steps])
 
 
 def _assert_is_plain(model: nn.Module) -> None:
@@ -75,23 +62,27 @@ def _assert_is_plain(model: nn.Module) -> None:
 
 def _trains_alone(model: nn.Module, state: dict[str, Tensor]) -> None:
     """As a plain model with the values of ``state`` does."""
-    plain = _Net()
+    plain = _net()
     plain.load_state_dict(state)
     for each in (model, plain):
         each.train()
         optimizer = _adamw(each)
         for step in range(2):
             optimizer.zero_grad()
-            each(_x(step, 7)).backward()
+            each(rows(step, 7)).backward()
             optimizer.step()
     found, expected = model.state_dict(), plain.state_dict()
     assert all(torch.equal(found[k], expected[k]) for k in expected)
 
 
-def _copies(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 1), (3, 2), (3, 3)])
+@on_ranks()
+def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     for checkpointing in ({}, {"activation_checkpointing": {"enabled": True}}):
-        config = Case(stage).config() | OPT | checkpointing
-        engine = zero_core.build(_Net(), config, process_group=ranks)
+        config = Case(stage).config() | checkpointing
+        engine = zero_core.build(_net(), config, process_group=ranks)
         _train(engine, ranks.rank, range(2))
         state = engine.full_state_dict()
         with engine.gathered():
@@ -106,36 +97,25 @@ def _copies(ranks: SimulatedRanks, stage: int) -> None:
             assert each.last.weight is each.first.weight
             assert not each.first.bias.requires_grad
         _assert_is_plain(part)
-        assert torch.equal(part.inner.weight, state["blocks.1.inner.weight"])
+        assert torch.equal(part[1].weight, state["blocks.1.1.weight"])
         if ranks.rank == ranks.size - 1:  # nobody else is needed
             _trains_alone(copied, state)
-        # The engine goes on as if nothing had happened.
-        other = zero_core.build(_Net(), config, process_group=ranks)
-        _train(other, ranks.rank, range(4))
-        _train(engine, ranks.rank, range(2, 4))
-        expected, found = other.full_state_dict(), engine.full_state_dict()
-        assert all(torch.equal(found[k], expected[k]) for k in expected), stage
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(world_size, stage):
-    simulate(_copies, world_size, stage)
-
-
-def _where_values_are_whole(ranks: SimulatedRanks, stage: int) -> None:
+@on_ranks(2)
+def test_a_copy_is_refused_where_values_are_not_whole(ranks: SimulatedRanks, stage: int) -> None:
     engine = _engine(stage, process_group=ranks)
     _train(engine, ranks.rank, range(1))
     state = engine.full_state_dict()
     if stage == 3:
-        with pytest.raises(RuntimeError, match=r"blocks\.1\.\w+\.weight .*gathered\(\)"):
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.\d\.weight .*gathered\(\)"):
             copy.deepcopy(engine.module.blocks[1])
         with engine.gathered(params=engine.module.blocks[1].parameters()):
             found = copy.deepcopy(engine.module.blocks[1]).state_dict()
             with pytest.raises(RuntimeError, match="does not hold its current values"):
                 copy.deepcopy(engine.module)
-        assert torch.equal(found["inner.weight"], state["blocks.1.inner.weight"])
+        assert torch.equal(found["1.weight"], state["blocks.1.1.weight"])
     else:
         copied = copy.deepcopy(engine.module)
         _assert_is_plain(copied)
@@ -143,21 +123,15 @@ def _where_values_are_whole(ranks: SimulatedRanks, stage: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_copy_is_refused_where_values_are_not_whole(stage):
-    simulate(_where_values_are_whole, 2, stage)
-
-
-def _average(ranks: SimulatedRanks, stage: int) -> None:
-    net = _Net()
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 3), (3, 1), (3, 2)])
+@on_ranks()
+def test_an_averaged_model_follows_the_one_over_ddp(ranks: SimulatedRanks, stage: int) -> None:
+    net = _net()
     ddp = SimulatedDDP(net, ranks)
     optimizer = _adamw(net)
     expected = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     for step in range(3):
-        optimizer.zero_grad()
-        ddp(_x(step, ranks.rank)).backward()
-        ddp.average_gradients()
-        optimizer.step()
+        step_ddp(ddp, optimizer, rows(step, ranks.rank))
         expected.update_parameters(net)
     engine = _engine(stage, process_group=ranks)
     with engine.gathered():
@@ -172,13 +146,7 @@ def _average(ranks: SimulatedRanks, stage: int) -> None:
     for key in wanted:
         assert torch.equal(found[key], wanted[key]), key
     with torch.no_grad():
-        assert torch.equal(average.eval()(_x(9, 0)), expected.eval()(_x(9, 0)))
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_averaged_model_follows_the_one_over_ddp(world_size, stage):
-    simulate(_average, world_size, stage)
+        assert torch.equal(average.eval()(rows(9, 0)), expected.eval()(rows(9, 0)))
 
 
 def test_an_ended_engine_leaves_copying_to_the_model():

@@ -9,126 +9,90 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import zero_core
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import AheadTier
-from zero_core.testing import late_device, run_alone, simulate
-from zero_core.testing.models import seeded
+from zero_core.testing import Case, Tower, late_device, make_tower, run_alone, simulate
 
 WIDTH, NUM_STEPS = 16, 5
 OPTIMIZERS = {
-    "adamw": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+    "AdamW": {"lr": 1e-2},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
 }
-PLAIN_SGD = {"type": "SGD", "params": {"lr": 1e-2}}
-
-
-class Net(nn.Module):
-    """Three blocks, the last of them used in every other call alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.uses_last = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks if self.uses_last else self.blocks[:2]:
-            x = block(x).relu()
-        return x.float().square().mean()
-
-
-class Twice(nn.Module):
-    """A block that is used twice, recomputed by reentrant checkpointing: gradients come late."""
-
-    uses_last = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        for index in (1, 2, 1):
-            x = checkpoint(self.blocks[index], x, use_reentrant=True).relu()
-        return x.float().square().mean()
-
-
-STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
 
 @dataclass(frozen=True)
-class Case:
-    """A training. ``max_norm`` is that of a call of ``clip_grad_norm_`` in each step."""
+class Training(Case):
+    """``is_twice``: a block is used twice. ``max_norm``: of ``clip_grad_norm_`` in each step."""
 
-    kind: type[nn.Module] = Net
-    stage: int = 0
-    dtype: str = "fp32"
-    optimizer: str = "adamw"
-    clipping: float = 0.0
-    micro_steps: int = 1
+    optimizer: str = "AdamW"
+    is_twice: bool = False
     max_norm: float = 0.0
 
     def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": self.micro_steps,
-            "gradient_clipping": self.clipping,
-            "optimizer": OPTIMIZERS.get(self.optimizer, PLAIN_SGD),
-            "zero_optimization": {"stage": self.stage},
-        }
-        if self.dtype == "bf16":
-            config["bf16"] = {"enabled": True}
-        if self.dtype == "fp16":  # it overflows in the first steps
-            config["fp16"] = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}
+        optimizer = {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]}
+        config = {**super().config(), "optimizer": optimizer}
+        config["fp16"]["initial_scale_power"] = 17  # it overflows in the first steps
         return config
 
 
+def make(*, is_twice: bool = False) -> Tower:
+    """Three blocks. ``is_twice``: reentrant checkpoints, whose gradients come late."""
+    return make_tower(3, WIDTH, recompute="reentrant" if is_twice else "none")
+
+
+HOW: tuple[dict[str, Any], ...] = (
+    {},
+    {"clipping": 0.05, "accumulation": 2},
+    {"clipping": 0.05, "max_norm": 0.01},
+)
 ALONE = [
-    Case(Net, 0, dtype, optimizer, clipping, micro_steps, max_norm)
-    for dtype, optimizer, (clipping, micro_steps, max_norm) in product(
-        ("fp32", "bf16", "fp16"),
-        OPTIMIZERS,
-        ((0.0, 1, 0.0), (0.05, 2, 0.0), (0.05, 1, 0.01)),
-    )
+    Training(dtype=dtype, optimizer=optimizer, **how)
+    for dtype, optimizer, how in product(("fp32", "bf16", "fp16"), OPTIMIZERS, HOW)
 ]
-ALONE += [Case(Twice, clipping=0.05), Case(Twice, dtype="fp16")]
+ALONE += [Training(is_twice=True, clipping=0.05), Training(is_twice=True, dtype="fp16")]
 TOGETHER = [
-    Case(Net, stage, dtype, "adamw", clipping, micro_steps, max_norm)
-    for stage, (dtype, clipping, micro_steps, max_norm) in product(
+    Training(stage, dtype, **how)
+    for stage, (dtype, how) in product(
         range(4),
         (
-            ("fp32", 0.05, 1, 0.0),
-            ("bf16", 0.0, 2, 0.0),
-            ("fp16", 0.05, 1, 0.0),
-            ("bf16", 0, 1, 0.1),
+            ("fp32", {"clipping": 0.05}),
+            ("bf16", {"accumulation": 2}),
+            ("fp16", {"clipping": 0.05}),
+            ("bf16", {"max_norm": 0.1}),
         ),
     )
 ]
-CASES_OF = {1: ALONE, 2: TOGETHER, 3: TOGETHER[2::5]}
+PLAIN_SGD = Case(top={"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}})
+# Two ranks, in the gate, run each stage and each way in half of the cases.
+HALF = [case for n, case in enumerate(TOGETHER) if (n // 4 + n) % 2 == 0]
+CASES_OF = {1: ALONE, 2: HALF, 3: TOGETHER}
 
 
-def train(ranks: Any, case: Case) -> tuple[list[int], list[Any]]:
+def blocks_of(number: int, *, is_twice: bool = False) -> tuple[int, ...]:
+    """All blocks, or in every other call not the last one."""
+    return (0, 1, 2, 1) if is_twice else (0, 1, 2)[: 3 - number % 2]
+
+
+def train(ranks: Any, case: Training) -> tuple[list[int], list[Any]]:
     """Return how often each step that was taken waited, and the results of all."""
-    with seeded(0):
-        model = case.kind()
+    model = make(is_twice=case.is_twice)
     engine = zero_core.build(model, case.config(), process_group=ranks)
     is_late = ranks.device.type == "late"
     generator = torch.Generator().manual_seed(ranks.rank)
     waits, results = [], []
     for step in range(NUM_STEPS):
-        inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(case.micro_steps)]
+        inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(case.accumulation)]
         inputs[0][0, 0] = torch.nan if step == 2 and ranks.rank == 0 else 1.0
-        inputs = [x.to(ranks.device) for x in inputs]
+        inputs = [x.to(ranks.device).requires_grad_(case.is_twice) for x in inputs]
         # Not on all ranks: where the last block is used here alone, it is updated there, too.
-        model.uses_last = (step + ranks.rank) % 2 == 0
+        used = blocks_of(step + ranks.rank, is_twice=case.is_twice)
         before = count_waits(ranks) if is_late else 0
         for x in inputs:
-            engine.backward(engine(x))
+            engine.backward(engine(x, used))
             if case.max_norm and engine.is_gradient_accumulation_boundary():
                 results.append(engine.clip_grad_norm_(case.max_norm))
             engine.step()
@@ -154,7 +118,7 @@ def _train_on_both(world_size: int) -> None:
         found = simulate(train, world_size, case, device="late")
         for (waits, results), (_, on_cpu) in zip(found, expected, strict=True):
             assert len(waits) >= 2, case
-            budget = 2 if case.kind is Twice else 1  # they agree again on gradients that came late
+            budget = 2 if case.is_twice else 1  # they agree again on gradients that came late
             assert max(waits) <= budget, (case, waits)
             assert all(map(same, results, on_cpu)), (case, results[:NUM_STEPS], on_cpu[:NUM_STEPS])
 
@@ -183,7 +147,7 @@ def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
 
 def _trace_steps() -> None:
     late_device.load()
-    engine = zero_core.build(Net(), Case(dtype="bf16", clipping=1.0).config())
+    engine = zero_core.build(make(), Training(dtype="bf16", clipping=1.0).config())
     tier = engine.sharded_state.tier
     assert isinstance(tier, AheadTier)
     assert tier.can_step_ahead
@@ -199,17 +163,16 @@ def test_the_update_is_enqueued_before_the_host_reads_the_decision() -> None:
 
 def _raise_momentum(ranks: Any) -> list[Any]:
     """Train with SGD whose momentum is 0 until a step that is not taken."""
-    with seeded(0):
-        model = Net()
-    engine = zero_core.build(model, Case(optimizer="plain sgd").config(), process_group=ranks)
+    model = make()
+    engine = zero_core.build(model, PLAIN_SGD.config(), process_group=ranks)
     results = []
     for step in range(NUM_STEPS):
         # The last block's first gradient with momentum comes later than that of the others.
-        model.uses_last = step != 3
+        used = blocks_of(int(step == 3))
         if step == 2:
             engine.optimizer.param_groups[0]["momentum"] = 0.9
         x = torch.full((2, WIDTH), torch.nan if step == 2 else 1.0 + step)
-        engine.backward(engine(x.to(ranks.device)))
+        engine.backward(engine(x.to(ranks.device), used))
         engine.step()
         results.append((engine.skipped_steps, engine.get_global_grad_norm()))
         results.append(list(engine.sharded_state.tier.state_names()))
@@ -250,8 +213,7 @@ def _make_broken_off(**kwargs: Any) -> BrokenOff:
 
 def _break_off_and_load(folder: str) -> None:
     late_device.load()
-    with seeded(0):
-        engine = zero_core.build(Net(), Case(dtype="bf16").config(), state_tier=_make_broken_off)
+    engine = zero_core.build(make(), Training(dtype="bf16").config(), state_tier=_make_broken_off)
     found = []
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH, device="late")))
@@ -279,13 +241,13 @@ def test_a_step_that_was_broken_off_after_its_update_needs_a_load(tmp_path: Path
 
 def _mix_kernels() -> None:
     late_device.load()
-    model = Net()
+    model = make()
     groups = [
-        {"params": model.embed.parameters(), "fused": True},
+        {"params": [*model.first.parameters(), *model.head.parameters()], "fused": True},
         {"params": model.blocks.parameters(), "fused": False},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    config = {k: v for k, v in Case(clipping=1.0).config().items() if k != "optimizer"}
+    config = {k: v for k, v in Training(clipping=1.0).config().items() if k != "optimizer"}
     engine = zero_core.build(model, config, optimizer=optimizer)
     tier = engine.sharded_state.tier
     assert isinstance(tier, AheadTier)
@@ -302,20 +264,19 @@ def test_groups_with_other_kernels_than_fused_ones_are_updated_after_the_decisio
     run_alone(_mix_kernels)
 
 
-def _count_downloads() -> None:
-    late_device.load()
-    (found,) = simulate(_gather_alone, 1, device="late")
-    assert found == 1
-
-
 def _gather_alone(ranks: Any) -> int:
-    engine = zero_core.build(Net(), Case().config(), process_group=ranks)
+    engine = zero_core.build(make(), Training().config(), process_group=ranks)
     values = torch.ones(WIDTH, device=ranks.device)
     late_device.reset_counters()
     assert engine.sharded_state.control.gather(values).sum() == WIDTH
     num_copies = late_device.counters(ranks.device.index).by_op["copy down"]
     engine.close()
     return num_copies
+
+
+def _count_downloads() -> None:
+    late_device.load()
+    assert simulate(_gather_alone, 1, device="late") == [1]
 
 
 def test_one_rank_downloads_what_it_gathers_once() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero_core
 from zero_core.config import Fp16Config
@@ -18,47 +20,43 @@ from zero_core.testing import (
     SimulatedDDP,
     SimulatedRanks,
     batch,
+    device_collectives,
     make_model,
+    make_tower,
+    on_ranks,
+    rows,
     run_ddp,
     run_engine,
     seeded,
     simulate,
+    train,
 )
 
 
-def _scaler(**keys) -> LossScaler:
-    return LossScaler(Fp16Config(enabled=True, **keys))
-
-
-def test_the_scale_doubles_after_a_window_without_overflow():
-    scaler = _scaler(initial_scale_power=4, loss_scale_window=3)
-    scales = []
-    for _ in range(7):
-        scaler.update(is_overflow=False)
-        scales.append(scaler.scale)
-    assert scales == [16, 16, 32, 32, 32, 64, 64]
-
-
-def test_hysteresis_is_used_up_before_the_scale_halves_and_the_floor_holds():
-    scaler = _scaler(initial_scale_power=2, hysteresis=2, min_loss_scale=1.0)
-    scales = []
-    for _ in range(5):
-        scaler.update(is_overflow=True)
-        scales.append(scaler.scale)
-    assert scales == [4, 2, 1, 1, 1]
-
-
-def test_consecutive_hysteresis_is_restored_by_a_good_step():
-    scaler = _scaler(initial_scale_power=4, hysteresis=2, consecutive_hysteresis=True)
-    for is_overflow in (True, False, True, False):
-        scaler.update(is_overflow=is_overflow)
-    assert scaler.scale == 16
-
-
-def test_a_constant_scale_stays():
-    scaler = _scaler(loss_scale=128.0)
-    scaler.update(is_overflow=True)
-    assert scaler.scale == 128.0
+@pytest.mark.parametrize(
+    ("keys", "overflows", "scales"),
+    [
+        ({"initial_scale_power": 4, "loss_scale_window": 3}, [0] * 7, [16, 16, 32, 32, 32, 64, 64]),
+        (
+            {"initial_scale_power": 2, "hysteresis": 2, "min_loss_scale": 1.0},
+            [1] * 5,
+            [4, 2, 1, 1, 1],
+        ),
+        (
+            {"initial_scale_power": 4, "hysteresis": 2, "consecutive_hysteresis": True},
+            [1, 0, 1, 0],
+            [16] * 4,
+        ),
+        ({"loss_scale": 128.0}, [1, 1], [128, 128]),
+    ],
+    ids=["doubles after a window", "halves to a floor", "restored by a good step", "constant"],
+)
+def test_the_loss_scale(keys, overflows, scales):
+    scaler, found = LossScaler(Fp16Config(enabled=True, **keys)), []
+    for is_overflow in overflows:
+        scaler.update(is_overflow=bool(is_overflow))
+        found.append(scaler.scale)
+    assert found == scales
 
 
 @pytest.mark.parametrize("norm", [0.1, 1.0, 7.5])
@@ -70,41 +68,8 @@ def test_clipping_follows_torchs_formula(norm):
     assert clip_factor(norm, 0.0) == 1.0
 
 
-def _fp16(stage: int, ranks: SimulatedRanks | None = None, **fp16) -> zero_core.Engine:
-    config = Case(stage=stage).config()
-    config["fp16"] = {"enabled": True, **fp16}
-    config["bf16"] = {"enabled": False}
-    return zero_core.build(make_model(), config, process_group=ranks)
-
-
-def _overflow(ranks: SimulatedRanks) -> None:
-    finals = []
-    for stage in (0, 1, 2, 3):
-        engine = _fp16(stage, ranks, initial_scale_power=30, hysteresis=1)
-        before = engine.full_state_dict(dtype=torch.float32)
-        skipped, losses = 0, []
-        for step in range(40):
-            engine.backward(loss := engine(**batch(step, 0, ranks.rank))["loss"])
-            engine.step()
-            losses.append(loss.item())
-            if engine.skipped_steps == step + 1:
-                after = engine.full_state_dict(dtype=torch.float32)
-                assert all(torch.equal(before[k], after[k]) for k in before)
-                skipped = step + 1
-        assert 5 < skipped < 30
-        assert engine.loss_scale == 2.0 ** (30 - skipped)
-        assert losses[-1] < losses[0] / 2
-        assert engine.optimizer.param_groups[0]["lr"] == 1e-2
-        finals.append(engine.full_state_dict(dtype=torch.float32))
-    for final in finals[1:]:
-        assert all(torch.equal(final[k], finals[0][k]) for k in final)
-
-
-def test_fp16_overflow_skips_on_all_ranks_and_training_goes_on():
-    simulate(_overflow, 2)
-
-
-def _as_grad_scaler(ranks: SimulatedRanks) -> None:
+@on_ranks(1)
+def test_fp16_skips_and_scales_as_torchs_grad_scaler(ranks: SimulatedRanks) -> None:
     """With a window so short that the scale grows until it overflows again, and again."""
     keys = {"fp16": {"enabled": True, "hysteresis": 1, "loss_scale_window": 2}}
     case = Case(stage=3, dtype="fp16", top=keys)
@@ -115,117 +80,41 @@ def _as_grad_scaler(ranks: SimulatedRanks) -> None:
     assert all(torch.equal(ours.values[k], v) for k, v in torchs.values.items())
 
 
-def test_fp16_skips_and_scales_as_torchs_grad_scaler() -> None:
-    simulate(_as_grad_scaler, 1)
-
-
-class _Product(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(0):
-            self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
-
-
-def _one_bad_rank(ranks: SimulatedRanks, stage: int) -> None:
-    records: list[str] = []
-    handler = logging.Handler()
-    own = threading.get_ident()
-    handler.addFilter(lambda record: record.thread == own)  # of this rank
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("zero_core").addHandler(handler)
-    for dtype in ("fp32", "bf16"):
-        records.clear()
-        engine = zero_core.build(
-            _Product(), Case(stage=stage, dtype=dtype).config(), process_group=ranks
-        )
-        before = engine.full_state_dict()
-        x = torch.ones(2, 3)
-        if ranks.rank == 1:
-            x[0, 0] = float("inf")
-        engine.backward(engine(x))
-        engine.step()
-        after = engine.full_state_dict()
-        assert all(torch.equal(before[k], after[k]) for k in before)
-        assert engine.skipped_steps == 1
-        assert "blocks.0.weight" in records[0]
-        engine.backward(engine(torch.ones(2, 3)))
-        engine.step()
-        assert engine.skipped_steps == 1
-        assert not torch.equal(
-            engine.full_state_dict()["blocks.0.weight"], before["blocks.0.weight"]
-        )
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_on_all_and_names_the_parameter(stage):
-    simulate(_one_bad_rank, 2, stage)
-
-
 def test_the_check_can_be_switched_off():
-    engine = zero_core.build(_Product(), {**Case().config(), "check_grad_overflow": False})
-    engine.backward(engine(torch.full((2, 3), float("inf"))))
-    engine.step()
+    engine = zero_core.build(make_tower(), {**Case().config(), "check_grad_overflow": False})
+    train(engine, [torch.full((2, 7), float("inf"))])
     assert engine.skipped_steps == 0
-    assert engine.full_state_dict()["blocks.0.weight"].isnan().any()
+    assert engine.full_state_dict()["first.weight"].isnan().any()
 
 
 def test_fp16_with_a_plain_backward_needs_scale():
-    engine = _fp16(0, initial_scale_power=4)
+    top = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine = zero_core.build(make_model(), Case(top=top).config())
     engine.scale(engine(**batch(0, 0, 0))["loss"]).backward()
     engine.step()
     assert engine.skipped_steps == 0
 
 
 def test_floating_inputs_are_cast_to_the_compute_dtype():
-    engine = zero_core.build(_Product(), Case(dtype="bf16").config())
-    assert engine(torch.ones(2, 3)).dtype == torch.bfloat16
+    engine = zero_core.build(make_tower(), Case(dtype="bf16").config())
+    assert engine(rows(0, 0)).dtype == torch.bfloat16
 
 
 def test_the_gradient_norm_is_the_whole_models():
-    plain = _Product()
-    plain(torch.ones(2, 3)).backward()
+    plain = make_tower()
+    plain(rows(0, 0)).backward()
     expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
-    engine = zero_core.build(_Product(), Case().config())
+    engine = zero_core.build(make_tower(), Case().config())
     assert engine.get_global_grad_norm() is None
-    engine.backward(engine(torch.ones(2, 3)))
-    engine.step()
+    train(engine, [rows(0, 0)])
     assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
 
 
-def _dtypes(ranks: SimulatedRanks, stage: int) -> None:
-    finals = []
-    for keys in (
-        {},
-        {"communication_data_type": "fp32"},
-        {"data_types": {"grad_accum_dtype": "bf16"}},
-    ):
-        config = {**Case(stage=stage, dtype="bf16", accumulation=2).config(), **keys}
-        engine = zero_core.build(make_model(), config, process_group=ranks)
-        for step in range(4):
-            for micro in range(2):
-                engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
-                engine.step()
-        finals.append(engine.full_state_dict(dtype=torch.float32)["embed.weight"])
-        report = engine.memory_report()
-        width = 2 if "data_types" in keys else 4
-        trainable = [s for s in engine.layout.segments if s.is_trainable]
-        if stage > 0:
-            assert report["gradient shards"] == width * sum(s.shard_numel for s in trainable)
-        elif engine.world_size > 1:  # what is reduced in, and the sum, if it needs its own
-            reduced = 4 if "communication_data_type" in keys else 2
-            both = reduced + (width if width != reduced else 0)
-            assert report["gradients"] == both * sum(s.padded_numel for s in trainable)
-    for other in finals[1:]:
-        assert not torch.equal(finals[0], other)  # the setting has an effect
-        torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
-
-
-def _declared(ranks: SimulatedRanks, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@on_ranks(2)
+def test_the_declared_dtype_is_communicated_after_no_sync(
+    ranks: SimulatedRanks, name: str, dtype: torch.dtype
+) -> None:
     plain = make_model()
     ddp, params = SimulatedDDP(plain, ranks), list(plain.parameters())
     optimizer = torch.optim.SGD((p for p in params if p.requires_grad), lr=0.5)
@@ -246,11 +135,166 @@ def _declared(ranks: SimulatedRanks, name: str, dtype: torch.dtype) -> None:
         assert all(torch.equal(found[key], expected[key]) for key in found), stage
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_declared_dtype_is_communicated_after_no_sync(name, dtype):
-    simulate(_declared, 2, name, dtype)
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(3)
+def test_communication_and_accumulation_dtypes_are_honoured(
+    ranks: SimulatedRanks, stage: int
+) -> None:
+    finals = []
+    for keys in (
+        {},
+        {"communication_data_type": "fp32"},
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+    ):
+        config = {**Case(stage=stage, dtype="bf16", accumulation=2).config(), **keys}
+        engine = zero_core.build(make_model(), config, process_group=ranks)
+        train(engine, [batch(number // 2, number % 2, ranks.rank) for number in range(8)])
+        finals.append(engine.full_state_dict(dtype=torch.float32)["embed.weight"])
+        report = engine.memory_report()
+        width = 2 if "data_types" in keys else 4
+        trainable = [s for s in engine.layout.segments if s.is_trainable]
+        if stage > 0:
+            assert report["gradient shards"] == width * sum(s.shard_numel for s in trainable)
+        elif engine.world_size > 1:  # what is reduced in, and the sum, if it needs its own
+            reduced = 4 if "communication_data_type" in keys else 2
+            both = reduced + (width if width != reduced else 0)
+            assert report["gradients"] == both * sum(s.padded_numel for s in trainable)
+    for other in finals[1:]:
+        assert not torch.equal(finals[0], other)  # the setting has an effect
+        torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
+
+
+# ------------------------------------------------------------------ gradients that are not finite
+
+
+class _Scaled(nn.Module):
+    """Two blocks whose outputs are summed, so that one can be spoilt without the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(0):
+            self.blocks = nn.ModuleList(nn.Linear(3, 5, bias=False) for _ in range(2))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.blocks[0](first).sum() + self.blocks[1](second).sum()
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        own = threading.get_ident()
+        self.addFilter(lambda record: record.thread == own)  # of this rank
+        logging.getLogger("zero_core").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _inputs(*, is_spoilt: bool) -> tuple[Tensor, Tensor]:
+    good, bad = torch.ones(2, 3), torch.full((2, 3), torch.inf)
+    return good, bad if is_spoilt else good
+
+
+def _values(engine: zero_core.Engine) -> dict[str, Tensor]:
+    return engine.full_state_dict(dtype=torch.float32)
+
+
+def _spoil(ranks: SimulatedRanks, dtype: str, bad_micro: int, is_local: bool, stage: int) -> None:
+    culprit = ranks.size - 1
+    case = Case(stage, "fp32" if dtype == "fp16" else dtype, accumulation=2)
+    engine = zero_core.build(
+        _Scaled(),
+        case.config() | {"fp16": {"enabled": dtype == "fp16", "loss_scale": 2.0}},
+        process_group=ranks,
+    )
+    records, before = _Records(), _values(engine)
+    for step in range(2):
+        for micro in range(2):
+            is_spoilt = ranks.rank == culprit and (step, micro) == (0, bad_micro)
+            with engine.no_sync() if is_local and micro == 0 else nullcontext():
+                engine.backward(engine(*_inputs(is_spoilt=is_spoilt)))
+            engine.step()
+        assert engine.optimizer.overflow == (step == 0)
+        after = _values(engine)
+        assert all(torch.equal(after[name], value) == (step == 0) for name, value in before.items())
+    assert engine.skipped_steps == 1
+    (text,) = records.texts
+    assert f"(blocks.1.weight: batch of rank {culprit})" in text
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "stage"),
+    [
+        *((2, "fp32", stage) for stage in range(4)),
+        *((1, "fp32", 0), (1, "bf16", 3), (1, "fp16", 2), (2, "bf16", 0), (2, "fp16", 3)),
+        *((3, "fp32", 3), (3, "bf16", 1), (3, "bf16", 2), (3, "fp16", 0), (3, "fp16", 1)),
+    ],
+)
+def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
+    world_size, dtype, stage
+):
+    simulate(_spoil, world_size, dtype, 1, False, stage)
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_communication_and_accumulation_dtypes_are_honoured(stage):
-    simulate(_dtypes, 3, stage)
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_spoilt_batch_of_an_earlier_micro_step_is_named_too(is_local, stage):
+    simulate(_spoil, 2, "fp32", 0, is_local, stage)
+
+
+@on_ranks(2)
+def test_a_sum_that_overflows_blames_no_rank(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_Scaled(), Case(stage=1).config(), process_group=ranks)
+    records = _Records()
+    big = torch.full((1, 3), 3e38)  # what each rank contributes: four backwards of a quarter
+    for _ in range(3):
+        with engine.no_sync():
+            engine.backward(engine(torch.ones(1, 3), big) * 0.5)
+    engine.backward(engine(torch.ones(1, 3), big) * 0.5)
+    engine.step()
+    assert "(blocks.1.weight: each rank's part is finite, their sum is not)" in records.texts[0]
+
+
+class _Reticent:
+    """Collectives that do not show each rank's part of a sum."""
+
+    def __init__(self, native: Any, **_: Any) -> None:
+        self.all_gather = native.all_gather
+        self._native = native
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Any:
+        work = self._native.reduce_scatter(out, full, unit=unit)
+        work.contributions = ()
+        return work
+
+
+CULPRITS: dict[str, tuple[int, int, tuple[int, ...], bool, str]] = {
+    # Ranks, how many of them share a node, who spoils, on accelerators, what is said.
+    "several": (3, 3, (0, 2), False, "batches of ranks 0, 2"),
+    "of two nodes": (4, 2, (1, 2), True, "batches of ranks 1, 2"),
+    "of one node": (4, 4, (1, 2), True, "batches of ranks 1, 2"),
+    "unseen": (2, 2, (1,), False, "which rank's batch did it is not known"),
+}
+
+
+def _is_told(ranks: SimulatedRanks, which: str) -> None:
+    _, _, culprits, is_device, said = CULPRITS[which]
+
+    def on_device(native: Any, **_: Any) -> Any:
+        return device_collectives(ranks)
+
+    collectives = on_device if is_device else _Reticent if which == "unseen" else None
+    engine = zero_core.build(
+        _Scaled(), Case(stage=2).config(), collectives=collectives, process_group=ranks
+    )
+    records = _Records()
+    engine.backward(engine(*_inputs(is_spoilt=ranks.rank in culprits)))
+    engine.step()
+    assert f"(blocks.1.weight: {said})" in records.texts[0]
+
+
+@pytest.mark.parametrize("which", CULPRITS)
+def test_the_ranks_at_fault_are_named_where_their_parts_of_the_sum_are_seen(which):
+    world_size, per_node, *_ = CULPRITS[which]
+    simulate(_is_told, world_size, which, ranks_per_node=per_node)

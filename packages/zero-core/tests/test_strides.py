@@ -14,7 +14,16 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.checkpoint.files import read_weights
 from zero_core.layout.stored import dim_order, flatten, unflatten
-from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, seeded, simulate
+from zero_core.testing import (
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    on_ranks,
+    seeded,
+    simulate,
+    step_ddp,
+    train,
+)
 
 STEPS = 3
 
@@ -64,9 +73,6 @@ def _adamw(model: nn.Module, kind: type[torch.optim.Optimizer]) -> torch.optim.O
     return kind(trained, lr=1e-2, fused=True)  # type: ignore[call-arg]
 
 
-OPTIMIZERS = pytest.mark.parametrize("optimizer", [torch.optim.AdamW, _Whole])
-
-
 def _build(
     ranks: SimulatedRanks,
     stage: int,
@@ -80,53 +86,37 @@ def _build(
     )
 
 
-def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[Tensor]:
-    losses = []
-    for step in steps:
-        losses.append(engine(_x(step, rank)).detach())
-        engine.backward(engine(_x(step, rank)))
-        engine.step()
-    return losses
+def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:
+    return train(engine, [_x(step, rank) for step in steps])
 
 
-def _follows_ddp(ranks: SimulatedRanks, stage: int, kind: type[torch.optim.Optimizer]) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, _Whole])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_losses_weights_and_strides_are_those_of_ddp(
+    ranks: SimulatedRanks, stage: int, kind: type[torch.optim.Optimizer]
+) -> None:
     model = _Convolutions()
     optimizer, ddp = _adamw(model, kind), SimulatedDDP(model, ranks)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = ddp(_x(step, ranks.rank))
-        loss.backward()
-        losses.append(loss.detach())
-        ddp.average_gradients()
-        optimizer.step()
+    losses = [step_ddp(ddp, optimizer, _x(step, ranks.rank)) for step in range(STEPS)]
     engine = _build(ranks, stage, kind)
     with engine.gathered():
         assert _strides(engine.module) == _strides(model)
-    found = _train(engine, ranks.rank, range(STEPS))
-    torch.testing.assert_close(found, losses, rtol=0.0, atol=0.0)
+    assert _train(engine, ranks.rank, range(STEPS)) == losses
     full = engine.full_state_dict()
     assert all(value.is_contiguous() for value in full.values())  # as files of safetensors need
     torch.testing.assert_close(full, dict(model.state_dict()), rtol=0.0, atol=0.0)
-    for param, name in ((p, n) for n, p in model.named_parameters() if p.requires_grad):
-        moment = optimizer.state[param]["exp_avg"]
-        assert torch.equal(engine.states.get_full(name, "exp_avg"), moment), name
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            moment = optimizer.state[param]["exp_avg"]
+            assert torch.equal(engine.states.get_full(name, "exp_avg"), moment), name
     with engine.gathered():
         copied = copy.deepcopy(engine.module)
     assert _strides(copied) == _strides(model)
     left = engine.unwrap()
     assert _strides(left) == _strides(model)
-    for name, value in model.state_dict().items():
-        assert torch.equal(left.state_dict()[name], value), name
-        assert torch.equal(copied.state_dict()[name], value), name
-
-
-@OPTIMIZERS
-@pytest.mark.parametrize("stage", range(4))
-def test_losses_weights_and_strides_are_those_of_ddp(
-    stage: int, optimizer: type[torch.optim.Optimizer]
-) -> None:
-    simulate(_follows_ddp, 2, stage, optimizer)
+    for found in (left, copied):
+        assert _equal(dict(found.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -185,10 +175,13 @@ def _equal(found: _Values, expected: _Values) -> bool:
     return all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@OPTIMIZERS
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 3)])
 @pytest.mark.parametrize(
-    ("was_channels_last", "is_channels_last"), [(False, True), (True, False), (True, True)]
+    ("optimizer", "world_size", "stage", "was_channels_last", "is_channels_last"),
+    [
+        *((torch.optim.AdamW, 3, 3, False, True), (torch.optim.AdamW, 3, 3, True, False)),
+        *((torch.optim.AdamW, 1, 0, True, True), (_Whole, 3, 3, True, True)),
+        *((_Whole, 1, 0, False, True), (_Whole, 1, 0, True, False)),
+    ],
 )
 def test_checkpoints_and_exports_have_values_by_index_whatever_the_strides(
     tmp_path: Path,
@@ -210,7 +203,13 @@ def test_checkpoints_and_exports_have_values_by_index_whatever_the_strides(
         assert _equal(exported, {n: expected[n] for n in exported})
 
 
-def _edits(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
+)
+@on_ranks(2)
+def test_values_and_gradients_are_read_and_set_by_index(
+    ranks: SimulatedRanks, stage: int, dtype: str
+) -> None:
     net, plain = _Convolutions(), _Convolutions()
     config = Case(stage, dtype).config() | {"weight_patches": {}}
     engine = zero_core.build(
@@ -252,9 +251,3 @@ def _edits(ranks: SimulatedRanks, stage: int, dtype: str) -> None:
         engine.states.set_full(name, grad, "grad")
     assert engine.states.get_full(name, "grad")[1, 2, 0, 1] == 0.5
     engine.step()
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", range(4))
-def test_values_and_gradients_are_read_and_set_by_index(stage: int, dtype: str) -> None:
-    simulate(_edits, 2, stage, dtype)

@@ -25,24 +25,23 @@ class Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._live: dict[int, Tensor] = {}
         self._sizes: dict[int, tuple[Any, int]] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is(t)}
+        known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if _is(tensor) and tensor.untyped_storage()._cdata not in known:
-                storage = tensor.untyped_storage()
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
                 self._sizes[storage._cdata] = (storage._weak_ref(), storage.nbytes())
         alive = [n for weak, n in self._sizes.values() if not _expired(weak)]
         self.peak = max(self.peak, sum(alive))
         return out
 
 
-def _is(value: object) -> bool:
-    return isinstance(value, Tensor)
+def _tensors(tree: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
 
 
 def _expired(weak: int) -> bool:

@@ -32,9 +32,10 @@ from zero_core.testing.simulated import (
     GatedRanks,
     SimulatedRanks,
     device_collectives,
+    on_ranks,
     simulate,
 )
-from zero_core.testing.training import check_like_ddp, loss_of, train, train_ddp
+from zero_core.testing.training import check_like_ddp, loss_of, step_ddp, train, train_ddp
 
 __all__ = [
     "LR",
@@ -61,6 +62,7 @@ __all__ = [
     "loss_of",
     "make_model",
     "make_tower",
+    "on_ranks",
     "preload",
     "read_gaps",
     "rows",
@@ -71,6 +73,7 @@ __all__ = [
     "seeded",
     "simulate",
     "spawn",
+    "step_ddp",
     "train",
     "train_ddp",
     "train_unread",

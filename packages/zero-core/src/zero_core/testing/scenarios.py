@@ -6,6 +6,7 @@ A `Scenario` trains `Hard` on the batches of its rank and returns every loss tha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -123,6 +124,67 @@ def _breaks_in_backward(engine: Engine, folder: Path) -> list[float]:
     return [*losses, micro_step(engine, 1), micro_step(engine, 2), evaluate(engine, 2)]
 
 
+def _freezes_and_unfreezes(engine: Engine, folder: Path) -> list[float]:
+    # A whole block, then a part of another and of the root, then nothing.
+    frozen = (("blocks.1.",), ("blocks.2.up.", "gain"), ())
+    losses = []
+    for step in range(6):
+        for name, param in engine.module.named_parameters():
+            if not name.startswith("frozen."):
+                param.requires_grad_(not name.startswith(frozen[step // 2]))
+        losses.append(micro_step(engine, step))
+    return losses
+
+
+def _idles(engine: Engine, folder: Path) -> list[float]:
+    # A rank at a time has no data, and no two ranks evaluate as often.
+    losses = [micro_step(engine, 0), evaluate(engine, 0)]
+    for step in range(1, 5):
+        if engine.world_size > 1 and step % engine.world_size == engine.rank:
+            engine.idle_step()
+        else:
+            losses.append(micro_step(engine, step))
+    for turn in range(engine.world_size):
+        if turn <= engine.rank:
+            losses.append(evaluate(engine, turn))
+        else:
+            engine.idle_forward()
+    return losses
+
+
+def _skips_a_step(engine: Engine, folder: Path) -> list[float]:
+    # One rank's gradients are not finite.
+    losses = [micro_step(engine, 0)]
+    loss = engine(**batch(1, 0, engine.rank))["loss"]
+    engine.backward(loss * torch.inf if engine.rank == engine.world_size - 1 else loss)
+    engine.step()
+    return [*losses, *(micro_step(engine, step) for step in (1, 2)), evaluate(engine, 2)]
+
+
+def _has_edited_gradients(engine: Engine, folder: Path) -> list[float]:
+    losses = []
+    for step in range(4):
+        loss = engine(**batch(step, 0, engine.rank))["loss"]
+        engine.backward(loss)
+        for name in ("blocks.1.up.weight", "embed.weight", "gain"):
+            grad = engine.states.get_full(name, "grad")
+            engine.states.set_full(name, grad * (step - 0.5), "grad")
+        if step % 2:
+            losses.append(engine.clip_grad_norm_(0.25))
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _is_copied(engine: Engine, folder: Path) -> list[float]:
+    losses = [micro_step(engine, 0), micro_step(engine, 1)]
+    with engine.gathered() as model:
+        copied = copy.deepcopy(model)
+    for step in (2, 3):
+        losses += [copied(**batch(step, 0, engine.rank))["loss"].item(), micro_step(engine, step)]
+    return losses
+
+
 SCENARIOS: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "trains": (_trains, {}),
     "recomputes": (_trains, {"activation_checkpointing": {}}),
@@ -133,4 +195,9 @@ SCENARIOS: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "loads": (_loads, {}),
     "starts from a file": (_starts_from_a_file, {}),
     "breaks in backward": (_breaks_in_backward, {}),
+    "freezes and unfreezes": (_freezes_and_unfreezes, {}),
+    "idles": (_idles, {}),
+    "skips a step": (_skips_a_step, {}),
+    "has edited gradients": (_has_edited_gradients, {}),
+    "is copied": (_is_copied, {}),
 }

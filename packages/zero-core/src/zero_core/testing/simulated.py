@@ -13,7 +13,9 @@ Threads share torch's global generator, so a program draws its model in one thre
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -366,3 +368,33 @@ def simulate(
     if network.failed is not None:
         raise errors[network.failed]
     return [results[rank] for rank in range(world_size)]
+
+
+def on_ranks(
+    world_size: int | None = None,
+    *,
+    ranks_per_node: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on simulated ranks, each of which is its first argument once.
+
+    ``world_size``: number of ranks; None: the test is parametrized by "world_size". The others are
+    those of `simulate`.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(test)
+        further = list(signature.parameters.values())[1:]
+        if world_size is None:
+            further.append(inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY))
+
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            size = arguments.pop("world_size") if world_size is None else world_size
+            program = functools.partial(test, **arguments)
+            simulate(program, size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+
+        vars(run)["__signature__"] = signature.replace(parameters=further)
+        return run
+
+    return decorate

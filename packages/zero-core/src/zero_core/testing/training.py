@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ def loss_of(model: Callable[..., Any], inputs: Inputs) -> Tensor:
     return loss
 
 
-def train(engine: zero_core.Engine, batches: Iterable[Inputs]) -> list[float]:
-    """Train one micro-step per batch. Return the losses."""
+def train(engine: zero_core.Engine, batches: Iterable[Inputs | None]) -> list[float]:
+    """Train one micro-step per batch, idly where that is None. Return the losses."""
     losses = []
     for inputs in batches:
+        if inputs is None:
+            engine.idle_step()
+            continue
         loss = loss_of(engine, inputs)
         engine.backward(loss)
         engine.step()
@@ -38,39 +42,52 @@ def train(engine: zero_core.Engine, batches: Iterable[Inputs]) -> list[float]:
 
 
 def train_ddp(
-    model: nn.Module, ranks: SimulatedRanks, batches: Iterable[Inputs], accumulation: int = 1
+    model: nn.Module,
+    ranks: SimulatedRanks,
+    batches: Iterable[Inputs | None],
+    accumulation: int | Sequence[int] = 1,
 ) -> list[float]:
     """Train with `SimulatedDDP` and fused AdamW as `Case` has it, one micro-step per batch.
 
     The reduced gradients of the micro-steps of a step are added up. Return the losses.
+
+    Args:
+        model: trained in place.
+        ranks: simulated.
+        batches: of this rank; None where it has no data.
+        accumulation: micro-steps of every step, or of each.
     """
     ddp = SimulatedDDP(model, ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    counts = iter(accumulation) if isinstance(accumulation, Sequence) else repeat(accumulation)
     sums: dict[nn.Parameter, Tensor] = {}
-    losses = []
-    for number, inputs in enumerate(batches, start=1):
-        loss = loss_of(ddp, inputs)
-        torch.autograd.backward(loss / accumulation)
+    losses, count, num_done = [], next(counts), 0
+    for inputs in batches:
+        if inputs is not None:
+            loss = loss_of(ddp, inputs)
+            torch.autograd.backward(loss / count)
+            losses.append(loss.item())
         ddp.average_gradients()
         for param in trained:
             if param.grad is not None:
                 grad, param.grad = param.grad, None
                 sums[param] = sums[param] + grad if param in sums else grad
-        if number % accumulation == 0:
+        num_done += 1
+        if num_done == count:
             for param, total in sums.items():
                 param.grad = total
             optimizer.step()
             optimizer.zero_grad()
             sums.clear()
-        losses.append(loss.item())
+            count, num_done = next(counts, 1), 0
     return losses
 
 
 def check_like_ddp(
     ranks: SimulatedRanks,
     make: Callable[[], nn.Module],
-    draw: Callable[[int, int], Inputs],
+    draw: Callable[[int, int], Inputs | None],
     case: Case,
     *,
     steps: int = 3,
@@ -81,7 +98,7 @@ def check_like_ddp(
     Args:
         ranks: simulated; with up to two of them the bits are those of torch's DDP.
         make: the model, drawn alike each time.
-        draw: inputs of (micro-step, rank).
+        draw: inputs of (micro-step, rank), or None for a rank without data.
         case: configuration of the engine, in fp32 and without clipping.
         steps: optimizer steps.
         build_kwargs: passed on to `zero_core.build`.
@@ -94,3 +111,13 @@ def check_like_ddp(
     values = engine.full_state_dict()
     torch.testing.assert_close(values, dict(model.state_dict()), rtol=0.0, atol=0.0)
     engine.close()
+
+
+def step_ddp(ddp: SimulatedDDP, optimizer: torch.optim.Optimizer, inputs: Inputs) -> float:
+    """Train one step by `SimulatedDDP` and an optimizer of the caller's. Return the loss."""
+    loss = loss_of(ddp, inputs)
+    optimizer.zero_grad()
+    torch.autograd.backward(loss)
+    ddp.average_gradients()
+    optimizer.step()
+    return loss.item()
