@@ -15,6 +15,7 @@ import torch
 import zero_core
 from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
 from zero_core.testing.models import RootAndBlocks
+from zero_core.testing.training import assert_same
 
 STEPS = 3
 CASES = [
@@ -68,7 +69,7 @@ def _compare(device: str, world_size: int) -> None:
         found = simulate(train, world_size, case, parts, is_late, done, device=device)
         for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
             assert losses == exact_losses, case
-            torch.testing.assert_close(values, exact_values, rtol=0, atol=0, msg=str(case))
+            assert_same(values, exact_values)
 
 
 def test_training_goes_on_with_the_same_bits() -> None:
@@ -170,22 +171,15 @@ def test_what_needs_the_states_says_so(stage: int) -> None:
     simulate(_misuse, 2, stage)
 
 
-def _evaluate(ranks: Any) -> None:
-    engine = zero_core.build(
-        make_model(), Case(stage=3).config(), process_group=ranks, is_training=False
-    )
-    inputs = batch(0, 0, ranks.rank)
+def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
+    engine = zero_core.build(make_model(), Case(stage=3).config(), is_training=False)
+    inputs = batch(0, 0, 0)
     expected = engine(**inputs)["loss"].item()
     engine.offload_states()
     with pytest.raises(RuntimeError, match="reload_states"):
         engine(**inputs)
     engine.reload_states()
     assert engine(**inputs)["loss"].item() == expected
-    engine.close()
-
-
-def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
-    simulate(_evaluate, 2)
 
 
 M_MMAP_THRESHOLD = -3
@@ -237,7 +231,7 @@ def _scarce_memory() -> None:
                 engine(x)
         engine.reload_states()
         assert engine(x).item() == loss
-        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0, atol=0)
+        assert_same(engine.full_state_dict(), expected)
         engine.backward(engine(x))
         engine.step()
         engine.close()
