@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from former_checkpoints import make_version_1
+from support.former_checkpoints import make_version_1
 from torch import nn
 
 import zero_core

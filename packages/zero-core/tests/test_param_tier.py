@@ -136,11 +136,6 @@ def _as_ddp(ranks: SimulatedRanks) -> None:
     assert_same(found.values, expected.values)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_fp32_training_is_bit_identical_to_ddp(world_size: int) -> None:
-    simulate(_as_ddp, world_size)
-
-
 def test_offloaded_shards_follow_ddp_where_ranks_share_memory() -> None:
     run_on_processes(_as_ddp, 2)
 

@@ -96,14 +96,6 @@ def _skips(net: _Net, x: Tensor) -> Tensor:
     return (x + kept[0] + kept[1] * kept[0]).square().mean()
 
 
-def _scales_outputs(net: _Net, x: Tensor) -> Tensor:
-    kept = []
-    for number, block in enumerate(net.blocks):
-        x = block(x) * net.scale[number]
-        kept.append(x)
-    return (x + kept[0] + kept[1] * kept[0]).square().mean()
-
-
 def _adds_the_first(net: _Net, x: Tensor) -> Tensor:
     x = first = net.first(x)
     for block in net.blocks:
@@ -120,27 +112,13 @@ def _hooks(net: _Net, x: Tensor) -> Tensor:
     return (net.out(x) + net.out(x + 1.0)).square().mean()
 
 
-def _calls_one_again(net: _Net, x: Tensor) -> Tensor:
-    for block in (*net.blocks, net.blocks[0]):
-        x = x + block(x)
-    return x.square().mean()
+def _in_order(*order: int) -> Callable[[Any, Tensor], Tensor]:
+    def call(net: _Net, x: Tensor) -> Tensor:
+        for number in order:
+            x = x + net.blocks[number](x)
+        return x.square().mean()
 
-
-def _turns_around(net: _Net, x: Tensor) -> Tensor:
-    for block in reversed(net.blocks):
-        x = x + block(x)
-    return x.square().mean()
-
-
-def _leaves_out(net: _Net, x: Tensor) -> Tensor:
-    for block in net.blocks[:2]:
-        x = x + block(x)
-    return x.square().mean()
-
-
-def _stashes(net: _Net, x: Tensor) -> Tensor:
-    """A block leaves a part of the loss behind, beside what it returns."""
-    return _plain(net, x) + net.stashed
+    return call
 
 
 def _reads_another(net: _Net, x: Tensor) -> Tensor:
@@ -151,12 +129,9 @@ def _reads_another(net: _Net, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-def _reads_the_first_again(net: _Net, x: Tensor) -> Tensor:
-    return _plain(net, x) + net.first.weight.square().mean()
-
-
-def _drops_and_reads_the_first_again(net: _Net, x: Tensor) -> Tensor:
-    return _drops(net, x) + net.first.weight.square().mean()
+def _square(net: _Net) -> Tensor:
+    """Return a part of the loss from a weight that is used before the blocks, too."""
+    return net.first.weight.square().mean()
 
 
 class _UnevenBlock(nn.Module):
@@ -272,10 +247,7 @@ def _make(kind: str) -> nn.Module:
         return _EncoderDecoder()
     net = _Net(WAYS.get(kind, _plain))
     with seeded(2):
-        if kind == "half a block left out":
-            for block in net.blocks:
-                block.register_module("3", nn.Linear(WIDTH, WIDTH))
-        elif kind == "mappings":
+        if kind == "mappings":
             net.blocks = nn.ModuleList(_UnevenBlock() for _ in range(3))
         elif kind == "boxed":
             net.blocks = nn.ModuleList(_Decoder() for _ in range(3))
@@ -298,21 +270,19 @@ def _make(kind: str) -> nn.Module:
 
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "branches": _branches,
-    "half a block left out": _branches,
     "mappings": _sums_gates,
     "skips": _skips,
-    "outputs scaled": _scales_outputs,
     "the first added": _adds_the_first,
     "hooks": _hooks,
     "dropout": _drops,
-    "called again": _calls_one_again,
-    "reversed": _turns_around,
-    "left out": _leaves_out,
+    "called again": _in_order(0, 1, 2, 3, 0),
+    "reversed": _in_order(3, 2, 1, 0),
+    "left out": _in_order(0, 1),
     "boxed": _boxes,
-    "stashed": _stashes,
+    "stashed": lambda net, x: _plain(net, x) + net.stashed,  # by a block, beside its output
     "reads another": _reads_another,
-    "a weight with a hook": _reads_the_first_again,
-    "a weight with a hook and dropout": _drops_and_reads_the_first_again,
+    "a weight with a hook": lambda net, x: _plain(net, x) + _square(net),
+    "a weight with a hook and dropout": lambda net, x: _drops(net, x) + _square(net),
 }
 
 
@@ -363,7 +333,7 @@ def _same_bits(
 
 KINDS = [
     *("tied", "untied", "plain", "2 frozen blocks", "4 frozen blocks", "branches"),
-    *("half a block left out", "mappings", "encoder and decoder", "skips", "outputs scaled"),
+    *("mappings", "encoder and decoder", "skips", "outputs scaled"),
     *("the first added", "hooks"),
 ]
 

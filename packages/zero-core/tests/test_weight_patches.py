@@ -107,7 +107,7 @@ def _mlp_config(stage: int, **top: object) -> dict[str, object]:
 
 
 def _build_mlp(
-    ranks: SimulatedRanks, stage: int, width: int = 128, **top: object
+    ranks: SimulatedRanks | None, stage: int, width: int = 128, **top: object
 ) -> zero_core.Engine:
     return zero_core.build(_mlp(0, width), _mlp_config(stage, **top), process_group=ranks)
 
@@ -177,16 +177,16 @@ def test_a_receiver_that_is_too_far_behind_takes_all(world_size):
     simulate(_late, world_size)
 
 
-def _other_engine(ranks: SimulatedRanks) -> None:
+def test_patches_of_another_engine_and_missing_logs_are_refused():
     receiver = _mlp().bfloat16()
-    zero_core.apply_patch(receiver, _build_mlp(ranks, 0).weight_patch())
-    engine = _build_mlp(ranks, 0)
+    zero_core.apply_patch(receiver, _build_mlp(None, 0).weight_patch())
+    engine = _build_mlp(None, 0)
     _train(engine)
     with pytest.raises(zero_core.CheckpointError, match="another engine"):
         zero_core.apply_patch(receiver, engine.weight_patch(since=0))
     with pytest.raises(zero_core.CheckpointError, match="belongs to an engine"):
         zero_core.apply_patch(engine.module, engine.weight_patch())
-    without = zero_core.build(_mlp(), Case().config(), process_group=ranks)
+    without = zero_core.build(_mlp(), Case().config())
     with pytest.raises(RuntimeError, match="set weight_patches"):
         without.weight_patch(since=0)
     assert without.weight_patch().version == 0
@@ -194,12 +194,8 @@ def _other_engine(ranks: SimulatedRanks) -> None:
         without.weight_patch()
 
 
-def test_patches_of_another_engine_and_missing_logs_are_refused():
-    simulate(_other_engine, 1)
-
-
-def _damaged(ranks: SimulatedRanks) -> None:
-    engine = _build_mlp(ranks, 0)
+def test_a_damaged_or_foreign_patch_changes_nothing():
+    engine = _build_mlp(None, 0)
     _train(engine)
     patch = engine.weight_patch(since=0)
     assert isinstance(patch.source, bytes)
@@ -224,10 +220,6 @@ def _damaged(ranks: SimulatedRanks) -> None:
     with pytest.raises(zero_core.CheckpointError, match=r"none for \['4.weight'"):
         zero_core.apply_patch(larger, engine.weight_patch())
     assert_same(_values(receiver), before)
-
-
-def test_a_damaged_or_foreign_patch_changes_nothing():
-    simulate(_damaged, 1)
 
 
 def _in_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -311,20 +303,17 @@ def test_a_folder_in_which_nothing_could_be_written_keeps_its_values(tmp_path, m
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    def program(ranks: SimulatedRanks) -> None:
-        engine = _build_mlp(ranks, 0)
-        engine.export_safetensors(tmp_path)
-        before = load_file(tmp_path / "model.safetensors")
-        _train(engine)
-        patch = engine.weight_patch(since=0)
-        with monkeypatch.context() as patched:
-            patched.setattr("zero_core.checkpoint.patches.folder.os.fsync", fail)
-            with pytest.raises(zero_core.CheckpointFailedError, match="no space left"):
-                zero_core.apply_patch(tmp_path, patch, version=0)
-        assert_same(load_file(tmp_path / "model.safetensors"), before)
-        zero_core.apply_patch(tmp_path, patch, version=0)
-
-    simulate(program, 1)
+    engine = _build_mlp(None, 0)
+    engine.export_safetensors(tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    _train(engine)
+    patch = engine.weight_patch(since=0)
+    with monkeypatch.context() as patched:
+        patched.setattr("zero_core.checkpoint.patches.folder.os.fsync", fail)
+        with pytest.raises(zero_core.CheckpointFailedError, match="no space left"):
+            zero_core.apply_patch(tmp_path, patch, version=0)
+    assert_same(load_file(tmp_path / "model.safetensors"), before)
+    zero_core.apply_patch(tmp_path, patch, version=0)
 
 
 def _follow_buffers(ranks: SimulatedRanks) -> None:
@@ -359,8 +348,8 @@ def test_the_plan_has_the_most_bytes_of_the_log():
     assert host_bytes(versions=8, max_bytes=1000) < numel / 7
 
 
-def _overwritten(ranks: SimulatedRanks) -> None:
-    engine = _build_mlp(ranks, 0)
+def test_a_receiver_with_other_values_than_its_versions_is_found_out():
+    engine = _build_mlp(None, 0)
     receiver = _mlp().bfloat16()
     _train(engine)
     patch = engine.weight_patch(since=0)
@@ -372,10 +361,6 @@ def _overwritten(ranks: SimulatedRanks) -> None:
     assert_same(_values(receiver), before)
     zero_core.apply_patch(receiver, engine.weight_patch())
     _assert_same(engine, receiver)
-
-
-def test_a_receiver_with_other_values_than_its_versions_is_found_out():
-    simulate(_overwritten, 1)
 
 
 def _in_between(ranks: SimulatedRanks, steps: int) -> None:
