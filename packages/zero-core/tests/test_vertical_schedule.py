@@ -245,7 +245,7 @@ def _make(kind: str) -> nn.Module:
         return _Language(is_tied=kind == "tied")
     if kind == "encoder and decoder":
         return _EncoderDecoder()
-    net = _Net(WAYS.get(kind, _plain))
+    net = _Net(_plain if kind.endswith("frozen blocks") else WAYS[kind])
     with seeded(2):
         if kind == "mappings":
             net.blocks = nn.ModuleList(_UnevenBlock() for _ in range(3))
@@ -269,6 +269,7 @@ def _make(kind: str) -> nn.Module:
 
 
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "plain": _plain,
     "branches": _branches,
     "mappings": _sums_gates,
     "skips": _skips,
@@ -332,9 +333,8 @@ def _same_bits(
 
 
 KINDS = [
-    *("tied", "untied", "plain", "2 frozen blocks", "4 frozen blocks", "branches"),
-    *("mappings", "encoder and decoder", "skips", "outputs scaled"),
-    *("the first added", "hooks"),
+    *("tied", "untied", "plain", "2 frozen blocks", "4 frozen blocks", "branches", "mappings"),
+    *("encoder and decoder", "skips", "the first added", "hooks"),
 ]
 
 
