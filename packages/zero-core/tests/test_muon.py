@@ -12,7 +12,7 @@ from torch import nn
 import zero_core
 from zero_core import ConfigError
 from zero_core.optim.muon import Muon, split_groups, tag_matrices
-from zero_core.testing import SimulatedDDP, batch, make_model, make_tower, simulate, train
+from zero_core.testing import SimulatedDDP, batch, make_model, seeded, simulate, train
 from zero_core.testing.training import assert_same, train_steps
 
 STEPS = 4
@@ -212,15 +212,28 @@ def test_states_that_were_saved_whole_are_sliced_in_loading(tmp_path):
     simulate(_slices_states, 3, str(tmp_path), False)
 
 
+class Branches(nn.Module):
+    """So small that a rank's slice is of the second block alone."""
+
+    def __init__(self):
+        super().__init__()
+        with seeded(0):
+            self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+    def forward(self, x, num_blocks):
+        for block in self.blocks[:num_blocks]:
+            x = block(x)
+        return x.square().sum()
+
+
 def _leaves_alone(ranks, stage):
-    engine = build(ranks, stage, make_tower(2, 5))
-    x = torch.ones(1, 5)
-    train(engine, [x])
+    engine = build(ranks, stage, Branches())
+    train(engine, [(torch.ones(1, 5), 2)])
     before = engine.full_state_dict()
-    train(engine, [(x, [0])])
+    train(engine, [(torch.ones(1, 5), 1)])
     after = engine.full_state_dict()
-    assert torch.equal(after["blocks.1.0.weight"], before["blocks.1.0.weight"])
-    assert not torch.equal(after["blocks.0.0.weight"], before["blocks.0.0.weight"])
+    assert torch.equal(after["blocks.1.weight"], before["blocks.1.weight"])
+    assert not torch.equal(after["blocks.0.weight"], before["blocks.0.weight"])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
