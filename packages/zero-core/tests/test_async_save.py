@@ -21,6 +21,7 @@ import zero_core
 from zero_core import CheckpointError, CollectiveError
 from zero_core.checkpoint import save
 from zero_core.checkpoint.files import read_weights
+from zero_core.checkpoint.storage import local
 from zero_core.comm import groups
 from zero_core.comm.control import Exchange
 from zero_core.comm.groups import StoreExchange
@@ -229,15 +230,15 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
     tmp_path, monkeypatch
 ):
     message = r"write failed on rank 0: CheckpointFailedError: .*could not be .*make room"
-    entry = save.entry
+    create = local.create
 
     def full_disk(path):
         is_late = path.name.startswith("exp_avg_sq")  # others are there
         if is_late and any(tag in path.parent.name for tag in ("step-2", "last")):
             raise OSError(28, "No space left on device")
-        return entry(path)
+        return create(path)
 
-    monkeypatch.setattr(save, "entry", full_disk)
+    monkeypatch.setattr(local, "create", full_disk)
 
     def program(ranks: SimulatedRanks) -> dict[str, torch.Tensor]:
         gated = _gated(ranks)
