@@ -246,22 +246,23 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
         train_steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
 
-        pending = engine.async_save(tmp_path, "step-2")
-        train_steps(engine, 1, 2)  # it overtakes the save
+        train_steps(engine, 1, 2)
+        pending = engine.async_save(tmp_path)
+        train_steps(engine, 2, 3)  # it overtakes the save
         gated.gate.set()
         with pytest.raises(CheckpointError, match=message):
             pending.result()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
         assert (tmp_path / "latest").read_text() == "step-1"
-        pending = engine.async_save(tmp_path)
+        pending = engine.async_save(tmp_path, "step-2")
         if ranks.rank == 0:
             pending.exception()  # the other rank has not asked: the next save raises it on both
         with pytest.raises(CheckpointError, match=message):
             engine.async_save(tmp_path)
-        train_steps(engine, 2, 3)
         assert engine.async_save(tmp_path).result() == tmp_path / "step-3"
-        engine.async_save(tmp_path, "last")
         weights = engine.full_state_dict()
+        train_steps(engine, 3, 4)
+        engine.async_save(tmp_path, "last")
         with pytest.raises(CheckpointError, match=message):
             engine.close()
         return weights
