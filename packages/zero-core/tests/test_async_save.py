@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import threading
+from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +22,8 @@ import torch.distributed as dist
 import zero_core
 from zero_core import CheckpointError, CollectiveError
 from zero_core.checkpoint import save
+from zero_core.checkpoint.background.saver import PendingSave
 from zero_core.checkpoint.files import read_weights
-from zero_core.checkpoint.storage import local
 from zero_core.comm import groups
 from zero_core.comm.control import Exchange
 from zero_core.comm.groups import StoreExchange
@@ -226,19 +228,31 @@ def test_an_exchange_that_fails_on_one_rank_is_an_error_of_all_at_the_next_save(
     simulate(program, 2, timeout_s=20.0)
 
 
-def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_nothing(
-    tmp_path, monkeypatch
-):
+class _Disk:
+    """A disk that can be full, for two simulated ranks."""
+
+    def __init__(self) -> None:
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self._meeting = threading.Barrier(2)
+
+    def allow(self, num_bytes: int) -> None:
+        """Let no file of this process grow beyond. Both ranks call it."""
+        if self._meeting.wait() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, self.limits[1]))
+        self._meeting.wait()
+
+    def fill(self, pending: PendingSave, gate: threading.Event) -> None:
+        """Have the files of a save under way not fit."""
+        self.allow(2000)
+        gate.set()
+        wait([pending])
+        gate.clear()
+        self.allow(self.limits[0])
+
+
+def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_nothing(tmp_path):
+    disk = _Disk()
     message = r"write failed on rank 0: CheckpointFailedError: .*could not be .*make room"
-    create = local.create
-
-    def full_disk(path):
-        is_late = path.name.startswith("exp_avg_sq")  # others are there
-        if is_late and any(tag in path.parent.name for tag in ("step-2", "last")):
-            raise OSError(28, "No space left on device")
-        return create(path)
-
-    monkeypatch.setattr(local, "create", full_disk)
 
     def program(ranks: SimulatedRanks) -> dict[str, torch.Tensor]:
         gated = _gated(ranks)
@@ -246,28 +260,35 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
         train_steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
 
-        train_steps(engine, 1, 2)
         pending = engine.async_save(tmp_path)
-        train_steps(engine, 2, 3)  # it overtakes the save
-        gated.gate.set()
+        train_steps(engine, 1, 2)  # it overtakes the save
+        disk.fill(pending, gated.gate)
         with pytest.raises(CheckpointError, match=message):
             pending.result()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
         assert (tmp_path / "latest").read_text() == "step-1"
-        pending = engine.async_save(tmp_path, "step-2")
+
+        pending = engine.async_save(tmp_path)
+        disk.fill(pending, gated.gate)
         if ranks.rank == 0:
             pending.exception()  # the other rank has not asked: the next save raises it on both
         with pytest.raises(CheckpointError, match=message):
             engine.async_save(tmp_path)
+        train_steps(engine, 2, 3)
+        gated.gate.set()
         assert engine.async_save(tmp_path).result() == tmp_path / "step-3"
+        gated.gate.clear()
+
+        disk.fill(engine.async_save(tmp_path, "last"), gated.gate)
         weights = engine.full_state_dict()
-        train_steps(engine, 3, 4)
-        engine.async_save(tmp_path, "last")
         with pytest.raises(CheckpointError, match=message):
             engine.close()
         return weights
 
-    weights, _ = simulate(program, 2)
+    try:
+        weights, _ = simulate(program, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, disk.limits)
     expected, _ = simulate(lambda ranks: run_engine(Case(3), ranks.rank, 3, process_group=ranks), 2)
     assert_same({name: weights[name] for name in expected.values}, expected.values)
     for weight in read_weights(tmp_path):
