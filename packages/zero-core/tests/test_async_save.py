@@ -33,18 +33,13 @@ from zero_core.testing import (
     Case,
     GatedRanks,
     SimulatedRanks,
-    batch,
     make_model,
+    run_engine,
     run_on_processes,
     simulate,
 )
+from zero_core.testing.training import assert_same, train_steps
 from zero_core.watch.watch import Watch
-
-
-def _train(engine: zero_core.Engine, first: int, last: int) -> None:
-    for step in range(first, last):
-        engine.backward(engine(**batch(step, 0, engine.rank))["loss"])
-        engine.step()
 
 
 def _build(ranks: SimulatedRanks, stage: int, **keys: object) -> zero_core.Engine:
@@ -59,15 +54,15 @@ def _gated(ranks: SimulatedRanks) -> GatedRanks:
 def _save_beside(ranks: SimulatedRanks, folder: Path, stage: int, keys: dict[str, object]) -> None:
     gated = _gated(ranks)
     engine = _build(gated, stage, **keys)
-    _train(engine, 0, 3)
+    train_steps(engine, 0, 3)
     pending = engine.async_save(folder / "beside", client_state={"epoch": 7})
-    _train(engine, 3, 5)  # nothing is written yet: every state is overtaken
+    train_steps(engine, 3, 5)  # nothing is written yet: every state is overtaken
     assert not pending.done()
     gated.gate.set()
     assert pending.result() == folder / "beside" / "step-3"
     engine.close()
     straight = _build(ranks, stage, **keys)
-    _train(straight, 0, 3)
+    train_steps(straight, 0, 3)
     straight.save_checkpoint(folder / "at-once", client_state={"epoch": 7})
     straight.close()
 
@@ -103,7 +98,7 @@ def test_a_second_save_waits_or_is_refused_and_loads_wait(tmp_path):
     def program(ranks: SimulatedRanks) -> None:
         gated = _gated(ranks)
         engine = _build(gated, 2)
-        _train(engine, 0, 1)
+        train_steps(engine, 0, 1)
         first = engine.async_save(tmp_path)
         with pytest.raises(CheckpointError, match="save of step-1 is under way"):
             engine.async_save(tmp_path, "other", on_pending="refuse")
@@ -113,7 +108,7 @@ def test_a_second_save_waits_or_is_refused_and_loads_wait(tmp_path):
         assert first.done()
         engine.load_checkpoint(tmp_path, "step-1")
         assert second.done()
-        _train(engine, 1, 2)
+        train_steps(engine, 1, 2)
         engine.async_save(tmp_path)
         engine.close()
         assert (tmp_path / "step-2" / "manifest.json").exists()
@@ -131,9 +126,9 @@ def test_copies_are_bounded_if_asked_and_the_step_waits(tmp_path, monkeypatch):
             engine = _build(gated, 1)
             pending = engine.async_save(tmp_path / str(limit), max_copy_bytes=limit)
             if limit is None:
-                _train(engine, 0, 1)
+                train_steps(engine, 0, 1)
             gated.gate.set()
-            _train(engine, 1, 3)
+            train_steps(engine, 1, 3)
             pending.result()
             peaks.append(pending.peak_bytes)
             engine.close()
@@ -143,33 +138,23 @@ def test_copies_are_bounded_if_asked_and_the_step_waits(tmp_path, monkeypatch):
     assert bounded <= 1024 < unbounded
 
 
-def test_the_call_copies_states_of_whole_parameters_whatever_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot, "BLOCK_NUMEL", 37)
-
-    def program(ranks: SimulatedRanks) -> None:
-        engine = _build(ranks, 1, **_WHOLE)
-        _train(engine, 0, 1)
-        pending = engine.async_save(tmp_path, max_copy_bytes=1)
-        assert pending.result() == tmp_path / "step-1"
-        assert pending.peak_bytes > 1
-        engine.close()
-
-    simulate(program, 1)
-
-
-def test_the_thread_that_writes_takes_one_core(tmp_path, monkeypatch):
+def test_the_call_copies_whole_states_whatever_the_limit_and_one_core_writes(tmp_path, monkeypatch):
     write, before, found = save.write_file, torch.get_num_threads(), set()
 
     def write_file(*args):
         found.add(torch.get_num_threads())
         return write(*args)
 
+    monkeypatch.setattr(snapshot, "BLOCK_NUMEL", 37)
     monkeypatch.setattr(save, "write_file", write_file)
 
     def program(ranks: SimulatedRanks) -> None:
         torch.set_num_threads(2)  # of the threads to come, too
-        engine = _build(ranks, 1)
-        engine.async_save(tmp_path).result()
+        engine = _build(ranks, 1, **_WHOLE)
+        train_steps(engine, 0, 1)
+        pending = engine.async_save(tmp_path, max_copy_bytes=1)
+        assert pending.result() == tmp_path / "step-1"
+        assert pending.peak_bytes > 1
         engine.close()
 
     try:
@@ -182,10 +167,10 @@ def test_the_thread_that_writes_takes_one_core(tmp_path, monkeypatch):
 def test_what_has_not_changed_is_linked_not_written(tmp_path):
     def program(ranks: SimulatedRanks) -> None:
         engine = _build(ranks, 3)
-        _train(engine, 0, 2)
+        train_steps(engine, 0, 2)
         engine.save_checkpoint(tmp_path, "a")
         engine.async_save(tmp_path, "b").result()  # no step since
-        _train(engine, 2, 3)
+        train_steps(engine, 2, 3)
         engine.async_save(tmp_path, "c").result()  # frozen values and buffers have not changed
         with torch.no_grad():
             name = "frozen.0.up.weight"
@@ -212,30 +197,28 @@ def test_what_has_not_changed_is_linked_not_written(tmp_path):
     simulate(lambda ranks: _build(ranks, 3).load_checkpoint(tmp_path, "d"), 1)
 
 
-class _LosesTheLast(Exchange):
-    """Exchange that fails on rank 1 alone, when all have written: the others have the answers."""
-
-    def __init__(self, base: Exchange) -> None:
-        self.rank, self.world_size, self.place = base.rank, base.world_size, base.place
-        self._base = base
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        rows = self._base.gather_bytes(data)
-        if self.rank == 1 and self.place.doing == "checkpoint: finish":
-            raise CollectiveError("rank 1: no answer in time")
-        return rows
-
-
 @dataclass(frozen=True)
 class _Losing(SimulatedRanks):
+    """The exchange fails on rank 1 alone, when all have written: the others have the answers."""
+
     def exchange_beside(self, watch: Watch | None) -> Exchange:
-        return _LosesTheLast(super().exchange_beside(watch))
+        exchange = super().exchange_beside(watch)
+        gather = exchange.gather_bytes
+
+        def gather_bytes(data: bytes) -> list[bytes]:
+            rows = gather(data)
+            if self.rank == 1 and exchange.place.doing == "checkpoint: finish":
+                raise CollectiveError("rank 1: no answer in time")
+            return rows
+
+        exchange.gather_bytes = gather_bytes  # type: ignore[method-assign]
+        return exchange
 
 
 def test_an_exchange_that_fails_on_one_rank_is_an_error_of_all_at_the_next_save(tmp_path):
     def program(ranks: SimulatedRanks) -> None:
         engine = _build(_Losing(**vars(ranks)), 2)
-        _train(engine, 0, 1)
+        train_steps(engine, 0, 1)
         engine.async_save(tmp_path)
         with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .*no answer in time"):
             engine.save_checkpoint(tmp_path, "other")
@@ -274,11 +257,11 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
     def program(ranks: SimulatedRanks) -> dict[str, torch.Tensor]:
         gated = _gated(ranks)
         engine = _build(gated, 3)
-        _train(engine, 0, 1)
+        train_steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
 
         pending = engine.async_save(tmp_path)
-        _train(engine, 1, 2)  # it overtakes the save
+        train_steps(engine, 1, 2)  # it overtakes the save
         disk.fill(pending, gated.gate)
         with pytest.raises(CheckpointError, match=message):
             pending.result()
@@ -291,7 +274,7 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
             pending.exception()  # the other rank has not asked: the next save raises it on both
         with pytest.raises(CheckpointError, match=message):
             engine.async_save(tmp_path)
-        _train(engine, 2, 3)
+        train_steps(engine, 2, 3)
         gated.gate.set()
         assert engine.async_save(tmp_path).result() == tmp_path / "step-3"
         gated.gate.clear()
@@ -302,19 +285,14 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
             engine.close()
         return weights
 
-    def straight(ranks: SimulatedRanks) -> dict[str, torch.Tensor]:
-        engine = _build(ranks, 3)
-        _train(engine, 0, 3)
-        return engine.full_state_dict()
-
     try:
         weights, _ = simulate(program, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, disk.limits)
-    expected, _ = simulate(straight, 2)
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
-    saved = {weight.names[0]: weight.value for weight in read_weights(tmp_path)}
-    assert all(torch.equal(saved[name], value) for name, value in expected.items() if name in saved)
+    expected, _ = simulate(lambda ranks: run_engine(Case(3), ranks.rank, 3, process_group=ranks), 2)
+    assert_same({name: weights[name] for name in expected.values}, expected.values)
+    for weight in read_weights(tmp_path):
+        assert torch.equal(weight.value, weights[weight.names[0]])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-3"]
 
 
@@ -340,10 +318,10 @@ def _exchange_after_a_failure(ranks: Ranks) -> None:
 def _run_in_process(ranks: Ranks, folder: str) -> None:
     _exchange_after_a_failure(ranks)
     engine = zero_core.build(make_model(), Case(stage=2).config(), process_group=ranks)
-    _train(engine, 0, 1)
+    train_steps(engine, 0, 1)
     for step in (1, 2):
         pending = engine.async_save(folder)
-        _train(engine, step, step + 1)
+        train_steps(engine, step, step + 1)
     assert pending.result() == Path(folder) / "step-2"
     assert engine.load_checkpoint(folder)[0] == Path(folder) / "step-2"
     engine.async_save(folder, "last")  # and the process ends
@@ -362,9 +340,9 @@ def _end_beside_a_dead_rank(rank: int, folder: Path) -> None:
     logging.basicConfig(filename=folder / f"log-{rank}")
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     engine = zero_core.build(make_model(), Case(stage=2).config())
-    _train(engine, 0, 1)
+    train_steps(engine, 0, 1)
     engine.save_checkpoint(folder / "saved")
-    _train(engine, 1, 2)
+    train_steps(engine, 1, 2)
     if rank == 1:
         save.write_file = _be_killed  # while the other rank waits for its files
     engine.async_save(folder / "saved")
@@ -372,12 +350,8 @@ def _end_beside_a_dead_rank(rank: int, folder: Path) -> None:
 
 
 def test_a_rank_that_is_killed_in_a_save_keeps_no_other_from_ending(tmp_path):
-    processes = [
-        multiprocessing.get_context("forkserver").Process(
-            target=_end_beside_a_dead_rank, args=(rank, tmp_path)
-        )
-        for rank in range(2)
-    ]
+    start = multiprocessing.get_context("forkserver").Process
+    processes = [start(target=_end_beside_a_dead_rank, args=(rank, tmp_path)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

@@ -1,21 +1,28 @@
-"""Checkpoints: written at any stage and world size, read at any other; a save may die."""
+"""Checkpoints: written at any stage and world size, read at any other, whole or in part."""
 
 from __future__ import annotations
 
 import json
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from support.former_checkpoints import rewrite
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, StepLR
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
+from zero_core.checkpoint.files import read_weights
 from zero_core.checkpoint.json_values import MAX_NUMEL, decode, encode
 from zero_core.checkpoint.load import read_client_state
+from zero_core.optim.schedules.factory import WarmupLR
+from zero_core.optim.train_state import TrainState
 from zero_core.testing import (
     Case,
     Hard,
@@ -25,64 +32,63 @@ from zero_core.testing import (
     run_on_processes,
     simulate,
 )
+from zero_core.testing.training import assert_same, train_steps
 
-
-def _train(engine: zero_core.Engine, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = engine(**batch(step, 0, engine.rank))["loss"]
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+WEIGHTS_ALONE = ("optimizer", "lr_scheduler", "progress")
+WARM_UP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}
+LION = {"type": "Lion", "params": {"lr": 1e-2}}
 
 
 def _build(
-    stage: int, dtype: str = "fp32", process_group: SimulatedRanks | None = None, **keys: object
+    stage: int = 0, ranks: SimulatedRanks | None = None, dtype: str = "fp32", **top: Any
 ) -> zero_core.Engine:
-    config = {**Case(stage=stage, dtype=dtype).config(), **keys}
-    return zero_core.build(make_model(), config, process_group=process_group)
+    config = Case(stage=stage, dtype=dtype, top=top).config()
+    return zero_core.build(make_model(), config, process_group=ranks)
 
 
-def _everything(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
-    """Master weights and moments of every trainable parameter, whole."""
-    state = engine.sharded_state
-    found = {}
-    for segment in state.layout.segments:
-        if not segment.is_trainable:
-            continue
-        for name in ("master_weight", "exp_avg", "exp_avg_sq"):
-            full = state.control.gather(state.own_state(segment.index, name))
-            for slot in segment.slots:
-                key = f"{name}/{state.layout.params[slot.param].name}"
-                found[key] = full[slot.start : slot.stop].clone()
+def _values(engine: zero_core.Engine) -> dict[str, Tensor]:
+    return engine.full_state_dict(dtype=torch.float32)
+
+
+def _rate(engine: zero_core.Engine) -> float:
+    rate: float = engine.optimizer.param_groups[0]["lr"]
+    return rate
+
+
+def _everything(engine: zero_core.Engine) -> dict[str, Tensor]:
+    """Return all values, and the moments of every parameter that was updated."""
+    found = _values(engine)
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad and name != "never":
+            for what in ("exp_avg", "exp_avg_sq"):
+                found[f"{what} of {name}"] = engine.states.get_full(name, what)
     return found
 
 
-def _save(ranks: SimulatedRanks, folder: str, stage: int, dtype: str) -> None:
-    engine = _build(stage, dtype, process_group=ranks)
-    _train(engine, 0, 3)
-    engine.save_checkpoint(folder, client_state={"epoch": 7})
-    kept = _everything(engine)
-    if ranks.rank == 0:
-        torch.save(kept, Path(folder) / "kept.pt")
+# ----------------------------------------------------------------------- other stages and ranks
 
 
-def _load(ranks: SimulatedRanks, folder: str, stage: int, dtype: str) -> None:
-    engine = _build(stage, dtype, process_group=ranks)
-    _train(engine, 5, 6)  # whatever was there is replaced
+def _save(ranks: SimulatedRanks, folder: Path, stage: int, dtype: str) -> dict[str, Tensor]:
+    engine = _build(stage, ranks, dtype)
+    train_steps(engine, 0, 3)
+    # Two ranks share a folder, as on a machine, and the third has its own.
+    own = folder / f"machine-{ranks.rank // 2}"
+    engine.save_checkpoint(own, client_state={"epoch": 7})
+    assert not list(own.glob(".*"))
+    return _everything(engine)
+
+
+def _load(
+    ranks: SimulatedRanks, folder: Path, stage: int, dtype: str, saved: dict[str, Tensor]
+) -> None:
+    engine = _build(stage, ranks, dtype)
+    train_steps(engine, 5, 6)  # whatever was there is replaced
     place, client_state = engine.load_checkpoint(folder)
-    assert place == Path(folder) / "step-3"
-    assert client_state == read_client_state(Path(folder)) == {"epoch": 7}
+    assert place == folder / "step-3"
+    assert client_state == read_client_state(folder) == {"epoch": 7}
     assert engine.global_steps == 3
-    kept = torch.load(Path(folder) / "kept.pt", weights_only=True)
-    found = _everything(engine)
-    assert kept.keys() == found.keys()
-    for key, value in kept.items():
-        assert torch.equal(found[key], value), key
-    full = engine.full_state_dict(dtype=torch.float32)
-    assert torch.equal(full["embed.weight"].flatten(), kept["master_weight/embed.weight"])
-    _train(engine, 3, 4)
+    assert_same(_everything(engine), saved)
+    train_steps(engine, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -92,265 +98,58 @@ def _load(ranks: SimulatedRanks, folder: str, stage: int, dtype: str) -> None:
         ((0, 1), (3, 3), "fp32"),
         ((1, 3), (2, 2), "bf16"),
         ((3, 3), (1, 2), "bf16"),
+        ((3, 3), (0, 2), "fp32"),
     ],
 )
 def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loaded, dtype):
-    simulate(_save, saved[1], str(tmp_path), saved[0], dtype)
-    simulate(_load, loaded[1], str(tmp_path), loaded[0], dtype)
-
-
-def _save_apart(ranks: SimulatedRanks, folder: str) -> None:
-    engine = _build(3, process_group=ranks)
-    _train(engine, 0, 3)
-    # Two ranks share a folder, as on a machine, and the third has its own.
-    own = Path(folder) / f"machine-{ranks.rank // 2}"
-    engine.save_checkpoint(own, client_state={"epoch": 7})
-    assert not list(own.glob(".*"))
-    kept = _everything(engine)
-    if ranks.rank == 0:
-        torch.save(kept, Path(folder) / "kept.pt")
-
-
-def test_parts_that_ranks_saved_to_folders_of_their_own_are_a_checkpoint_together(tmp_path):
-    simulate(_save_apart, 3, str(tmp_path))
+    values, *_ = simulate(_save, saved[1], tmp_path, saved[0], dtype)
     for part in sorted(tmp_path.glob("machine-*")):
         shutil.copytree(part, tmp_path, dirs_exist_ok=True)
-    simulate(_load, 2, str(tmp_path), 0, "fp32")
+    simulate(_load, loaded[1], tmp_path, loaded[0], dtype, values)
 
 
-def _resume(ranks: SimulatedRanks, folder: str, stage: int) -> None:
-    straight = _build(stage, process_group=ranks)
-    expected = _train(straight, 0, 6)
-    first = _build(stage, process_group=ranks)
-    _train(first, 0, 3)
+def _resume(ranks: SimulatedRanks, folder: Path, stage: int) -> None:
+    straight = _build(stage, ranks)
+    expected = train_steps(straight, 0, 6)
+    first = _build(stage, ranks)
+    train_steps(first, 0, 3)
     first.save_checkpoint(folder)
-    resumed = _build(stage, process_group=ranks)
+    resumed = _build(stage, ranks)
     resumed.load_checkpoint(folder)
-    assert _train(resumed, 3, 6) == expected[3:]
-    ours, theirs = resumed.full_state_dict(), straight.full_state_dict()
-    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    assert train_steps(resumed, 3, 6) == expected[3:]
+    assert_same(_values(resumed), _values(straight))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_resumed_run_continues_bit_identically(tmp_path, stage):
-    simulate(_resume, 3, str(tmp_path / "simulated"), stage)
-    run_on_processes(_resume, 2, str(tmp_path / "processes"), stage)
+def test_a_resumed_run_continues_bit_identically(tmp_path):
+    run_on_processes(_resume, 2, tmp_path, 3)
 
 
-def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path, monkeypatch):
-    engine = _build(0)
-    _train(engine, 0, 1)
-    engine.save_checkpoint(tmp_path, tag="first")
-    before = engine.full_state_dict()
-    _train(engine, 1, 2)
-
-    def die(*args: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("zero_core.checkpoint.save.make_header", die)
-    with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
-        engine.save_checkpoint(tmp_path, tag="second")
-    monkeypatch.undo()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest"]
-    other = _build(0)
-    assert other.load_checkpoint(tmp_path)[0] == tmp_path / "first"
-    after = other.full_state_dict()
-    assert all(torch.equal(before[k], after[k]) for k in before)
-    engine.save_checkpoint(tmp_path, tag="second")  # and the next save works
-
-
-def test_a_save_killed_between_its_renames_is_still_found(tmp_path):
-    engine = _build(0)
-    engine.save_checkpoint(tmp_path, tag="one")
-    (tmp_path / "one").rename(tmp_path / ".one.old")
-    assert _build(0).load_checkpoint(tmp_path)[0] == tmp_path / ".one.old"
-
-
-def test_saving_a_tag_again_replaces_it(tmp_path):
-    engine = _build(0)
-    engine.save_checkpoint(tmp_path, tag="same")
-    _train(engine, 0, 1)
-    engine.save_checkpoint(tmp_path, tag="same")
-    other = _build(0)
-    other.load_checkpoint(tmp_path, "same")
-    assert other.global_steps == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "same"]
-
-
-@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
-def test_damaged_bytes_are_refused(tmp_path, how):
-    engine = _build(0)
-    _train(engine, 0, 1)
-    engine.save_checkpoint(tmp_path, tag="t")
-    victim = tmp_path / "t" / "exp_avg-00000.safetensors"
-    data = bytearray(victim.read_bytes())
-    if how == "flipped":
-        data[-5] ^= 1
-        victim.write_bytes(data)
-    elif how == "truncated":
-        victim.write_bytes(data[:-8])
-    else:
-        victim.unlink()
-    with pytest.raises(CheckpointCorruptError, match="exp_avg-00000"):
-        _build(0).load_checkpoint(tmp_path)
-
-
-def test_a_broken_manifest_is_refused(tmp_path):
-    _build(0).save_checkpoint(tmp_path, tag="t")
-    (tmp_path / "t" / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointCorruptError, match="not readable"):
-        _build(0).load_checkpoint(tmp_path)
-
-
-def test_a_missing_checkpoint_is_an_error_not_a_fresh_start(tmp_path):
-    engine = _build(0)
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        engine.load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a checkpoint"):
-        engine.load_checkpoint(tmp_path, "other")
-
-
-def test_a_program_that_is_started_again_resumes_what_there_is(tmp_path):
-    def once(group: SimulatedRanks, num_steps: int) -> tuple[object, list[float]]:
-        engine = _build(3, process_group=group)
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 3), (3, 3), (3, 2)])
+def test_a_program_that_is_started_again_resumes_what_there_is(tmp_path, stage, world_size):
+    def once(ranks: SimulatedRanks, num_steps: int) -> tuple[object, list[float]]:
+        engine = _build(stage, ranks)
         found = engine.resume(tmp_path)
-        first = 0 if found is None else found["step"]
-        losses = _train(engine, first, num_steps)
+        losses = train_steps(engine, 0 if found is None else found["step"], num_steps)
         engine.save_checkpoint(tmp_path, client_state={"step": num_steps})
         return found, losses
 
-    begun = simulate(once, 2, 3)
-    resumed = simulate(once, 2, 6)
-    assert [found for found, _ in begun + resumed] == [None, None, {"step": 3}, {"step": 3}]
+    begun = simulate(once, world_size, 3)
+    resumed = simulate(once, world_size, 6)
+    assert [found for found, _ in begun] == [None] * world_size
+    assert [found for found, _ in resumed] == [{"step": 3}] * world_size
     shutil.rmtree(tmp_path)
-    straight = simulate(once, 2, 6)
+    straight = simulate(once, world_size, 6)
     for (_, before), (_, after), (_, whole) in zip(begun, resumed, straight, strict=True):
         assert before + after == whole
 
 
 def test_a_checkpoint_that_only_some_ranks_find_is_no_fresh_start(tmp_path):
-    _build(0).save_checkpoint(tmp_path / "0")
+    def resume(ranks: SimulatedRanks) -> None:
+        with pytest.raises(CheckpointError, match=r"rank 1.*holds no checkpoint"):
+            _build(0, ranks).resume(tmp_path / str(ranks.rank))
 
-    def resume(group: SimulatedRanks) -> str:
-        engine = _build(0, process_group=group)
-        with pytest.raises(CheckpointError) as raised:
-            engine.resume(tmp_path / str(group.rank))
-        return str(raised.value)
-
-    for message in simulate(resume, 2):
-        assert "rank 1" in message
-        assert "holds no checkpoint" in message
-
-
-def test_another_models_checkpoint_is_refused(tmp_path):
-    _build(0).save_checkpoint(tmp_path)
-    torch.manual_seed(0)
-    deeper = zero_core.build(Hard(depth=4), Case().config())
-    with pytest.raises(CheckpointError, match="belongs to another model: it lacks"):
-        deeper.load_checkpoint(tmp_path)
-    wider = zero_core.build(Hard(width=13), Case().config())
-    with pytest.raises(CheckpointError, match=r"parameter .* has shape"):
-        wider.load_checkpoint(tmp_path)
-
-
-def test_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(CheckpointError, match=r"client_state\.x is a object .* keeps JSON"):
-        _build(0).save_checkpoint(tmp_path / "c", client_state={"x": object()})
-    assert not (tmp_path / "c").exists()
-
-
-@pytest.mark.parametrize("key", ["__tensor__", "__tuple__", "__counter__", "__mapping__"])
-def test_client_state_may_have_the_keys_of_its_json_form(key):
-    former = {"__tensor__": "int64", "shape": [1], "values": [7]}
-    for value in ({key: 1}, {key: [1], "other": (2,)}, former, {0: former}):
-        assert decode(json.loads(json.dumps(encode(value, "w")))) == value
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
-@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_tensors_of_client_state_are_restored(dtype, shape):
-    value = torch.randint(2, shape).to(dtype)
-    (found,) = decode(json.loads(json.dumps(encode((value,), "w"))))
-    assert (found.shape, found.dtype) == (shape, dtype)
-    assert torch.equal(found, value)
-
-
-def test_tensors_and_mappings_of_former_checkpoints_are_read():
-    former = [["__tensor__", "float16"], ["shape", [1, 2]], ["values", [0.5, 2.0]]]
-    found = decode({"best": {"__items__": former}, "seen": {"__items__": [[3, "three"]]}})
-    assert torch.equal(found["best"], torch.tensor([[0.5, 2.0]], dtype=torch.float16))
-    assert found["seen"] == {3: "three"}
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(MAX_NUMEL + 1),
-        torch.zeros(2, dtype=torch.complex64),
-        torch.eye(2).to_sparse(),
-    ],
-    ids=["large", "complex", "sparse"],
-)
-def test_tensor_that_a_checkpoint_does_not_keep_is_named_by_its_path(tensor):
-    with pytest.raises(
-        CheckpointError, match=r"state\.best\[1\] is a tensor of shape .* real, dense"
-    ):
-        encode({"best": [0, tensor]}, "state")
-
-
-@pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "latest"])
-def test_a_tag_that_is_no_folder_name_is_refused(tmp_path, tag):
-    with pytest.raises(CheckpointError, match="plain folder name"):
-        _build(0).save_checkpoint(tmp_path, tag=tag)
-
-
-def test_saving_within_an_accumulation_is_refused_unless_its_part_may_be_left_out(tmp_path):
-    engine = _build(0, gradient_accumulation_steps=2)
-    engine.backward(engine(**batch(0, 0, 0))["loss"])
-    engine.step()
-    with pytest.raises(CheckpointError, match="in the middle of an accumulation"):
-        engine.save_checkpoint(tmp_path)
-    engine.save_checkpoint(tmp_path, drops_partial=True)
-    other = _build(0, gradient_accumulation_steps=2)
-    other.load_checkpoint(tmp_path)
-    assert (other.global_steps, other.micro_steps) == (0, 0)
-
-
-def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
-    engine = _build(0)
-    _train(engine, 0, 1)
-    place = engine.save_checkpoint(tmp_path)
-    for path in place.iterdir():
-        if path.suffix == ".json":
-            json.loads(path.read_text())
-        else:
-            load_file(path)
-
-
-def test_scheduler_and_learning_rate_come_back(tmp_path):
-    def make() -> zero_core.Engine:
-        return _build(0, scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 9}})
-
-    engine = make()
-    _train(engine, 0, 4)
-    engine.save_checkpoint(tmp_path)
-    other = make()
-    other.load_checkpoint(tmp_path)
-    rates = []
-    for e, first in ((engine, 4), (other, 4)):
-        _train(e, first, first + 2)
-        rates.append(e.optimizer.param_groups[0]["lr"])
-    assert rates[0] == rates[1]
-    assert isinstance(other.optimizer.param_groups[0]["betas"], tuple)
-
-
-def test_random_state_comes_back(tmp_path):
-    engine = _build(0)
-    engine.save_checkpoint(tmp_path)
-    expected = torch.rand(3)
-    torch.manual_seed(99)
-    engine.load_checkpoint(tmp_path)
-    assert torch.equal(torch.rand(3), expected)
+    _build().save_checkpoint(tmp_path / "0")
+    simulate(resume, 2)
 
 
 @pytest.mark.parametrize(
@@ -364,48 +163,202 @@ def test_random_state_comes_back(tmp_path):
     ids=["sgd", "adagrad", "nadam", "rmsprop"],
 )
 def test_every_optimizers_state_comes_back(tmp_path, make_optimizer):
+    engine, other = (_build_with(make_optimizer, lambda _: None) for _ in range(2))
+    train_steps(engine, 0, 1)  # `sometimes` has not been used yet
+    engine.save_checkpoint(tmp_path)
+    train_steps(other, 1, 2)
+    other.load_checkpoint(tmp_path)
+    assert train_steps(engine, 1, 4) == train_steps(other, 1, 4)
+
+
+def test_buffers_and_random_state_come_back(tmp_path):
     def make() -> zero_core.Engine:
-        model = make_model()
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        return zero_core.build(model, Case().config(), optimizer=make_optimizer(trainable))
+        return zero_core.build(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), Case().config())
 
     engine = make()
-    _train(engine, 0, 1)  # `sometimes` has not been used yet
+    engine.backward(engine(torch.randn(4, 3)).square().mean())
+    engine.step()
     engine.save_checkpoint(tmp_path)
+    expected = torch.rand(3)
     other = make()
-    _train(other, 1, 2)
     other.load_checkpoint(tmp_path)
-    assert _train(engine, 1, 4) == _train(other, 1, 4)
+    assert torch.equal(torch.rand(3), expected)
+    assert_same(list(other.module.buffers()), list(engine.module.buffers()))
+    assert int(other.module[1].num_batches_tracked) == 1
+
+
+# -------------------------------------------------------------------- what fails or is refused
+
+
+def test_a_save_that_dies_leaves_the_previous_checkpoint_whole(tmp_path, monkeypatch):
+    def die(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    engine = _build()
+    train_steps(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="first")
+    before = _values(engine)
+    train_steps(engine, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr("zero_core.checkpoint.save.make_header", die)
+        with pytest.raises(CheckpointError, match=r"rank 0: .*No space left"):
+            engine.save_checkpoint(tmp_path, tag="second")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest"]
+    (tmp_path / "first").rename(tmp_path / ".first.old")  # as a kill between two renames leaves it
+    other = _build()
+    assert other.load_checkpoint(tmp_path)[0] == tmp_path / ".first.old"
+    assert_same(_values(other), before)
+    engine.save_checkpoint(tmp_path, tag="second")  # the next save works, and again replaces it
+    train_steps(engine, 2, 3)
+    engine.save_checkpoint(tmp_path, tag="second")
+    other.load_checkpoint(tmp_path, "second")
+    assert other.global_steps == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["first", "latest", "second"]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("exp_avg-00000.safetensors", lambda d: d[:-5] + bytes([d[-5] ^ 1]) + d[-4:], "exp_avg"),
+        ("exp_avg-00000.safetensors", lambda d: d[:-8], "exp_avg-00000"),
+        ("exp_avg-00000.safetensors", None, "exp_avg-00000"),
+        ("manifest.json", lambda d: b"{", "not readable"),
+    ],
+    ids=["flipped", "truncated", "missing", "manifest"],
+)
+def test_damaged_bytes_are_refused(tmp_path, file, damage, message):
+    engine = _build()
+    train_steps(engine, 0, 1)
+    victim = engine.save_checkpoint(tmp_path, tag="t") / file
+    if damage is None:
+        victim.unlink()
+    else:
+        victim.write_bytes(damage(victim.read_bytes()))
+    with pytest.raises(CheckpointCorruptError, match=message):
+        _build().load_checkpoint(tmp_path)
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_is_written(tmp_path):
+    engine = _build(gradient_accumulation_steps=2)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        engine.load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        engine.load_checkpoint(tmp_path, "other")
+    with pytest.raises(CheckpointError, match=r"client_state\.x is a object .* keeps JSON"):
+        engine.save_checkpoint(tmp_path, client_state={"x": object()})
+    for tag in ("", "a/b", ".hidden", "latest"):
+        with pytest.raises(CheckpointError, match="plain folder name"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+    train_steps(engine, 0, 1)
+    with pytest.raises(CheckpointError, match="in the middle of an accumulation"):
+        engine.save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
+    engine.save_checkpoint(tmp_path, drops_partial=True)
+    other = _build(gradient_accumulation_steps=2)
+    other.load_checkpoint(tmp_path)
+    assert (other.global_steps, other.micro_steps) == (0, 0)
+
+
+def _linear(bias: float, numel: int | None) -> nn.Module:
+    model = nn.Linear(3, 3)
+    nn.init.constant_(model.bias, bias)
+    if numel is not None:
+        model.register_buffer("extra", torch.ones(numel))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        (lambda: Hard(depth=3), lambda: Hard(depth=4), "belongs to another model: it lacks"),
+        (lambda: Hard(width=11), lambda: Hard(width=13), r"parameter .* has shape"),
+        (
+            lambda: _linear(1.0, 3),
+            lambda: _linear(2.0, None),
+            r"lacks the buffers \[\] and has \['extra'\]",
+        ),
+        (
+            lambda: _linear(1.0, None),
+            lambda: _linear(2.0, 3),
+            r"lacks the buffers \['extra'\] and has \[\]",
+        ),
+        (
+            lambda: _linear(1.0, 3),
+            lambda: _linear(2.0, 4),
+            r"buffer extra has shape \(3,\) there and \(4,\) in the model",
+        ),
+    ],
+)
+def test_another_models_checkpoint_is_refused_before_anything_is_written(
+    tmp_path, saved, own, message
+):
+    zero_core.build(saved(), Case().config()).save_checkpoint(tmp_path)
+    engine = zero_core.build(own(), Case().config())
+    before = engine.full_state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(tmp_path)
+    assert_same(engine.full_state_dict(), before)
+
+
+# ---------------------------------------------------------------------------- a program's values
+
+
+@pytest.mark.parametrize("key", ["__tensor__", "__tuple__", "__counter__", "__mapping__"])
+def test_client_state_may_have_the_keys_of_its_json_form(key):
+    former = {"__tensor__": "int64", "shape": [1], "values": [7]}
+    for value in ({key: 1}, {key: [1], "other": (2,)}, former, {0: former}):
+        assert decode(json.loads(json.dumps(encode(value, "w")))) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors_of_client_state_are_restored(dtype, shape):
+    value = torch.randint(2, shape).to(dtype)
+    assert_same(decode(json.loads(json.dumps(encode((value,), "w")))), (value,))
+
+
+def test_tensors_and_mappings_of_former_checkpoints_are_read():
+    former = [["__tensor__", "float16"], ["shape", [1, 2]], ["values", [0.5, 2.0]]]
+    found = decode({"best": {"__items__": former}, "seen": {"__items__": [[3, "three"]]}})
+    assert_same(found["best"], torch.tensor([[0.5, 2.0]], dtype=torch.float16))
+    assert found["seen"] == {3: "three"}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(MAX_NUMEL + 1),
+        torch.zeros(2, dtype=torch.complex64),
+        torch.eye(2).to_sparse(),
+    ],
+    ids=["large", "complex", "sparse"],
+)
+def test_tensor_that_a_checkpoint_does_not_keep_is_named_by_its_path(tensor):
+    with pytest.raises(CheckpointError, match=r"state\.best\[1\] is a tensor of shape .* real, de"):
+        encode({"best": [0, tensor]}, "state")
+
+
+# -------------------------------------------------------------------------------------- exports
 
 
 def test_export_is_read_by_safetensors_and_full_state_dict_by_the_model(tmp_path):
-    engine = _build(3, "bf16")
-    _train(engine, 0, 2)
+    engine = _build(3, dtype="bf16")
+    train_steps(engine, 0, 2)
     engine.export_safetensors(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     full = engine.full_state_dict()
-    assert "head.weight" not in saved  # tied: stored once
     assert full["head.weight"] is full["embed.weight"]
-    assert all(torch.equal(saved[k], full[k]) for k in saved)
-    fresh = make_model()
-    fresh.load_state_dict(engine.full_state_dict(dtype=torch.float32))
+    del full["head.weight"]  # tied: stored once
+    assert_same(saved, full)
+    make_model().load_state_dict(_values(engine))
     assert saved["embed.weight"].dtype == torch.bfloat16
+    for path in engine.save_checkpoint(tmp_path / "saved").iterdir():
+        json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)  # no pickle
 
 
-def test_a_large_export_is_split_and_indexed(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 1500)
-    engine = _build(0)
-    engine.export_safetensors(tmp_path)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    full = engine.full_state_dict()
-    assert len(set(index["weight_map"].values())) > 1
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(tmp_path / file)[name], full[name])
-
-
-def test_an_export_that_finds_no_room_for_a_part_names_it_and_leaves_none(tmp_path, monkeypatch):
+def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, monkeypatch):
     monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 3000)
-    engine = _build(0)
+    engine = _build()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # as a full disk
     try:
@@ -416,49 +369,278 @@ def test_an_export_that_finds_no_room_for_a_part_names_it_and_leaves_none(tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
     engine.export_safetensors(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    full = engine.full_state_dict()
+    assert len(set(index["weight_map"].values())) > 1
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], full[name])
 
 
-class _WithBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(3, 3)
-        self.norm = nn.BatchNorm1d(3)
+def _export_fails(ranks: SimulatedRanks, folder: Path) -> None:
+    def fail() -> Tensor:
+        raise OSError("the disk under rank 1 is gone")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.line(x)).square().mean()
+    engine = _build(3, ranks)
+    if ranks.rank == 1:
+        engine.sharded_state.params[-1].read_shard = fail  # type: ignore[method-assign]
+    engine.export_safetensors(folder)
 
 
-def test_buffers_come_back(tmp_path):
-    engine = zero_core.build(_WithBuffer(), Case().config())
-    engine.backward(engine(torch.randn(4, 3)))
+def test_an_export_that_one_rank_cannot_gather_ends_with_that_ranks_error(tmp_path):
+    with pytest.raises(OSError, match="the disk under rank 1 is gone"):
+        simulate(_export_fails, 2, tmp_path)
+
+
+def _give_to_one_rank(ranks: SimulatedRanks) -> None:
+    engine = _build(3, ranks)
+    everywhere = engine.full_state_dict()
+    assert_same(engine.full_state_dict(rank=1), everywhere if ranks.rank == 1 else {})
+    with pytest.raises(ValueError, match="rank = 7: expected a rank below 2"):
+        engine.full_state_dict(rank=7)
+    assert engine.states.has_gradient() is False
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
+    assert engine.states.has_gradient() is True
     engine.step()
-    engine.save_checkpoint(tmp_path)
-    other = zero_core.build(_WithBuffer(), Case().config())
-    other.load_checkpoint(tmp_path)
-    assert torch.equal(other.module.norm.running_mean, engine.module.norm.running_mean)
-    assert int(other.module.norm.num_batches_tracked) == 1
-    shutil.rmtree(tmp_path)
+    assert engine.states.has_gradient() is False
+
+
+def test_whole_model_is_given_to_one_rank_and_gradients_are_there_between_backward_and_step():
+    simulate(_give_to_one_rank, 2)
+
+
+def _save_empty(ranks: SimulatedRanks, folder: Path) -> None:
+    model = nn.Linear(3, 3)
+    model.register_parameter("low", nn.Parameter(torch.empty(0).half(), requires_grad=False))
+    model.register_parameter("last", nn.Parameter(torch.empty(0, 3)))  # behind rank 0's slice
+    zero_core.build(model, Case(3).config(), process_group=ranks).save_checkpoint(folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_without_elements_are_read(tmp_path, world_size):
+    simulate(_save_empty, world_size, tmp_path)
+    by_name = {w.names[0]: w.value for w in read_weights(tmp_path)}
+    shapes = {name: tuple(value.shape) for name, value in by_name.items()}
+    assert shapes == {"weight": (3, 3), "bias": (3,), "last": (0, 3), "low": (0,)}
+    assert by_name["low"].dtype is torch.float16
+
+
+# ---------------------------------------------------------------------------------- parts of it
+
+
+def _check_parts(ranks: SimulatedRanks, folder: Path) -> None:
+    first = _build(3, ranks, **WARM_UP)
+    train_steps(first, 0, 3)
+    first.save_checkpoint(folder, "whole")
+    first.save_checkpoint(folder, "light", has_frozen=False, is_latest=False)
+    expected = _values(first)
+    moments = {}
+    for without in ((), ("optimizer",), ("lr_scheduler",), ("progress",), WEIGHTS_ALONE):
+        engine = _build(2, ranks, **WARM_UP)
+        train_steps(engine, 0, 1)
+        rate = _rate(engine)
+        place, _ = engine.load_checkpoint(folder, without=without)
+        assert place.name == "whole"
+        assert_same(_values(engine), expected)
+        assert engine.global_steps == (1 if "progress" in without else 3)
+        assert rate != _rate(first)
+        assert _rate(engine) == (rate if without == WEIGHTS_ALONE else _rate(first))
+        assert engine.lr_scheduler is not None
+        count = engine.lr_scheduler.state_dict()["last_batch_iteration"]
+        assert count == (0 if "lr_scheduler" in without else 2)
+        moments[without] = engine.states.get_full("embed.weight", "exp_avg")
+        engine.close()
+    assert torch.equal(moments[()], moments[("progress",)])
+    assert not torch.equal(moments[()], moments[("optimizer",)])
+    engine = _build(1, ranks)
+    with pytest.raises(CheckpointError, match="without the values of frozen parameters"):
+        engine.load_checkpoint(folder, "light")
+    with pytest.raises(CheckpointError, match="a checkpoint's parts are"):
+        engine.load_checkpoint(folder, without=("everything",))
+    own = {n: v for n, v in _values(engine).items() if n.startswith("frozen")}
+    engine.load_checkpoint(folder, "light", without=("frozen",))
+    assert_same(_values(engine), expected | own)
+
+
+def test_load_leaves_out_what_it_is_told_to(tmp_path):
+    simulate(_check_parts, 2, tmp_path)
+    assert (tmp_path / "latest").read_text() == "whole"
+    by_name = {n: w for w in read_weights(tmp_path) for n in w.names}
+    assert by_name["head.weight"].value is by_name["embed.weight"].value
+    assert not by_name["frozen.0.up.weight"].is_trainable
+    light = {n for w in read_weights(tmp_path, "light") for n in w.names}
+    assert {n for n in by_name if not n.startswith("frozen")} == light
+
+
+def _weights_alone(ranks: SimulatedRanks, folder: Path) -> None:
+    first = _build(3, ranks, **WARM_UP)
+    train_steps(first, 0, 2)
+    first.save_checkpoint(folder)
+    expected = _values(first)
+    other = _build(2, ranks, optimizer=LION, **WARM_UP)
+    with pytest.raises(CheckpointError, match=r'same optimizer; load without=\("optimizer", "lr'):
+        other.load_checkpoint(folder)
+    other.load_checkpoint(folder, without=WEIGHTS_ALONE)
+    assert_same(_values(other), expected)
+    assert _rate(other) != _rate(first)
+    assert other.global_steps == 0
+    train_steps(other, 0, 1)
+    model = make_model()  # the other way round: what was frozen is trained, and the reverse
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith("frozen"))
+    tuned = zero_core.build(model, Case(3).config(), process_group=ranks)
+    tuned.load_checkpoint(folder, without=WEIGHTS_ALONE)
+    assert_same(_values(tuned), expected)
+    for stage, dtype in ((0, "fp32"), (3, "bf16")):
+        config = Case(stage, dtype).config()
+        evaluated = zero_core.build(make_model(), config, is_training=False, process_group=ranks)
+        state = torch.get_rng_state()
+        evaluated.load_checkpoint(folder)
+        assert torch.equal(torch.get_rng_state(), state)
+        rounded = first.full_state_dict(dtype=evaluated.layout.params[0].dtype)
+        assert_same(evaluated.full_state_dict(), rounded)
+        loss = evaluated(**batch(0, 0, ranks.rank))["loss"]
+        if dtype == "fp32":
+            with torch.no_grad():
+                assert torch.equal(loss, first(**batch(0, 0, ranks.rank))["loss"])
+
+
+def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_evaluation(tmp_path):
+    simulate(_weights_alone, 2, tmp_path)
+
+
+# ------------------------------------------------------------------------------------ schedules
+
+
+def _build_with(
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    make_schedule: Callable[[torch.optim.Optimizer], Any],
+) -> zero_core.Engine:
+    model = make_model()
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    schedule = make_schedule(optimizer)
+    return zero_core.build(model, Case().config(), optimizer=optimizer, lr_scheduler=schedule)
+
+
+def _rewrite_schedule(folder: Path, state: dict[str, Any]) -> None:
+    rewrite(folder / "step-3", lambda content: content["progress"].update(lr_scheduler=state))
+
+
+def test_schedule_saved_in_torchs_form_goes_on_at_the_same_step(tmp_path):
+    first, second = _build(**WARM_UP), _build(**WARM_UP)
+    train_steps(first, 0, 3)
+    first.save_checkpoint(tmp_path)
+    # As torch's LambdaLR has it, which these once were.
+    older = {"base_lrs": [1e-2], "last_epoch": 3, "_step_count": 4, "lr_lambdas": [None]}
+    _rewrite_schedule(tmp_path, older)
+    second.load_checkpoint(tmp_path)
+    for engine in (first, second):
+        train_steps(engine, 3, 4)
+    assert _rate(first) == _rate(second)
+    assert second.lr_scheduler is not None
+    assert second.lr_scheduler.state_dict() == {"last_batch_iteration": 3}
+
+
+_STEPS = {"step_size": 2, "gamma": 0.1, "base_lrs": [1e-2], "last_epoch": 3}
+"""A state of torch's StepLR."""
 
 
 @pytest.mark.parametrize(
-    ("name", "saved", "own", "message"),
+    ("make_schedule", "saved"),
     [
-        ("extra", 3, None, r"lacks the buffers \[\] and has \['extra'\]"),
-        ("extra", None, 3, r"lacks the buffers \['extra'\] and has \[\]"),
-        ("extra", 3, 4, r"buffer extra has shape \(3,\) there and \(4,\) in the model"),
+        (lambda o: WarmupLR(o, warmup_num_steps=10), {"num_bad_epochs": 0}),
+        (lambda o: StepLR(o, 2), {"num_bad_epochs": 0}),
+        (lambda o: StepLR(o, 2), {**_STEPS, "base_lrs": [1e-2, 1e-3]}),
+        (lambda o: LambdaLR(o, lambda step: 1 / (step + 1)), _STEPS),
+        (lambda o: SequentialLR(o, [StepLR(o, 3), StepLR(o, 5)], [4]), _STEPS),
+        (
+            lambda o: SequentialLR(o, [StepLR(o, 3), CosineAnnealingLR(o, 5)], [4]),
+            {"last_epoch": 3, "_schedulers": [_STEPS, _STEPS]},
+        ),
     ],
+    ids=["warm-up", "steps", "groups", "lambda", "parts", "within-parts"],
 )
-def test_buffers_that_do_not_match_are_refused_before_anything_is_written(
-    tmp_path, name, saved, own, message
+def test_schedule_that_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path, make_schedule, saved
 ):
-    engines = []
-    for numel, bias in ((saved, 1.0), (own, 2.0)):
-        model = nn.Linear(3, 3)
-        nn.init.constant_(model.bias, bias)
-        if numel is not None:
-            model.register_buffer(name, torch.ones(numel))
-        engines.append(zero_core.build(model, Case().config()))
-    engines[0].save_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=message):
-        engines[1].load_checkpoint(tmp_path)
-    assert engines[1].full_state_dict()["bias"].tolist() == [2.0] * 3
+    def adamw(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-2)
+
+    first = _build_with(adamw, lambda o: WarmupLR(o, warmup_num_steps=10))
+    train_steps(first, 0, 3)
+    first.save_checkpoint(tmp_path)
+    _rewrite_schedule(tmp_path, saved)
+    second = _build_with(adamw, make_schedule)
+    before = _values(second)
+    with pytest.raises(CheckpointError, match=r'without=\("lr_scheduler",\)'):
+        second.load_checkpoint(tmp_path)
+    assert second.global_steps == 0
+    assert_same(_values(second), before)
+    second.load_checkpoint(tmp_path, without=("lr_scheduler",))
+    assert second.global_steps == 3
+
+
+@pytest.mark.parametrize("without", [(), ("optimizer",)])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 4}},
+        {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2}},
+        {"type": "CosineAnnealingLR", "params": {"T_max": 12}},
+    ],
+    ids=lambda scheduler: scheduler["type"],
+)
+def test_schedule_goes_on_with_its_rates_even_where_the_optimizer_starts_anew(
+    tmp_path, scheduler, without
+):
+    straight = _build(scheduler=scheduler)
+    train_steps(straight, 0, 3)
+    straight.save_checkpoint(tmp_path)
+    resumed = _build(scheduler=scheduler, **({"optimizer": LION} if without else {}))
+    resumed.load_checkpoint(tmp_path, without=without)
+    for step in range(3, 6):
+        groups = [engine.optimizer.param_groups[0] for engine in (straight, resumed)]
+        assert groups[1]["lr"] == groups[0]["lr"]
+        if scheduler["type"] == "OneCycle" or not without:
+            assert groups[1]["betas"] == groups[0]["betas"]
+            assert isinstance(groups[1]["betas"], tuple)
+        for engine in (straight, resumed):
+            train_steps(engine, step, step + 1)
+
+
+def test_a_schedule_that_only_the_checkpoint_or_the_engine_has_is_told_of(tmp_path, caplog):
+    engines = [_build(), _build(**WARM_UP)]
+    for number, told in ((0, "stays where it is: none was saved"), (1, "the engine has none")):
+        place = tmp_path / str(number)
+        engines[number].save_checkpoint(place)
+        for loading in engines:
+            loading.load_checkpoint(place)
+        (line,) = caplog.messages  # of the engine that differs, and not of the other
+        assert told in line
+        assert line.endswith("load without the schedule"), "front ends name arguments otherwise"
+        caplog.clear()
+        engines[1 - number].load_checkpoint(place, without=("lr_scheduler",))
+        assert not caplog.messages
+
+
+def test_a_rate_that_is_a_tensor_stays_the_object_that_a_captured_graph_reads():
+    rate = torch.tensor(0.5)
+    config = zero_core.load_config(Case().config(), world_size=1)
+    train = TrainState(config, [{"params": [], "lr": rate}], None, rank=0)
+    saved = json.loads(json.dumps(encode(train.state_dict(), "state")))
+    rate.fill_(0.25)
+    train.load_state_dict(decode(saved))
+    assert train.hyperparameters()[0]["lr"] is rate
+    assert rate.item() == 0.5
+
+
+def test_number_of_micro_steps_changes_between_steps_only():
+    engine = _build(gradient_accumulation_steps=2)
+    train_steps(engine, 0, 1)
+    with pytest.raises(RuntimeError, match="1 micro-steps of a step are done"):
+        engine.gradient_accumulation_steps = 3
+    train_steps(engine, 1, 2)
+    engine.gradient_accumulation_steps = 3
+    train_steps(engine, 2, 5)
+    assert engine.global_steps == 2
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        engine.gradient_accumulation_steps = 0

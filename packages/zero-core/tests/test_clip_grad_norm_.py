@@ -11,6 +11,7 @@ from torch import nn
 
 import zero_core
 from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, batch, make_model, simulate
+from zero_core.testing.training import assert_same
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 STEPS = 3
@@ -25,35 +26,34 @@ def _max_norm(norm_type: float, step: int) -> float:
     return 1e6 if step == 1 else {1.0: 2.0, 2.0: 0.3, 3.0: 0.2, math.inf: 0.1}[norm_type]
 
 
-def _ddp(norm_type: float, ranks: SimulatedRanks) -> tuple[list[float], dict]:
+def _ddp(norm_type: float, ranks: SimulatedRanks) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = make_model()
-    ddp = SimulatedDDP(model, ranks)
-    optimizer = _optimizer(model)
-    norms = []
+    ddp, optimizer, norms = SimulatedDDP(model, ranks), _optimizer(model), []
     for step in range(STEPS):
         optimizer.zero_grad()
         ddp(**batch(step, 0, ranks.rank))["loss"].backward()
         ddp.average_gradients()
-        norm = nn.utils.clip_grad_norm_(
-            model.parameters(), _max_norm(norm_type, step), norm_type=norm_type
-        )
-        norms.append(norm.item())
+        limit = _max_norm(norm_type, step)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type).item())
         optimizer.step()
-    return norms, {n: p.detach().clone() for n, p in model.named_parameters()}
+    return norms, dict(model.state_dict())
 
 
-def _engine(stage: int, norm_type: float, ranks: SimulatedRanks) -> tuple[list[float], dict]:
+def _build(ranks: SimulatedRanks | None, case: Case) -> zero_core.Engine:
     model = make_model()
-    engine = zero_core.build(
-        model, Case(stage=stage).config(), optimizer=_optimizer(model), process_group=ranks
-    )
-    norms = []
+    optimizer = _optimizer(model)
+    return zero_core.build(model, case.config(), optimizer=optimizer, process_group=ranks)
+
+
+def _engine(
+    stage: int, norm_type: float, ranks: SimulatedRanks
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine, norms = _build(ranks, Case(stage)), []
     for step in range(STEPS):
         engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
         norms.append(engine.clip_grad_norm_(_max_norm(norm_type, step), norm_type))
         engine.step()
-    full = engine.full_state_dict()
-    return norms, {name: full[name] for name, _ in engine.module.named_parameters()}
+    return norms, engine.full_state_dict()
 
 
 def _follows_torch(ranks: SimulatedRanks, norm_type: float) -> None:
@@ -64,7 +64,7 @@ def _follows_torch(ranks: SimulatedRanks, norm_type: float) -> None:
     torch.testing.assert_close(found[0][0], norms, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(found[0][1], values, rtol=1e-5, atol=1e-6)
     for one, other in pairwise(found):
-        torch.testing.assert_close(one[1], other[1], rtol=0.0, atol=0.0)
+        assert_same(one[1], other[1])
 
 
 @pytest.mark.sampled(3)
@@ -75,9 +75,7 @@ def test_each_norm_clips_as_torch_does_on_ddp(world_size, norm_type):
 
 
 def _clipped_twice(ranks: SimulatedRanks) -> None:
-    model = make_model()
-    config = Case(stage=2, clipping=0.05).config()
-    engine = zero_core.build(model, config, optimizer=_optimizer(model), process_group=ranks)
+    engine = _build(ranks, Case(stage=2, clipping=0.05))
     engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
     before = engine.clip_grad_norm_(1.0, math.inf)
     engine.clip_grad_norm_(0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.init.values import InitialValues
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import Case, make_model, run_engine, spawn
+from zero_core.testing import Case, Hard, SimulatedRanks, make_model, simulate
+from zero_core.testing.training import assert_same, train_steps
 
 
 class Odd(nn.Module):
@@ -85,7 +87,7 @@ def test_every_value_and_the_generator_are_those_of_an_ordinary_construction(
     assert torch.equal(model.plain, ordinary.plain)
 
 
-def test_the_default_dtype_of_the_construction_counts() -> None:
+def test_the_default_dtype_of_the_construction_counts_and_replaying_draws_nothing() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(0)
@@ -96,16 +98,8 @@ def test_the_default_dtype_of_the_construction_counts() -> None:
             model.weight = nn.Parameter(torch.randn(5) / torch.arange(1, 6))
     finally:
         torch.set_default_dtype(torch.float32)
-    found = InitialValues(model).of(model.weight)
-    assert found.dtype == torch.float64
-    assert torch.equal(found, expected)
-
-
-def test_replaying_leaves_the_generator_alone() -> None:
-    with zero_core.deferred_init():
-        model = nn.Linear(4, 3)
     state = torch.get_rng_state()
-    InitialValues(model).of(model.weight)
+    assert_same(InitialValues(model).of(model.weight), expected)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -141,63 +135,45 @@ class Normed(nn.Module):
         return x.square().mean()
 
 
-def _build_both(rank: int, world_size: int) -> None:
-    for stage in range(4):
-        for dtype in ("fp32", "bf16"):
-            case = Case(stage=stage, dtype=dtype)
-            for make in (make_model, Normed):
-                torch.manual_seed(4)
-                ordinary = zero_core.build(make(), case.config())
-                torch.manual_seed(4 + rank)  # rank 0's values are taken, as ever
-                with zero_core.deferred_init():
-                    model = make()
-                if make is make_model:
-                    model.frozen.requires_grad_(False)
-                engine = zero_core.build(model, case.config())
-                assert not any(t.is_meta for t in _tensors(model).values())
-                for (name, a), (other, b) in zip(
-                    ordinary.full_state_dict(dtype=torch.float32).items(),
-                    engine.full_state_dict(dtype=torch.float32).items(),
-                    strict=True,
-                ):
-                    assert name == other
-                    assert torch.equal(a, b), (stage, dtype, name)
-                for a, b in zip(
-                    ordinary.sharded_state.params, engine.sharded_state.params, strict=True
-                ):
-                    assert torch.equal(a.read_shard(), b.read_shard())
-                for a, b in zip(ordinary.module.buffers(), model.buffers(), strict=True):
-                    assert torch.equal(a, b)
+def _seeded(make: Callable[[], nn.Module], seed: int, *, is_deferred: bool) -> nn.Module:
+    torch.manual_seed(seed)
+    with zero_core.deferred_init() if is_deferred else nullcontext():
+        model = make()
+    if isinstance(model, Hard):
+        model.frozen.requires_grad_(False)
+    return model
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
-)
-def test_shards_masters_and_buffers_are_those_of_an_ordinary_model(world_size: int) -> None:
-    spawn(_build_both, world_size)
+def _build_both(ranks: SimulatedRanks, case: Case, models: list[tuple[nn.Module, ...]]) -> None:
+    engines = []
+    for model in models[ranks.rank]:
+        engine = zero_core.build(model, case.config(), process_group=ranks)
+        assert not any(t.is_meta for t in _tensors(model).values())
+        engines.append(engine)
+    ordinary, deferred = engines
+    assert_same(*(engine.full_state_dict(dtype=torch.float32) for engine in engines))
+    for a, b in zip(ordinary.sharded_state.params, deferred.sharded_state.params, strict=True):
+        assert torch.equal(a.read_shard(), b.read_shard())
+    assert_same(*(list(engine.module.buffers()) for engine in engines))
+    if isinstance(ordinary.module, Hard):
+        assert train_steps(ordinary, 0, 3) == train_steps(deferred, 0, 3)
+        assert_same(*(engine.full_state_dict() for engine in engines))
 
 
-def _train_both(rank: int, world_size: int) -> None:
-    import zero_core.testing as testing
-
-    ordinary = run_engine(Case(stage=3, accumulation=2), rank, 3)
-    make, testing.make_model = testing.make_model, _deferred_model
-    try:
-        deferred = run_engine(Case(stage=3, accumulation=2), rank, 3)
-    finally:
-        testing.make_model = make
-    assert deferred.losses == ordinary.losses
-    assert all(torch.equal(deferred.values[n], v) for n, v in ordinary.values.items())
-
-
-def _deferred_model(width: int) -> nn.Module:
-    with zero_core.deferred_init():
-        return make_model(width)
-
-
-def test_a_deferred_model_trains_like_an_ordinary_one() -> None:
-    spawn(_train_both, 2)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [Hard, Normed])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shards_masters_and_training_are_those_of_an_ordinary_model(
+    world_size: int, make: Callable[[], nn.Module], dtype: str, stage: int
+) -> None:
+    # Not made by ranks, which are threads. The values of rank 0 are taken, as ever.
+    models = [
+        (_seeded(make, 4, is_deferred=False), _seeded(make, 4 + rank, is_deferred=True))
+        for rank in range(world_size)
+    ]
+    simulate(_build_both, world_size, Case(stage=stage, dtype=dtype), models)
 
 
 def test_an_own_optimizer_over_deferred_parameters_drives_them() -> None:
@@ -229,44 +205,39 @@ def test_a_plain_meta_model_is_refused_with_both_cures() -> None:
         zero_core.build(model, CONFIG)
 
 
-def test_a_change_after_the_block_is_refused() -> None:
-    with zero_core.deferred_init():
-        model = nn.Linear(4, 3)
+def _change(model: nn.Module) -> nn.Module:
     nn.init.ones_(model.bias.data)  # what .data hides is known to nobody
     nn.init.uniform_(model.weight)
-    with pytest.raises(zero_core.ConfigError, match="weight was changed after deferred_init"):
-        zero_core.build(model, CONFIG)
+    return model
 
 
-def test_a_conversion_after_the_block_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_change, "weight was changed after deferred_init"),
+        (nn.Module.double, "weight is on the meta device"),
+    ],
+)
+def test_a_change_after_the_block_is_refused(
+    change: Callable[[nn.Module], nn.Module], message: str
+) -> None:
     with zero_core.deferred_init():
         model = nn.Linear(4, 3)
-    with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
-        zero_core.build(model.double(), CONFIG)
+    with pytest.raises(zero_core.ConfigError, match=message):
+        zero_core.build(change(model), CONFIG)
 
 
-def test_another_device_is_refused_within_the_block() -> None:
+def test_another_device_and_a_tensor_of_another_block_are_refused_within_a_block() -> None:
+    with zero_core.deferred_init():
+        model = nn.Linear(4, 3)
     with (
         pytest.raises(RuntimeError, match=r"empty asks for device cuda.*leave the device out"),
         zero_core.deferred_init(),
     ):
         nn.Linear(4, 3, device="cuda")
-
-
-def test_a_tensor_of_another_block_is_refused() -> None:
-    with zero_core.deferred_init():
-        model = nn.Linear(4, 3)
-    with (
-        pytest.raises(RuntimeError, match="under one deferred_init"),
-        zero_core.deferred_init(),
-    ):
+    with pytest.raises(RuntimeError, match="under one deferred_init"), zero_core.deferred_init():
         nn.init.zeros_(model.weight)
-
-
-def test_construction_is_ordinary_again_after_an_error_within() -> None:
-    with pytest.raises(ZeroDivisionError), zero_core.deferred_init():
-        raise ZeroDivisionError
-    assert nn.Linear(2, 2).weight.device.type == "cpu"
+    assert nn.Linear(2, 2).weight.device.type == "cpu", "ordinary again after an error"
 
 
 def test_no_tier_is_made_for_a_model_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,27 +276,22 @@ def test_buffers_that_modules_share_stay_shared() -> None:
         assert torch.equal(model[0].table, torch.arange(4.0))
 
 
-def _defer_on_one_rank(rank: int, world_size: int) -> None:
-    torch.manual_seed(rank)  # rank 0's values count
-    with nullcontext() if rank == 0 else zero_core.deferred_init():
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    engine = zero_core.build(model, CONFIG)
-    torch.manual_seed(0)
-    expected = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).state_dict()
-    for name, value in engine.full_state_dict().items():
-        assert torch.equal(value, expected[name])
+def _defer_on_one_rank(ranks: SimulatedRanks, models: list[nn.Module]) -> dict[str, Tensor]:
+    return zero_core.build(models[ranks.rank], CONFIG, process_group=ranks).full_state_dict()
 
 
 def test_ranks_need_not_defer_alike() -> None:
-    spawn(_defer_on_one_rank, 2)
+    models = [_seeded(lambda: nn.Linear(4, 3), rank, is_deferred=rank == 1) for rank in range(2)]
+    expected = {name: value.clone() for name, value in models[0].state_dict().items()}
+    for found in simulate(_defer_on_one_rank, 2, models):
+        assert_same(found, expected)  # rank 0's values count
 
 
-def _meta_on_one_rank(rank: int, world_size: int) -> None:
-    with torch.device("meta") if rank == 1 else nullcontext():
-        model = nn.Linear(4, 3)
+def _meta_on_one_rank(ranks: SimulatedRanks) -> None:
+    model = nn.Linear(4, 3, device="meta" if ranks.rank == 1 else "cpu")
     with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
-        zero_core.build(model, CONFIG)
+        zero_core.build(model, CONFIG, process_group=ranks)
 
 
 def test_a_meta_model_on_one_rank_is_refused_on_all() -> None:
-    spawn(_meta_on_one_rank, 2)
+    simulate(_meta_on_one_rank, 2)

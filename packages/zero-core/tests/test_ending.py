@@ -27,38 +27,39 @@ from zero_core.testing import (
     batch,
     make_model,
     run_ddp,
+    run_on_processes,
     simulate,
     spawn,
 )
+from zero_core.testing.training import assert_same, train_steps
 
 
-def _step(engine: zero_core.Engine, rank: int) -> None:
-    engine.backward(engine(**batch(0, 0, rank))["loss"])
-    engine.step()
-
-
-def _closed(rank: int, world_size: int) -> None:
-    expected = run_ddp(Case(), rank, 1).values
+def _closed(ranks: SimulatedRanks) -> None:
+    expected = run_ddp(Case(), ranks.rank, 1, ranks).values
     for stage in (1, 2):
-        engine = zero_core.build(make_model(), Case(stage).config())
-        _step(engine, rank)
+        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+        train_steps(engine, 0, 1)
         engine.close()  # its values are whole on every rank
         found = engine.module.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-    engine = zero_core.build(make_model(), Case(2).config())
-    _step(engine, rank)
-    if rank == 0:
+        assert_same({name: found[name] for name in expected}, expected)
+    engine = zero_core.build(make_model(), Case(2).config(), process_group=ranks)
+    train_steps(engine, 0, 1)
+    if ranks.rank == 0:
         engine.close()  # the others have gone
 
 
-def _closed_twice(rank: int, world_size: int, path: str) -> None:
+@pytest.mark.parametrize("run", [simulate, run_on_processes])
+def test_a_rank_that_closes_waits_for_no_other_and_leaves_no_mixture_of_values(run: Any):
+    run(_closed, 2)
+
+
+def _closed_twice(ranks: SimulatedRanks, path: Path) -> None:
     model = make_model()
     config = Case(3, zero={"stage3_param_persistence_threshold": 0}).config()
     num_hooks = []
     for _ in range(2):
-        engine = zero_core.build(model, config, pretrained=path)
-        expected = make_model().state_dict()
-        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+        engine = zero_core.build(model, config, pretrained=path, process_group=ranks)
+        assert_same(engine.full_state_dict(), dict(make_model().state_dict()))
         assert any(access.is_refused(p) for p in model.parameters())
         with pytest.raises(RuntimeError, match=r"engine\.full_state_dict\(\)"):
             model.state_dict()
@@ -68,52 +69,45 @@ def _closed_twice(rank: int, world_size: int, path: str) -> None:
         with pytest.raises(RuntimeError, match="was read after its engine was closed"):
             model.gain.item()
         with pytest.raises(ConfigError, match="holds no value"):
-            zero_core.build(model, config)
+            zero_core.build(model, config, process_group=ranks)
         num_hooks.append(len(model._state_dict_pre_hooks))
     assert num_hooks[0] == num_hooks[1]
 
 
-def test_a_rank_that_closes_waits_for_no_other_and_leaves_no_mixture_of_values():
-    spawn(_closed, 2)
-
-
 def test_the_next_engine_of_a_closed_model_takes_its_values_from_a_file(tmp_path: Path):
-    path = str(tmp_path / "model.safetensors")
-    save_model(make_model(), path)
-    spawn(_closed_twice, 2, path)
+    save_model(make_model(), str(tmp_path / "model.safetensors"))
+    simulate(_closed_twice, 2, tmp_path / "model.safetensors")
 
 
-def _given_back(rank: int, world_size: int) -> None:
-    for stage in (1, 2):
-        engine = zero_core.build(make_model(), Case(stage).config())
-        _step(engine, rank)
-        expected = engine.full_state_dict()
-        model = engine.unwrap()
-        engine.close()  # a second time
-        torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
-        again = zero_core.build(model, Case(stage).config())
-        torch.testing.assert_close(again.full_state_dict(), expected, rtol=0.0, atol=0.0)
-        gathered: tuple[dict[str, Any], ...] = ({}, {"params": [again.module.gain]})
-        for options in gathered:
-            with (
-                pytest.raises(RuntimeError, match=r"unwrap\(\) within gathered"),
-                again.gathered(**options),
-            ):
-                again.unwrap()
-        again.backward(again(**batch(0, 0, rank))["loss"])
-        with pytest.raises(RuntimeError, match="step first, or drop it by drops_partial=True"):
+def _given_back(ranks: SimulatedRanks, stage: int) -> None:
+    config = Case(stage).config()
+    engine = zero_core.build(make_model(), config, process_group=ranks)
+    train_steps(engine, 0, 1)
+    expected = engine.full_state_dict()
+    model = engine.unwrap()
+    engine.close()  # a second time
+    assert_same(dict(model.state_dict()), expected)
+    again = zero_core.build(model, config, process_group=ranks)
+    assert_same(again.full_state_dict(), expected)
+    for options in ({}, {"params": [again.module.gain]}):
+        refused = pytest.raises(RuntimeError, match=r"unwrap\(\) within gathered")
+        with refused, again.gathered(**options):
             again.unwrap()
+    again.backward(again(**batch(0, 0, ranks.rank))["loss"])
+    with pytest.raises(RuntimeError, match="step first, or drop it by drops_partial=True"):
+        again.unwrap()
+    again.unwrap(drops_partial=True)
+    assert_same(dict(model.state_dict()), expected)
+    with torch.no_grad():
+        model.gain.fill_(5.0)  # as a plain loop after the engine does
+    with pytest.raises(RuntimeError, match="engine that has ended"):
         again.unwrap(drops_partial=True)
-        torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
-        with torch.no_grad():
-            model.gain.fill_(5.0)  # as a plain loop after the engine does
-        with pytest.raises(RuntimeError, match="engine that has ended"):
-            again.unwrap(drops_partial=True)
-        assert (model.gain == 5.0).all()
+    assert (model.gain == 5.0).all()
 
 
-def test_a_trained_model_is_given_back_between_two_steps_alone():
-    spawn(_given_back, 2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_trained_model_is_given_back_between_two_steps_alone(stage: int):
+    simulate(_given_back, 2, stage)
 
 
 def _dropped(rank: int, world_size: int) -> None:
@@ -126,7 +120,7 @@ def _dropped(rank: int, world_size: int) -> None:
 
     def use(stage: int) -> None:
         engine = zero_core.build(make_model(), Case(stage).config())
-        _step(engine, rank)
+        train_steps(engine, 0, 1)
 
     use(0)
     before = held()
@@ -181,7 +175,7 @@ def _dropped_and_built_again(ranks: SimulatedRanks, stage: int, end: str) -> Non
     model = make_model()
     plain = [dict(vars(module)).keys() for module in model.modules()]
     engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
-    _step(engine, ranks.rank)
+    train_steps(engine, 0, 1)
     engine.publish()
     expected = engine.full_state_dict()
     if end == "dropped":
@@ -201,7 +195,7 @@ def _dropped_and_built_again(ranks: SimulatedRanks, stage: int, end: str) -> Non
             param.data = torch.empty(param.shape)
         model.load_state_dict(expected)
     found = dict(model.state_dict())
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    assert_same(found, expected)
     for module, keys in zip(model.modules(), plain, strict=True):
         assert vars(module).keys() == keys
         assert not module._forward_hooks
@@ -212,12 +206,13 @@ def _dropped_and_built_again(ranks: SimulatedRanks, stage: int, end: str) -> Non
     trained = []
     for each in (model, other):
         engine = zero_core.build(each, Case(stage).config(), process_group=ranks)
-        _step(engine, ranks.rank)
+        train_steps(engine, 0, 1)
         trained.append(engine.full_state_dict())
         engine.close()
-    torch.testing.assert_close(*trained, rtol=0.0, atol=0.0)
+    assert_same(*trained)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("end", ["dropped", "closed", "unwrapped"])
@@ -227,14 +222,8 @@ def test_a_model_can_be_built_again_after_its_engine(stage, world_size, end):
 
 READERS = {
     *("autocast", "close", "comm_report", "get_global_grad_norm", "leave_shards", "memory_report"),
-    *(
-        "is_gradient_accumulation_boundary",
-        "name_cures",
-        "owns",
-        "remove_at_end",
-        "stay_with_model",
-        "report",
-    ),
+    *("is_gradient_accumulation_boundary", "name_cures", "owns", "remove_at_end", "report"),
+    "stay_with_model",
 }
 """What an engine that has ended may still be asked."""
 
@@ -243,7 +232,7 @@ READERS = {
 def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
     engine = zero_core.build(make_model(), Case(3).config())
     params = list(engine.module.parameters())
-    _step(engine, 0)
+    train_steps(engine, 0, 1)
     getattr(engine, end)()
     verbs = {name for name, _ in inspect.getmembers(zero_core.Engine, inspect.isfunction)}
     arguments = {
@@ -261,13 +250,13 @@ def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
         "set_reshard_after_forward": {"reshard_after_forward": False},
         "train_batch": {"batches": []},
     }
-    for name in (
+    for name in [
         "async_save",
         "save_checkpoint",
         "load_checkpoint",
         "export_safetensors",
         "resume",
-    ):
+    ]:
         arguments[name] = {"directory": "never"}
     arguments["record"] = {"folder": "never"}
     for direction in ("forward", "backward"):
@@ -291,7 +280,7 @@ def test_a_second_engine_of_a_model_is_told_how_the_first_one_is_given_up():
     text = r"engine_of\(model\.get_parameter\('gain'\)\).*by its unwrap\(\), on every rank"
     with pytest.raises(ConfigError, match=text):
         zero_core.build(model, Case().config())
-    _step(engine, 0)  # it trains on
+    train_steps(engine, 0, 1)  # it trains on
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from zero_core.errors import UnusedParameterError
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing import Case, batch, check_left_anywhere, make_model, spawn
 from zero_core.testing.interrupted import Interruption
+from zero_core.testing.training import assert_same, train_steps
 
 LEFT = r"after step\(\) was left in the middle.*engine\.load_checkpoint\(\)"
 
@@ -35,33 +35,29 @@ def test_training_left_at_any_moment_goes_on_or_the_engine_says_how(
     check_left_anywhere(Case(stage=stage).config(), tmp_path, num_moments)
 
 
-def _interrupt(*args: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _loss(engine: Engine, left: dict[str, Any] | None, inputs: dict[str, Any]) -> Tensor:
-    """Return a loss whose backward is interrupted if the inputs are ``left``."""
-    loss: Tensor = engine(**inputs)["loss"]
-    if inputs is left:
-        loss.register_hook(_interrupt)  # type: ignore[no-untyped-call]
-    return loss
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "accumulation"), [(1, 2), (3, 1)])
 def test_a_train_batch_that_was_left_begins_its_step_anew(stage: int, accumulation: int) -> None:
-    case, found = Case(stage=stage, accumulation=accumulation), []
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    found = []
     for is_left in (False, True):
-        engine = zero_core.build(make_model(), case.config())
-        assert isinstance(engine, Engine)
+        engine = _build(stage, gradient_accumulation_steps=accumulation)
+
+        def left(inputs: dict[str, Any], engine: Engine = engine) -> Tensor:
+            loss: Tensor = engine(**inputs)["loss"]
+            if engine.micro_steps % accumulation == accumulation - 1:
+                loss.register_hook(interrupt)  # type: ignore[no-untyped-call]
+            return loss
+
         for step in range(2):
             batches = [batch(step, micro, 0) for micro in range(accumulation)]
             if is_left:
                 with pytest.raises(KeyboardInterrupt):
-                    engine.train_batch(batches, partial(_loss, engine, batches[-1]))
-            engine.train_batch(batches, partial(_loss, engine, None))
+                    engine.train_batch(batches, left)
+            engine.train_batch(batches)
         found.append(engine.full_state_dict())
-    assert _are_same(*found)
+    assert_same(*found)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -70,20 +66,16 @@ def test_a_train_batch_that_was_left_begins_its_step_anew(stage: int, accumulati
 def test_a_save_or_load_left_at_any_moment_may_be_repeated(
     verb: str, num_moments: int, tmp_path: Path
 ) -> None:
-    def leave(engine: Engine, left: Interruption) -> None:
+    def train(left: Interruption) -> dict[str, Tensor]:
+        engine = _build(3)
+        for step in range(2):
+            train_steps(engine, step, step + 1)
+            engine.save_checkpoint(tmp_path, is_latest=step == 0)
         with pytest.raises(KeyboardInterrupt) if left.moment else nullcontext(), left.armed():
             if verb == "save":
                 engine.save_checkpoint(tmp_path, tag="left")
             else:
                 engine.load_checkpoint(tmp_path, tag="step-1")
-
-    def train(left: Interruption) -> dict[str, Tensor]:
-        engine = _build(3)
-        for step in range(2):
-            _go_backward(engine, step)
-            engine.step()
-            engine.save_checkpoint(tmp_path, is_latest=step == 0)
-        leave(engine, left)
         if engine.place.unfinished:
             with pytest.raises(RuntimeError, match="a load was left in the middle"):
                 engine.full_state_dict()
@@ -91,9 +83,7 @@ def test_a_save_or_load_left_at_any_moment_may_be_repeated(
         engine.save_checkpoint(tmp_path, tag="again")
         engine = _build(3)
         engine.load_checkpoint(tmp_path, tag="again")
-        while engine.global_steps < 3:
-            _go_backward(engine, engine.global_steps)
-            engine.step()
+        train_steps(engine, engine.global_steps, 3)
         return engine.full_state_dict()
 
     never = Interruption(0, is_signal=False, packages=("zero_core",))
@@ -101,7 +91,7 @@ def test_a_save_or_load_left_at_any_moment_may_be_repeated(
     moments = random.Random(1).sample(range(1, never.num_calls + 1), num_moments)
     for number, moment in enumerate(moments):
         left = Interruption(moment, is_signal=number % 2 == 1, packages=("zero_core",))
-        assert _are_same(train(left), expected), left
+        assert_same(train(left), expected)
 
 
 # ------------------------------------------------------------------ within step()
@@ -119,14 +109,8 @@ def _go_backward(engine: Engine, step: int = 0) -> None:
 
 def _values_after(num_steps: int) -> dict[str, Tensor]:
     engine = _build()
-    for step in range(num_steps):
-        _go_backward(engine, step)
-        engine.step()
+    train_steps(engine, 0, num_steps)
     return engine.full_state_dict()
-
-
-def _are_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 def _interrupt_update(engine: Engine, num_signals: int = 1) -> None:
@@ -144,19 +128,17 @@ def test_sigint_waits_until_the_step_has_ended() -> None:
     engine = _build()
     before = signal.getsignal(signal.SIGINT)
     _interrupt_update(engine)
-    _go_backward(engine)
     with pytest.raises(KeyboardInterrupt):
-        engine.step()
+        train_steps(engine, 0, 1)
     assert engine.global_steps == 1
     assert signal.getsignal(signal.SIGINT) is before
-    assert _are_same(engine.full_state_dict(), _values_after(1))
-    _go_backward(engine, 1)
-    engine.step()
-    assert _are_same(engine.full_state_dict(), _values_after(2))
+    assert_same(engine.full_state_dict(), _values_after(1))
+    train_steps(engine, 1, 2)
+    assert_same(engine.full_state_dict(), _values_after(2))
 
 
 def _interrupt_one_of_two(rank: int, world_size: int) -> None:
-    for stage in range(4):
+    for stage in (1, 3):
         found = []
         for is_interrupted in (False, rank == 0):
             engine, num_interrupts = _build(stage), 0
@@ -164,14 +146,13 @@ def _interrupt_one_of_two(rank: int, world_size: int) -> None:
                 _interrupt_update(engine)
             while engine.global_steps < 3:
                 try:
-                    engine.backward(engine(**batch(engine.global_steps, 0, rank))["loss"])
-                    engine.step()
+                    train_steps(engine, engine.global_steps, engine.global_steps + 1)
                 except KeyboardInterrupt:
                     num_interrupts += 1
             assert num_interrupts == is_interrupted
             found.append(engine.full_state_dict())
             engine.close()
-        assert _are_same(*found), stage
+        assert_same(*found)
 
 
 def test_sigint_on_one_of_two_ranks_changes_no_bit() -> None:
@@ -192,27 +173,18 @@ def handled() -> Iterator[list[int]]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_handler_of_the_program_is_called_after_the_step(handled: list[int]) -> None:
+@pytest.mark.parametrize("is_deferred", [True, False])
+def test_a_handler_of_the_program_is_called_after_the_step_or_stays_the_only_one(
+    handled: list[int], is_deferred: bool
+) -> None:
     engine = _build()
-    own = signal.getsignal(signal.SIGINT)
-    seen: list[int] = []
+    engine.should_defer_sigint = is_deferred
+    own, seen = signal.getsignal(signal.SIGINT), []
     engine.optimizer.register_step_post_hook(lambda *args: seen.append(len(handled)))
     _interrupt_update(engine)
-    _go_backward(engine)
-    engine.step()
-    assert (seen, handled) == ([0], [signal.SIGINT])
+    train_steps(engine, 0, 1)
+    assert (seen, handled) == ([0 if is_deferred else 1], [signal.SIGINT])
     assert signal.getsignal(signal.SIGINT) is own
-
-
-def test_a_handler_that_raises_nothing_may_stay_the_only_one(handled: list[int]) -> None:
-    engine = _build()
-    engine.should_defer_sigint = False
-    seen: list[int] = []
-    engine.optimizer.register_step_post_hook(lambda *args: seen.append(len(handled)))
-    _interrupt_update(engine)
-    _go_backward(engine)
-    engine.step()
-    assert seen == [1]
 
 
 def test_a_step_in_another_thread_installs_no_handler() -> None:
@@ -221,12 +193,7 @@ def test_a_step_in_another_thread_installs_no_handler() -> None:
     engine.optimizer.register_step_pre_hook(
         lambda *args: seen.append(signal.getsignal(signal.SIGINT))
     )
-
-    def train() -> None:
-        _go_backward(engine)
-        engine.step()
-
-    thread = threading.Thread(target=train)
+    thread = threading.Thread(target=train_steps, args=(engine, 0, 1))
     thread.start()
     thread.join()
     assert seen == [own]
@@ -259,9 +226,8 @@ def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path: P
     with pytest.raises(RuntimeError, match=LEFT):
         engine.step()
     engine.load_checkpoint(tmp_path)
-    _go_backward(engine)
-    engine.step()
-    assert _are_same(engine.full_state_dict(), _values_after(1))
+    train_steps(engine, 0, 1)
+    assert_same(engine.full_state_dict(), _values_after(1))
 
 
 class _Failing(DeviceTier):
@@ -299,9 +265,8 @@ def test_values_that_an_exception_left_half_written_need_a_load(fails: str, tmp_
         _go_backward(engine)
     tier.fails = ""
     assert engine.resume(tmp_path) == {}
-    _go_backward(engine)
-    engine.step()
-    assert _are_same(engine.full_state_dict(), _values_after(1))
+    train_steps(engine, 0, 1)
+    assert_same(engine.full_state_dict(), _values_after(1))
 
 
 def test_a_step_that_is_refused_or_skipped_needs_no_load() -> None:
@@ -322,8 +287,7 @@ def test_a_step_that_is_refused_or_skipped_needs_no_load() -> None:
     engine.step()
     assert engine.skipped_steps == 1
     engine.zero_grad()
-    _go_backward(engine)
-    engine.step()
+    train_steps(engine, 0, 1)
     assert engine.skipped_steps == 1
 
 
@@ -364,13 +328,11 @@ def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "engine.zero_grad()" in r.getMessage()]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 2), (2, 1), (3, 2)])
 def test_a_loop_that_began_again_before_step_is_told(
     stage: int, accumulation: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = zero_core.build(make_model(), Case(stage=stage, accumulation=accumulation).config())
-    assert isinstance(engine, Engine)
+    engine = _build(stage, gradient_accumulation_steps=accumulation)
     _run(engine, "FBS" * 2 + "FB" + "FB")
     (text,) = _told(caplog)
     assert "the gradient of 1 that no step() has taken" in text
@@ -379,27 +341,26 @@ def test_a_loop_that_began_again_before_step_is_told(
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("program", "num_told"),
     [
-        "FBFBS" * 4,  # two losses, each with its forward, or accumulation by hand
-        "FFBBS" * 4,
-        "FRBS" * 4,
-        "NNFBS" * 4,
-        "FBFBFBS" * 3 + "FBS" + "FBFBFBS",  # the last group of an epoch is short
-        "FBSFBEESEFBSEE",
-        "FBS" * 3 + "FBZFBS",  # told by the program itself
-        "FBS" * 3 + "F" + "FBS" * 3,
-        "FBS" * 3 + "NFBS",
+        ("FBFBS" * 4, 0),  # two losses, each with its forward, or accumulation by hand
+        ("FFBBS" * 4, 0),
+        ("FRBS" * 4, 0),
+        ("NNFBS" * 4, 0),
+        ("FBFBFBS" * 3 + "FBS" + "FBFBFBS", 0),  # the last group of an epoch is short
+        ("FBSFBEESEFBSEE", 0),
+        ("FBS" * 3 + "FBZFBS", 0),  # told by the program itself
+        ("FBS" * 3 + "F" + "FBS" * 3, 0),
+        ("FBS" * 3 + "NFBS", 0),
+        ("FBFBS" + "FBS" * 3, 1),  # a first step that began again: by those after it
     ],
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_legal_programs_are_told_nothing(
-    program: str, accumulation: int, caplog: pytest.LogCaptureFixture
+    program: str, num_told: int, accumulation: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = zero_core.build(make_model(), Case(stage=2, accumulation=accumulation).config())
-    assert isinstance(engine, Engine)
-    _run(engine, program)
-    assert not _told(caplog)
+    _run(_build(gradient_accumulation_steps=accumulation), program)
+    assert len(_told(caplog)) == num_told
 
 
 def test_a_first_step_that_began_again_is_told_by_a_notebook(
@@ -409,11 +370,4 @@ def test_a_first_step_that_began_again_is_told_by_a_notebook(
     _run(engine, "FB")
     monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
     _run(engine, "FBS")
-    assert len(_told(caplog)) == 1
-
-
-def test_a_first_step_that_began_again_is_told_by_those_after_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    _run(_build(), "FBFBS" + "FBS" * 3)
     assert len(_told(caplog)) == 1

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.testing import Case, SimulatedDDP, batch, make_model, simulate
 from zero_core.testing.oracle import LR, WEIGHT_DECAY
+from zero_core.testing.training import assert_same, train_steps
 
 STEPS = 4
 BF16_MASTERS = {
@@ -34,19 +35,10 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def inputs_of(step: int, rank: int) -> dict[str, Any]:
-    return batch(step, 0, rank)
-
-
 def by_engine(ranks: Any, stage: int, top: dict[str, Any]) -> Result:
     torch.set_autocast_cache_enabled(False)
     engine = zero_core.build(make_model(), Case(stage=stage, top=top).config(), process_group=ranks)
-    losses = []
-    for step in range(STEPS):
-        loss = engine(**inputs_of(step, ranks.rank))["loss"]
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train_steps(engine, 0, STEPS)
     values = engine.full_state_dict()
     engine.close()
     return losses, values
@@ -62,46 +54,30 @@ def in_bf16(ranks: Any, make: Callable[[nn.Module], torch.optim.Optimizer] = ada
     optimizer = make(model)
     losses = []
     for step in range(STEPS):
-        loss = model(**inputs_of(step, ranks.rank))["loss"]
+        loss = model(**batch(step, 0, ranks.rank))["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, model.state_dict()
+    return losses, dict(model.state_dict())
 
 
-def check_equal(found: list[Result], expected: list[Result]) -> None:
-    for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
-        assert losses == exact_losses
-        assert values.keys() == exact_values.keys()
-        for name, value in values.items():
-            assert torch.equal(value, exact_values[name]), name
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_masters_are_a_bf16_model_and_optimizer(stage: int) -> None:
-    check_equal(simulate(by_engine, 1, stage, BF16_MASTERS), simulate(in_bf16, 1))
-
-
-def test_bf16_masters_of_whole_parameters_are_so_too() -> None:
-    named = {"optimizer": {"type": "Adafactor", "params": {"lr": LR}}}
-    found = simulate(by_engine, 1, 2, {**BF16_MASTERS, **named})
-    check_equal(found, simulate(in_bf16, 1, adafactor))
-    first, other = (simulate(by_engine, 3, s, {**BF16_MASTERS, **named}) for s in (1, 3))
-    check_equal(other, first)
-
-
-def test_bf16_masters_have_the_same_bits_at_all_stages() -> None:
-    first, *others = (simulate(by_engine, 3, stage, BF16_MASTERS) for stage in (1, 2, 3))
-    for other in others:
-        check_equal(other, first)
+@pytest.mark.parametrize("make", [adamw, adafactor])
+def test_bf16_masters_are_a_bf16_model_and_optimizer_at_all_stages(make: Any) -> None:
+    top = dict(BF16_MASTERS)
+    if make is adafactor:  # it updates whole parameters
+        top["optimizer"] = {"type": "Adafactor", "params": {"lr": LR}}
+    expected = simulate(in_bf16, 1, make)
+    first, *others = (simulate(by_engine, 3, stage, top) for stage in (1, 2, 3))
+    for stage, other in zip((1, 3), others, strict=True):
+        assert_same(simulate(by_engine, 1, stage, top), expected)
+        assert_same(other, first)
 
 
 def _measure(ranks: Any) -> tuple[dict[str, Any], int]:
     config = Case(stage=2, top=BF16_MASTERS).config()
     engine = zero_core.build(make_model(), config, process_group=ranks)
-    engine.backward(engine(**inputs_of(0, 0))["loss"])
-    engine.step()
+    train_steps(engine, 0, 1)
     state = engine.sharded_state.tier
     found = {name: state.read_state(name, 0, 1).dtype for name in state.state_names()}
     planned = zero_core.plan(make_model(), config, 1).memory.device
@@ -139,7 +115,7 @@ def from_rounded(ranks: Any) -> Result:
     optimizer = adamw(masters)
     losses = []
     for step in range(STEPS):
-        loss = low(**inputs_of(step, ranks.rank))["loss"]
+        loss = low(**batch(step, 0, ranks.rank))["loss"]
         loss.backward()
         losses.append(loss.item())
         for p, master in zip(low.parameters(), masters.parameters(), strict=True):
@@ -149,13 +125,13 @@ def from_rounded(ranks: Any) -> Result:
         with torch.no_grad():
             for p, master in zip(low.parameters(), masters.parameters(), strict=True):
                 p.copy_(master)
-    return losses, low.state_dict()
+    return losses, dict(low.state_dict())
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_masters_from_rounded_weights_are_deepspeeds(stage: int) -> None:
     top = {"bf16": {"enabled": True}, "data_types": {"master_weights_from": "rounded"}}
-    check_equal(simulate(by_engine, 1, stage, top), simulate(from_rounded, 1))
+    assert_same(simulate(by_engine, 1, stage, top), simulate(from_rounded, 1))
 
 
 def under_autocast(ranks: Any, dtype: torch.dtype) -> Result:
@@ -167,14 +143,14 @@ def under_autocast(ranks: Any, dtype: torch.dtype) -> Result:
     losses = []
     for step in range(STEPS):
         with torch.autocast("cpu", dtype):
-            loss = ddp(**inputs_of(step, ranks.rank))["loss"]
+            loss = ddp(**batch(step, 0, ranks.rank))["loss"]
         scaler.scale(loss).backward()
         ddp.average_gradients()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, model.state_dict()
+    return losses, dict(model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -185,7 +161,7 @@ def test_autocast_is_ddp_under_autocast(world_size: int, stage: int, dtype: str)
     top = {"torch_autocast": {"enabled": True, "dtype": dtype}}
     half = torch.bfloat16 if "b" in dtype else torch.float16
     expected = simulate(under_autocast, world_size, half)
-    check_equal(simulate(by_engine, world_size, stage, top), expected)
+    assert_same(simulate(by_engine, world_size, stage, top), expected)
 
 
 def _halves() -> list[Tensor]:

@@ -24,37 +24,40 @@ from zero_core.checkpoint.in_memory.ring import Ring
 from zero_core.checkpoint.in_memory.slot import Slice, Slot, Values
 from zero_core.step.speculation import updates_in_backward
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
+from zero_core.testing.training import assert_same
 
 STEPS = 5
 
 
-def _build(ranks: SimulatedRanks, stage: int, dtype: str = "fp32", **keys: Any) -> zero_core.Engine:
-    config = {**Case(stage=stage, dtype=dtype).config(), **keys}
+def _build(
+    ranks: SimulatedRanks, stage: int, memory: Path | None = None, dtype: str = "fp32", **keys: Any
+) -> zero_core.Engine:
+    """``memory``: folder of the copies, with further ``keys`` of "memory_checkpoint"."""
+    top = {} if memory is None else {"memory_checkpoint": {"path": str(memory), **keys}}
+    config = Case(stage=stage, dtype=dtype, top=top).config()
     return zero_core.build(make_model(), config, process_group=ranks)
 
 
 def _run(engine: zero_core.Engine, first: int, stop: int) -> dict[str, torch.Tensor]:
     for step in range(first, stop):
-        loss = engine(**batch(step, 0, engine.rank))["loss"]
-        engine.backward(loss)
+        engine.backward(engine(**batch(step, 0, engine.rank))["loss"])
         engine.step(client_state={"step": step + 1})
     return engine.full_state_dict()
 
 
 def _straight(ranks: SimulatedRanks, stage: int, dtype: str) -> dict[str, torch.Tensor]:
-    return _run(_build(ranks, stage, dtype), 0, STEPS)
+    return _run(_build(ranks, stage, dtype=dtype), 0, STEPS)
 
 
 def _start(
-    ranks: SimulatedRanks, folder: Path, stage: int, stop: int, dtype: str = "fp32", **keys: Any
+    ranks: SimulatedRanks, folder: Path, stage: int, stop: int, dtype: str = "fp32"
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """Train up to step ``stop`` as a program does whenever it is started.
 
     Returns the first step, and the values at the end. Each node has a folder of its own.
     """
     node = ranks.rank // (ranks.per_node or ranks.size)
-    memory = {"path": str(folder / f"node-{node}"), **keys}
-    engine = _build(ranks, stage, dtype, memory_checkpoint=memory)
+    engine = _build(ranks, stage, folder / f"node-{node}", dtype)
     first = (engine.resume(folder / "disk") or {"step": 0})["step"]
     assert engine.global_steps == first
     values = _run(engine, first, stop)
@@ -62,11 +65,6 @@ def _start(
         pass
     engine.close()
     return first, values
-
-
-def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [k for k in found if not torch.equal(found[k], expected[k])] == []
 
 
 @pytest.mark.parametrize(
@@ -78,11 +76,8 @@ def test_restart_goes_on_after_the_last_step_with_the_same_bits(
 ) -> None:
     straight = simulate(_straight, world_size, stage, dtype)
     assert simulate(_start, world_size, tmp_path, stage, 3, dtype)[0][0] == 0
-    for (first, values), expected in zip(
-        simulate(_start, world_size, tmp_path, stage, STEPS, dtype), straight, strict=True
-    ):
-        assert first == 3
-        _assert_same(values, expected)
+    found = simulate(_start, world_size, tmp_path, stage, STEPS, dtype)
+    assert_same(found, [(3, values) for values in straight])
     assert not (tmp_path / "disk").exists()
 
 
@@ -93,20 +88,16 @@ def test_kill_within_a_copy_loses_one_step(victim: int, tmp_path: Path) -> None:
     (marker,) = tmp_path.glob(f"node-0/*/{3 % 2}/rank-{victim:05d}.json")
     marker.unlink()  # a rank removes it before it overwrites the files
     marker.with_name(f"master_weight-{victim:05d}.safetensors").write_bytes(b"torn")
-    first, values = simulate(_start, 2, tmp_path, 3, STEPS)[0]
-    assert first == 2
-    _assert_same(values, straight[0])
+    found = simulate(_start, 2, tmp_path, 3, STEPS)
+    assert_same(found, [(2, values) for values in straight])
 
 
 def test_lost_node_is_restored_from_the_next_one(tmp_path: Path) -> None:
     straight = simulate(_straight, 3, 3, "fp32", ranks_per_node=1)
     simulate(_start, 3, tmp_path, 3, 3, ranks_per_node=1)
     shutil.rmtree(tmp_path / "node-1")
-    for (first, values), expected in zip(
-        simulate(_start, 3, tmp_path, 3, STEPS, ranks_per_node=1), straight, strict=True
-    ):
-        assert first == 3
-        _assert_same(values, expected)
+    found = simulate(_start, 3, tmp_path, 3, STEPS, ranks_per_node=1)
+    assert_same(found, [(3, values) for values in straight])
     assert len(list(tmp_path.glob("node-1/*/0/rank-*.json"))) == 2  # its own and its neighbour's
 
 
@@ -124,15 +115,13 @@ def test_copies_are_restored_at_another_number_of_ranks_as_a_checkpoint(tmp_path
         return values
 
     simulate(by_disk, 3, 3, 3)
-    for (first, values), expected in zip(by_memory, simulate(by_disk, 2, 1, STEPS), strict=True):
-        assert first == 3
-        _assert_same(values, expected)
+    assert_same(by_memory, [(3, values) for values in simulate(by_disk, 2, 1, STEPS)])
 
 
 def test_of_a_checkpoint_on_the_disk_only_the_manifest_is_read(tmp_path: Path) -> None:
     def restart(ranks: SimulatedRanks) -> None:
-        memory = {"path": str(tmp_path / "memory")}
-        engine = _build(ranks, 3, memory_checkpoint=memory)
+        memory = tmp_path / "memory"
+        engine = _build(ranks, 3, memory)
         assert engine.resume(tmp_path / "disk") is None
         expected = _run(engine, 0, 2)
         place = engine.save_checkpoint(tmp_path / "disk", client_state={"step": 2})
@@ -140,30 +129,30 @@ def test_of_a_checkpoint_on_the_disk_only_the_manifest_is_read(tmp_path: Path) -
         ranks.connect().barrier()
         for path in place.glob(f"*-{ranks.rank:05d}.safetensors"):
             path.unlink()
-        again = _build(ranks, 3, memory_checkpoint=memory)
+        again = _build(ranks, 3, memory)
         assert again.resume(tmp_path / "disk") == {"step": 2}
-        _assert_same(again.full_state_dict(), expected)
+        assert_same(again.full_state_dict(), expected)
 
     simulate(restart, 2)
 
 
 def test_states_that_were_loaded_replace_the_copies(tmp_path: Path) -> None:
     def roll_back(ranks: SimulatedRanks) -> None:
-        memory = {"path": str(tmp_path / "memory"), "every": 2}
-        engine = _build(ranks, 3, memory_checkpoint=memory)
+        memory = tmp_path / "memory"
+        engine = _build(ranks, 3, memory, every=2)
         assert engine.resume(tmp_path / "disk") is None
         _run(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "disk", client_state={"step": 1})
         _run(engine, 1, 5)
         engine.load_checkpoint(tmp_path / "disk")
         engine.close()
-        again = _build(ranks, 3, memory_checkpoint=memory)
+        again = _build(ranks, 3, memory, every=2)
         assert again.resume(tmp_path / "disk") == {"step": 1}
         _run(again, 1, 3)
         with again.rewriting():
             pass
         again.close()
-        last = _build(ranks, 3, memory_checkpoint=memory)
+        last = _build(ranks, 3, memory, every=2)
         assert last.resume(tmp_path / "disk") == {"step": 2}
 
     simulate(roll_back, 2)
@@ -177,27 +166,24 @@ def test_states_that_are_copied_beside_backward_are_not_updated_in_it() -> None:
     assert not updates_in_backward(copied)
 
 
-def test_a_step_before_resume_is_refused() -> None:
-    def step(ranks: SimulatedRanks) -> None:
-        engine = _build(ranks, 1, memory_checkpoint={"path": "/dev/shm/none"})
-        with pytest.raises(RuntimeError, match=r"engine\.resume\(directory\)"):
-            _run(engine, 0, 1)
-
-    simulate(step, 1)
-
-
-def test_memory_needs_something_that_outlives_a_rank(
+def test_a_step_before_resume_and_memory_that_nothing_keeps_or_owns_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
     def resume(ranks: SimulatedRanks) -> None:
+        with pytest.raises(RuntimeError, match=r"engine\.resume\(directory\)"):
+            _run(_build(ranks, 1, Path("/dev/shm/none")), 0, 1)
+        config = Case(1, top={"memory_checkpoint": {}}).config()
+        engine = zero_core.build(make_model(), config, process_group=ranks)
         with pytest.raises(ConfigError, match="no launcher"):
-            _build(ranks, 1, memory_checkpoint={}).resume(tmp_path)
-        (tmp_path / "file").touch()
-        engine = _build(ranks, 1, memory_checkpoint={"path": str(tmp_path / "file")})
-        with pytest.raises(CheckpointError, match=r"memory_checkpoint\.path"):
             engine.resume(tmp_path)
+        (tmp_path / "file").touch()
+        with pytest.raises(CheckpointError, match=r"memory_checkpoint\.path"):
+            _build(ranks, 1, tmp_path / "file").resume(tmp_path)
+        monkeypatch.setattr(os, "getuid", lambda: 1 << 20)
+        with pytest.raises(CheckpointError, match="belongs to another user"):
+            _build(ranks, 1, tmp_path).resume(tmp_path / "disk")
 
     simulate(resume, 1)
 
@@ -254,29 +240,18 @@ def test_second_engine_in_one_folder_is_refused(
     monkeypatch.setattr(place, "_WAIT_S", 0.0)
 
     def resume_twice(ranks: SimulatedRanks) -> None:
-        memory = {"path": str(tmp_path / "memory")}
-        first = _build(ranks, 1, memory_checkpoint=memory)
+        memory = tmp_path / "memory"
+        first = _build(ranks, 1, memory)
         assert first.resume(tmp_path / "disk") is None
-        second = _build(ranks, 1, memory_checkpoint=memory)
+        second = _build(ranks, 1, memory)
         with pytest.raises(CheckpointError, match="another engine keeps copies"):
             second.resume(tmp_path / "disk")
         assert second.resume(tmp_path / "other") is None
         first.close()
-        third = _build(ranks, 1, memory_checkpoint=memory)
+        third = _build(ranks, 1, memory)
         assert third.resume(tmp_path / "disk") is None
 
     simulate(resume_twice, 2)
-
-
-def test_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 1 << 20)
-
-    def resume(ranks: SimulatedRanks) -> None:
-        engine = _build(ranks, 1, memory_checkpoint={"path": str(tmp_path)})
-        with pytest.raises(CheckpointError, match="belongs to another user"):
-            engine.resume(tmp_path / "disk")
-
-    simulate(resume, 1)
 
 
 def test_full_memory_is_an_error_before_anything_is_written_there(tmp_path: Path) -> None:
@@ -304,17 +279,17 @@ def test_copy_under_way_at_close_has_the_values_of_the_last_step(
     monkeypatch.setattr(Slot, "write", write_late)
 
     def close(ranks: SimulatedRanks) -> None:
-        memory = {"path": str(tmp_path / "memory")}
-        engine = _build(ranks, 0, memory_checkpoint=memory)
+        memory = tmp_path / "memory"
+        engine = _build(ranks, 0, memory)
         engine.resume(tmp_path / "disk")
         expected = _run(engine, 0, 2)
         engine.close()
         with torch.no_grad():  # they are the program's own again
             for param in engine.module.parameters():
                 param.zero_()
-        again = _build(ranks, 0, memory_checkpoint=memory)
+        again = _build(ranks, 0, memory)
         assert again.resume(tmp_path / "disk") == {"step": 2}
-        _assert_same(again.full_state_dict(), expected)
+        assert_same(again.full_state_dict(), expected)
 
     simulate(close, 1)
 
@@ -332,7 +307,7 @@ def test_folder_is_in_use_until_the_copy_of_a_neighbour_is_written(
 
     def close(ranks: SimulatedRanks) -> None:
         memory = tmp_path / f"node-{ranks.rank}"
-        engine = _build(ranks, 0, memory_checkpoint={"path": str(memory)})
+        engine = _build(ranks, 0, memory)
         engine.resume(tmp_path / "disk")
         _run(engine, 0, 1)
         engine.close()
@@ -356,7 +331,7 @@ def test_copy_that_fails_at_once_is_not_waited_for(
     monkeypatch.setattr(snapshots, "use_one_core", fail)
 
     def close(ranks: SimulatedRanks) -> None:
-        engine = _build(ranks, 0, memory_checkpoint={"path": str(tmp_path / "memory")})
+        engine = _build(ranks, 0, tmp_path / "memory")
         engine.resume(tmp_path / "disk")
         _run(engine, 0, 1)
         engine.close()

@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
-from former_checkpoints import make_version_1
+from support.former_checkpoints import make_version_1
 from torch import nn
 
 import zero_core
 from zero_core import ConfigError
 from zero_core.optim.muon import Muon, split_groups, tag_matrices
-from zero_core.testing import SimulatedDDP, batch, make_model, seeded, simulate
+from zero_core.testing import SimulatedDDP, batch, make_model, seeded, simulate, train
+from zero_core.testing.training import assert_same, train_steps
 
 STEPS = 4
 OPTIONS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9}
@@ -24,38 +25,29 @@ def config_of(stage, **more):
     return {**config, "zero_optimization": {"stage": stage}, **more}
 
 
-def whole(model):
-    """Torch's optimizers for the same parameters."""
+def train_whole(ranks):
+    """Train by torch's optimizers."""
+    model = make_model()
     tag_matrices(model.named_parameters())
     params = [p for p in model.parameters() if p.requires_grad]
-    muon = torch.optim.Muon(
-        [p for p in params if p.use_muon], lr=0.02, weight_decay=0.1, momentum=0.9
+    matrices, rest = ([p for p in params if p.use_muon == flag] for flag in (True, False))
+    adamw = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.99), "fused": True}
+    optimizers = (
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, momentum=0.9),
+        torch.optim.AdamW(rest, **adamw),
     )
-    rest = [p for p in params if not p.use_muon]
-    betas = (0.9, 0.99)
-    adamw = torch.optim.AdamW(rest, lr=3e-3, weight_decay=0.1, betas=betas, fused=True)
-    return muon, adamw
-
-
-def train_whole(ranks):
-    model = make_model()
-    optimizers = whole(model)
     wrapped = SimulatedDDP(model, ranks)
     for step in range(STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
         wrapped(**batch(step, 0, ranks.rank))["loss"].backward()
         wrapped.average_gradients()
         for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def train(engine, rank, steps):
-    for step in steps:
-        engine.backward(engine(**batch(step, 0, rank))["loss"])
-        engine.step()
-    return engine
+def build(ranks=None, stage=0, model=None, **more):
+    return zero_core.build(model or make_model(), config_of(stage, **more), process_group=ranks)
 
 
 def compare(engine, expected):
@@ -69,11 +61,8 @@ def compare(engine, expected):
 
 def _is_torchs(ranks, stage):
     expected = train_whole(ranks)
-    engine = train(
-        zero_core.build(make_model(), config_of(stage), process_group=ranks),
-        ranks.rank,
-        range(STEPS),
-    )
+    engine = build(ranks, stage)
+    train_steps(engine, 0, STEPS)
     compare(engine, expected)
     sent = [row for row in engine.comm_report() if row.content == "whole parameters"]
     assert bool(sent) == (stage > 0 and ranks.size > 1)
@@ -103,8 +92,8 @@ def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(world_size, stag
 
 
 def _is_sliced(ranks):
-    engine = zero_core.build(make_model(), config_of(3), process_group=ranks)
-    train(engine, ranks.rank, range(1))
+    engine = build(ranks, 3)
+    train_steps(engine, 0, 1)
     layout = engine.layout
     for segment in layout.segments if ranks.size > 1 else ():
         low, high = segment.shard_range(ranks.rank)
@@ -132,23 +121,23 @@ def states_of(engine):
 
 
 def _resumes(ranks, folder, is_second):
-    engine = zero_core.build(make_model(), config_of(3 if is_second else 1), process_group=ranks)
+    engine = build(ranks, 3 if is_second else 1)
     if not is_second:
-        train(engine, ranks.rank, range(2))
+        train_steps(engine, 0, 2)
         engine.save_checkpoint(folder)
         saved = states_of(engine)
         if ranks.rank == 0:
             torch.save(saved, f"{folder}/states.pt")
         return
     engine.load_checkpoint(folder)
-    expected = zero_core.build(make_model(), config_of(0), process_group=ranks)
+    expected = build(ranks, 0)
     expected.load_checkpoint(folder)
     saved = torch.load(f"{folder}/states.pt", weights_only=True)
     assert all(saved[name, "exp_avg"].any() for name, _ in saved if name != "never")
     for found in (states_of(engine), states_of(expected)):
-        torch.testing.assert_close(found, saved, rtol=0.0, atol=0.0)
-    train(engine, ranks.rank, range(2, STEPS))
-    train(expected, ranks.rank, range(2, STEPS))
+        assert_same(found, saved)
+    train_steps(engine, 2, STEPS)
+    train_steps(expected, 2, STEPS)
     compare(engine, expected.full_state_dict(dtype=torch.float32))
 
 
@@ -162,8 +151,8 @@ def test_matrices_of_a_checkpoint_without_states_by_parameter_get_their_momentum
     folders = {name: tmp_path / name for name in ("AdamW", "Muon")}
     manifests = {}
     for name, folder in folders.items():
-        config = config_of(0) if name == "Muon" else {**config_of(0), "optimizer": {"type": name}}
-        engine = train(zero_core.build(make_model(), config), 0, range(1))
+        engine = build(**({} if name == "Muon" else {"optimizer": {"type": name}}))
+        train_steps(engine, 0, 1)
         place = engine.save_checkpoint(folder)
         manifests[name] = make_version_1(place)
     old, own = manifests.values()
@@ -176,9 +165,9 @@ def test_matrices_of_a_checkpoint_without_states_by_parameter_get_their_momentum
         del old["scalars"][name]["step"]
     (place,) = folders["AdamW"].glob("*/manifest.json")
     place.write_text(json.dumps(old))
-    given = zero_core.build(make_model(), {**config_of(0), "optimizer": {"type": "AdamW"}})
-    given = train(given, 0, range(1))
-    engine = zero_core.build(make_model(), config_of(3))
+    given = build(optimizer={"type": "AdamW"})
+    train_steps(given, 0, 1)
+    engine = build(stage=3)
     engine.load_checkpoint(folders["AdamW"])
     for name in updated:
         found, expected = (e.states.get_full(name, "exp_avg") for e in (engine, given))
@@ -207,12 +196,14 @@ def _slices_states(ranks, folder, is_saved):
         return zero_core.build(model, config, optimizer=kind(groups), process_group=ranks)
 
     if is_saved:
-        train(made(WithoutSlices), ranks.rank, range(2)).save_checkpoint(folder)
+        engine = made(WithoutSlices)
+        train_steps(engine, 0, 2)
+        engine.save_checkpoint(folder)
         return
     found, expected = made(Muon), made(WithoutSlices)
     for engine in (found, expected):
         engine.load_checkpoint(folder)
-        train(engine, ranks.rank, range(2, STEPS))
+        train_steps(engine, 2, STEPS)
     compare(found, expected.full_state_dict(dtype=torch.float32))
 
 
@@ -222,6 +213,8 @@ def test_states_that_were_saved_whole_are_sliced_in_loading(tmp_path):
 
 
 class Branches(nn.Module):
+    """So small that a rank's slice is of the second block alone."""
+
     def __init__(self):
         super().__init__()
         with seeded(0):
@@ -234,12 +227,10 @@ class Branches(nn.Module):
 
 
 def _leaves_alone(ranks, stage):
-    engine = zero_core.build(Branches(), config_of(stage), process_group=ranks)
-    engine.backward(engine(torch.ones(1, 5), 2))
-    engine.step()
+    engine = build(ranks, stage, Branches())
+    train(engine, [(torch.ones(1, 5), 2)])
     before = engine.full_state_dict()
-    engine.backward(engine(torch.ones(1, 5), 1))
-    engine.step()
+    train(engine, [(torch.ones(1, 5), 1)])
     after = engine.full_state_dict()
     assert torch.equal(after["blocks.1.weight"], before["blocks.1.weight"])
     assert not torch.equal(after["blocks.0.weight"], before["blocks.0.weight"])
@@ -271,13 +262,13 @@ def test_what_cannot_be_served_is_refused(optimizer, more, match):
         zero_core.build(nn.Linear(3, 2), {**config, "zero_optimization": {"stage": 1, **more}})
 
 
-def test_marked_parameter_that_is_no_matrix_is_refused():
+def test_parameters_that_do_not_say_what_they_are_or_are_no_matrices_are_refused():
     model = nn.Conv1d(2, 2, 3)
     model.weight.use_muon = True
-    with pytest.raises(
-        ConfigError, match=r"of shape .* is in a group with use_muon, and is no matrix"
-    ):
-        zero_core.build(model, config_of(0))
+    with pytest.raises(ConfigError, match=r"of shape .* in a group with use_muon, and is no matri"):
+        build(model=model)
+    with pytest.raises(ValueError, match=r"shapes \[\(2, 3\)\] do not say"):
+        split_groups([nn.Parameter(torch.ones(2, 3))], {})
 
 
 def test_groups_are_split_and_keep_what_they_set():
@@ -303,8 +294,3 @@ def test_embeddings_and_heads_are_no_matrices_unless_they_say_so():
     model["lm_head"].weight.use_muon = True
     tag_matrices(model.named_parameters())
     assert {n for n, p in model.named_parameters() if p.use_muon} == {"lm_head.weight", "up.weight"}
-
-
-def test_parameters_that_do_not_say_what_they_are_are_refused():
-    with pytest.raises(ValueError, match=r"shapes \[\(2, 3\)\] do not say"):
-        split_groups([nn.Parameter(torch.ones(2, 3))], {})

@@ -15,6 +15,7 @@ import torch
 import zero_core
 from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
 from zero_core.testing.models import RootAndBlocks
+from zero_core.testing.training import assert_same
 
 STEPS = 3
 CASES = [
@@ -65,10 +66,9 @@ def _compare(device: str, world_size: int) -> None:
     for number, case in enumerate(CASES):
         expected = simulate(train, world_size, case, None, False, done, device=device)
         parts, is_late = next(choices), number % 2 == 1
-        found = simulate(train, world_size, case, parts, is_late, done, device=device)
-        for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
-            assert losses == exact_losses, case
-            torch.testing.assert_close(values, exact_values, rtol=0, atol=0, msg=str(case))
+        assert_same(
+            simulate(train, world_size, case, parts, is_late, done, device=device), expected
+        )
 
 
 def test_training_goes_on_with_the_same_bits() -> None:
@@ -170,50 +170,38 @@ def test_what_needs_the_states_says_so(stage: int) -> None:
     simulate(_misuse, 2, stage)
 
 
-def _evaluate(ranks: Any) -> None:
-    engine = zero_core.build(
-        make_model(), Case(stage=3).config(), process_group=ranks, is_training=False
-    )
-    inputs = batch(0, 0, ranks.rank)
+def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
+    engine = zero_core.build(make_model(), Case(stage=3).config(), is_training=False)
+    inputs = batch(0, 0, 0)
     expected = engine(**inputs)["loss"].item()
     engine.offload_states()
     with pytest.raises(RuntimeError, match="reload_states"):
         engine(**inputs)
     engine.reload_states()
     assert engine(**inputs)["loss"].item() == expected
-    engine.close()
-
-
-def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
-    simulate(_evaluate, 2)
 
 
 M_MMAP_THRESHOLD = -3
 """Of glibc's ``mallopt``."""
 
 
-class _Allocator:
-    """Memory of this process, of which no more than is asked for is left to be allocated."""
-
-    def __init__(self) -> None:
-        self._limits = resource.getrlimit(resource.RLIMIT_AS)
-        # Whatever is large is memory of its own, which returns to the system when it is freed:
-        # what malloc keeps would be allocated again in spite of the limit.
-        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16) == 1
-
-    @contextmanager
-    def leaving(self, nbytes: int) -> Iterator[None]:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, self._limits[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, self._limits)
+@contextmanager
+def _leaving(nbytes: int) -> Iterator[None]:
+    """Leave no more memory of this process to be allocated than ``nbytes``."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _scarce_memory() -> None:
     """Neither direction loses anything where memory ends halfway, and both can be repeated."""
-    memory = _Allocator()
+    # Whatever is large is memory of its own, which returns to the system when it is freed: what
+    # malloc keeps would be allocated again in spite of the limit.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16) == 1
     width = 1536  # 9 MiB a matrix
     for stage in (0, 3):
         torch.manual_seed(0)
@@ -224,20 +212,20 @@ def _scarce_memory() -> None:
         expected = engine.full_state_dict()
         loss = engine(x).item()
         room = 24 * 2**20
-        with memory.leaving(room), pytest.raises(RuntimeError, match="allocate"):
+        with _leaving(room), pytest.raises(RuntimeError, match="allocate"):
             engine.offload_states()
         assert not engine.offloaded_states
         assert engine(x).item() == loss
         engine.offload_states()
         for _ in range(2):
-            with memory.leaving(room), pytest.raises(RuntimeError, match="allocate"):
+            with _leaving(room), pytest.raises(RuntimeError, match="allocate"):
                 engine.reload_states()
             assert engine.offloaded_states == ALL
             with pytest.raises(RuntimeError, match="reload_states"):
                 engine(x)
         engine.reload_states()
         assert engine(x).item() == loss
-        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0, atol=0)
+        assert_same(engine.full_state_dict(), expected)
         engine.backward(engine(x))
         engine.step()
         engine.close()

@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.errors import CheckpointError, ConfigError
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    seeded,
-    simulate,
-)
+from zero_core.testing import Case, SimulatedRanks, rows, seeded, simulate, train, train_ddp
 from zero_core.testing.quantized import (
     Adapted,
     AttachedLinear,
@@ -28,35 +20,24 @@ from zero_core.testing.quantized import (
     WrappedLinear,
     dequantize,
 )
+from zero_core.testing.training import assert_same
 
 STEPS = 2
 WIDTH = 24
 
 
 def _x(step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(5, WIDTH, generator=generator)
+    return rows(step, rank, WIDTH)
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _train_ddp(ranks: SimulatedRanks) -> tuple[list[float], dict[str, Tensor]]:
-    model = Adapted(WIDTH)
-    ddp = SimulatedDDP(model, ranks)
-    optimizer = torch.optim.AdamW(
-        _trained(model).values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = ddp(_x(step, ranks.rank))
-        loss.backward()
-        ddp.average_gradients()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: p.detach().clone() for name, p in _trained(model).items()}
+def _build(
+    ranks: SimulatedRanks | None = None,
+    stage: int = 3,
+    model: nn.Module | None = None,
+    **further: Any,
+) -> zero_core.Engine:
+    config = Case(stage, **further).config()
+    return zero_core.build(model or Adapted(WIDTH), config, process_group=ranks)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -85,56 +66,40 @@ def _assert_same_base(model: nn.Module, expected: nn.Module) -> None:
             assert torch.equal(_bytes(mine), _bytes(theirs)), path
 
 
-def _train(ranks: SimulatedRanks, stage: int) -> None:
-    losses, values = _train_ddp(ranks)
-    engine = zero_core.build(Adapted(WIDTH), Case(stage).config(), process_group=ranks)
-    found = []
-    for step in range(STEPS):
-        loss = engine(_x(step, ranks.rank))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    assert found == losses
+def _train(ranks: SimulatedRanks, stage: int, top: dict[str, Any]) -> None:
+    batches = [_x(step, ranks.rank) for step in range(STEPS)]
+    model = Adapted(WIDTH)
+    expected = train_ddp(model, ranks, batches)
+    engine = _build(ranks, stage, top=top)
+    assert train(engine, batches) == expected
     with engine.gathered():
-        _assert_same_base(engine.module, Adapted(WIDTH))
-        for name, param in _trained(engine.module).items():
-            assert torch.equal(param, values[name]), name
+        _assert_same_base(engine.module, model)
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                assert torch.equal(engine.module.get_parameter(name), param), name
     full = engine.full_state_dict()
-    expected = Adapted(WIDTH)
-    assert list(full) == list(expected.state_dict())
-    assert torch.equal(full["blocks.1.first.weight"].codes, expected.blocks[1].first.weight.codes)
-    _assert_same_base(engine.unwrap(), expected)
+    assert list(full) == list(model.state_dict())
+    assert torch.equal(full["blocks.1.first.weight"].codes, model.blocks[1].first.weight.codes)
+    _assert_same_base(engine.unwrap(), model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("top", [{}, {"activation_checkpointing": {}}], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(world_size, stage):
-    simulate(_train, world_size, stage)
-
-
-def _train_checkpointed(ranks: SimulatedRanks) -> None:
-    keys = {"activation_checkpointing": {"enabled": True}}
-    losses, _ = _train_ddp(ranks)
-    engine = zero_core.build(Adapted(WIDTH), Case(3, top=keys).config(), process_group=ranks)
-    for step in range(STEPS):
-        loss = engine(_x(step, ranks.rank))
-        engine.backward(loss)
-        engine.step()
-        assert loss.item() == losses[step]
-
-
-def test_recomputed_blocks_see_their_own_quantized_weights():
-    simulate(_train_checkpointed, 2)
+def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(world_size, top, stage):
+    simulate(_train, world_size, stage, top)
 
 
 def _two_forwards(ranks: SimulatedRanks) -> None:
     """Two forwards before the backward of either, as preference losses have."""
     model = Adapted(WIDTH)
     (model(_x(0, 0)) + model(_x(1, 0), is_reversed=True)).backward()
-    engine = zero_core.build(Adapted(WIDTH), Case(3).config(), process_group=ranks)
+    engine = _build(ranks)
     engine.backward(engine(_x(0, 0)) + engine(_x(1, 0), is_reversed=True))
-    for name, param in _trained(model).items():
-        torch.testing.assert_close(engine.states.get_full(name, "grad"), param.grad, rtol=0, atol=0)
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            assert_same(engine.states.get_full(name, "grad"), param.grad)
 
 
 def test_two_forwards_before_a_backward_read_each_units_own_bytes():
@@ -142,7 +107,7 @@ def test_two_forwards_before_a_backward_read_each_units_own_bytes():
 
 
 def _low_precision(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(Adapted(WIDTH), Case(3, "bf16").config(), process_group=ranks)
+    engine = _build(ranks, dtype="bf16")
     block = engine.module.blocks[0]
     assert block.norm.weight.dtype == block.adapter.up.weight.dtype == torch.bfloat16
     with engine.gathered():
@@ -153,21 +118,17 @@ def test_a_bf16_configuration_casts_neither_codes_nor_scales():
     simulate(_low_precision, 2)
 
 
-class _Counted(nn.Module):
-    """Frozen weights beside integers that are no packed values, and a parameter twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-        self.count = nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
-        self.places = nn.Parameter(torch.arange(4).view(1, 4), requires_grad=False)
-        self.head = nn.Linear(4, 4)
-        self.register_buffer("tied", self.head.weight)
-
-
 def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
-    engine = zero_core.build(_Counted(), Case(3, "bf16").config())
-    module = engine.module
+    module: Any = nn.Module()
+    module.head = nn.Linear(4, 4)
+    for name, value in (
+        ("weight", torch.ones(4, 4)),
+        ("count", torch.zeros((), dtype=torch.int64)),
+        ("places", torch.arange(4).view(1, 4)),
+    ):
+        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    module.register_buffer("tied", module.head.weight)  # a parameter twice
+    zero_core.build(module, Case(3, "bf16").config())
     assert module.weight.dtype == module.head.weight.dtype == torch.bfloat16
     assert module.count.dtype == module.places.dtype == torch.int64
 
@@ -175,7 +136,7 @@ def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
 def _counted(ranks: SimulatedRanks) -> None:
     config = Case(3).config()
     expected = zero_core.plan(Adapted(WIDTH), config, world_size=2).memory.device
-    engine = zero_core.build(Adapted(WIDTH), config, process_group=ranks)
+    engine = _build(ranks)
     engine.backward(engine(_x(0, ranks.rank)))
     engine.step()
     report = engine.memory_report()
@@ -195,7 +156,7 @@ def test_shards_are_bytes_and_frozen_parameters_have_neither_gradients_nor_state
 
 def _evaluated(ranks: SimulatedRanks, stage: int) -> None:
     expected = Adapted(WIDTH)
-    engine = zero_core.build(Adapted(WIDTH), Case(stage).config(), process_group=ranks)
+    engine = _build(ranks, stage)
     for _ in range(2):
         engine.eval()
         with torch.no_grad():
@@ -212,7 +173,7 @@ def test_a_weight_that_a_forward_repacks_is_put_back(stage):
 
 
 def _replaced(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(Adapted(WIDTH), Case(3).config(), process_group=ranks)
+    engine = _build(ranks)
     expected = Adapted(WIDTH)
     with engine.gathered():
         for module in (engine.module, expected):
@@ -234,7 +195,7 @@ def test_a_weight_is_put_back_after_an_error_if_it_was_replaced_over_the_same_me
         module.weight.state = state
         raise LookupError("of the forward")
 
-    engine = zero_core.build(Adapted(WIDTH), Case(0).config())
+    engine = _build(stage=0)
     module = engine.module.blocks[1].last
     weight = module.weight
     handle = module.register_forward_pre_hook(replace)
@@ -246,7 +207,7 @@ def test_a_weight_is_put_back_after_an_error_if_it_was_replaced_over_the_same_me
 
 
 def _edited(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(Adapted(WIDTH), Case(3).config(), process_group=ranks)
+    engine = _build(ranks)
     weight = engine.module.blocks[1].last.weight
     with engine.gathered(params=[weight], modifier_rank=0):
         if ranks.rank == 0:
@@ -269,7 +230,7 @@ def test_components_are_gathered_and_edited_with_their_parameter():
 
 
 def _saved(ranks: SimulatedRanks, folder: str) -> None:
-    engine = zero_core.build(Adapted(WIDTH), Case(3).config(), process_group=ranks)
+    engine = _build(ranks)
     engine.backward(engine(_x(0, ranks.rank)))
     engine.step()
     engine.save_checkpoint(folder)
@@ -278,7 +239,7 @@ def _saved(ranks: SimulatedRanks, folder: str) -> None:
     for block in other.blocks:
         block.last.weight.data.zero_()
         block.second.scale.data.zero_()
-    resumed = zero_core.build(other, Case(2).config(), process_group=ranks)
+    resumed = _build(ranks, 2, other)
     resumed.load_checkpoint(folder)
     assert resumed(_x(1, 0)).item() == expected
 
@@ -288,7 +249,7 @@ def test_a_checkpoint_holds_the_components(tmp_path):
 
 
 def _exported(ranks: SimulatedRanks, folder: str) -> None:
-    engine = zero_core.build(Adapted(WIDTH), Case(3).config(), process_group=ranks)
+    engine = _build(ranks)
     with pytest.raises(CheckpointError, match=r"outlet\.weight is a WrappedCodes"):
         engine.export_safetensors(folder)
     model = Adapted(WIDTH)
@@ -296,7 +257,7 @@ def _exported(ranks: SimulatedRanks, folder: str) -> None:
     for block in model.blocks:
         block.first = nn.Identity()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    zero_core.build(model, Case(3).config(), process_group=ranks).export_safetensors(folder)
+    _build(ranks, 3, model).export_safetensors(folder)
     found = load_file(f"{folder}/model.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -309,7 +270,7 @@ def test_an_export_has_the_bytes_and_refuses_tensor_subclasses_by_name(tmp_path)
 
 
 def test_deep_copies_and_a_second_engine_have_the_same_bytes():
-    engine = zero_core.build(Adapted(WIDTH), Case(3).config())
+    engine = _build()
     with engine.gathered():
         found = copy.deepcopy(engine.module)
     _assert_same_base(found, Adapted(WIDTH))
@@ -326,38 +287,38 @@ def test_a_trained_tensor_subclass_is_refused_by_name():
 
 
 def test_replaced_memory_of_a_component_is_refused_by_name():
-    engine = zero_core.build(Adapted(WIDTH), Case(0).config())
+    engine = _build(stage=0)
     state = engine.module.blocks[0].last.weight.state
     state.absmax.data = state.absmax.data.clone()
     with pytest.raises(RuntimeError, match=r"blocks\.0\.last\.weight\.state\.absmax was given"):
         engine(_x(0, 0))
 
 
-class _Dense(nn.Module):
-    """Blocks of plain linear maps, to be quantized."""
+class _DenseBlock(nn.Module):
+    """Plain linear maps, to be quantized."""
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(width, width, bias=False)
-        self.blocks = nn.ModuleList(_DenseBlock(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = x + self.last(torch.tanh(self.first(self.norm(x))))
+        return total
+
+
+class _Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(_DenseBlock() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
-
-
-class _DenseBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.first = nn.Linear(width, width, bias=False)
-        self.last = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = x + self.last(torch.tanh(self.first(self.norm(x))))
-        return total
 
 
 def _quantize(block: nn.Module) -> None:
@@ -368,7 +329,7 @@ def _quantize(block: nn.Module) -> None:
 
 def _deferred() -> nn.Module:
     with seeded(0), zero_core.deferred_init():
-        return _Dense(WIDTH, 3)
+        return _Dense()
 
 
 def _loaded(ranks: SimulatedRanks, folder: str | None, models: list[nn.Module]) -> float:
@@ -376,14 +337,14 @@ def _loaded(ranks: SimulatedRanks, folder: str | None, models: list[nn.Module]) 
     zero_core.quantize_blocks(model, _quantize, pretrained=folder, process_group=ranks)
     assert bool(model.blocks[1].last.weight.state.absmax.isnan().all())  # in slices
     model.adapter = nn.Linear(WIDTH, WIDTH)
-    engine = zero_core.build(model, Case(3).config(), process_group=ranks)
+    engine = _build(ranks, 3, model)
     return engine(_x(0, 0)).item()
 
 
 @pytest.mark.parametrize("has_file", [False, True])
 def test_blocks_quantized_one_at_a_time_have_the_values_of_a_whole_model(tmp_path, has_file):
     torch.manual_seed(0)
-    model = _Dense(WIDTH, 3)
+    model = _Dense()
     if has_file:
         save_file(model.state_dict(), tmp_path / "model.safetensors")
     for block in model.blocks:

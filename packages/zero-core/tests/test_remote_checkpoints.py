@@ -7,13 +7,14 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
-from object_store import LAST, ROOT, Objects
 from safetensors.torch import load_file
+from support.object_store import LAST, ROOT, Objects
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -23,6 +24,7 @@ from zero_core.checkpoint.files import read_latest, read_manifest, read_weights
 from zero_core.checkpoint.manifest import seal
 from zero_core.checkpoint.storage.location import Location, location_of
 from zero_core.testing import run_alone, spawn
+from zero_core.testing.training import assert_same
 
 NUM_WRITES = 9
 """Of a save by one rank: its mark, 6 files, the manifest, ``latest``."""
@@ -74,9 +76,7 @@ def test_save_at_a_url_has_the_files_of_a_local_one(url: str, tmp_path: Path) ->
     _train(engine)
     assert engine.resume(url) == {"epoch": 3}
     assert engine.global_steps == 1
-    for name, value in engine.full_state_dict().items():
-        assert value.equal(before[name]), name
-    engine.close()
+    assert_same(engine.full_state_dict(), before)
 
 
 def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
@@ -90,12 +90,9 @@ def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
     assert (found["tags"], found["latest"]) == (["step-2", "step-3"], "step-3")
     assert zero_core.verify_checkpoint(url) == found["bytes"]
     zero_core.export_checkpoint(url, tmp_path / "hf")
-    weights = load_file(tmp_path / "hf" / "model.safetensors")
-    for name, value in engine.full_state_dict().items():
-        assert weights[name].equal(value), name
+    assert_same(load_file(tmp_path / "hf" / "model.safetensors"), engine.full_state_dict())
     assert zero_core.prune_checkpoints(url, keep_last=1) == ["step-2"]
     assert not fsspec.filesystem("memory").exists("/bucket/run/step-2")
-    engine.close()
 
 
 def test_copy_of_a_url_is_a_local_checkpoint(objects: Location, tmp_path: Path) -> None:
@@ -105,7 +102,6 @@ def test_copy_of_a_url_is_a_local_checkpoint(objects: Location, tmp_path: Path) 
     for source in (store, store.as_uri(), str(objects)):
         assert next(read_weights(source)).names == ("0.weight",)
         assert engine.resume(source) == {}
-    engine.close()
 
 
 def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Path) -> None:
@@ -124,7 +120,6 @@ def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Pa
     own = read_manifest(place).subfolder
     assert folders == sorted(["data-" + "0" * 32, "data-" + "2" * 32, own or ""])
     assert zero_core.verify_checkpoint(str(objects), "best")
-    engine.close()
 
 
 def test_store_that_fails_after_the_commit_does_not_fail_the_save(
@@ -137,7 +132,6 @@ def test_store_that_fails_after_the_commit_does_not_fail_the_save(
     assert engine.save_checkpoint(objects, keep_last=1).name == read_latest(objects) == "step-1"
     assert "no answer" in caplog.text
     monkeypatch.undo()
-    engine.close()
 
 
 def test_file_that_another_program_wrote_after_a_listing_is_read_whole(
@@ -168,7 +162,6 @@ def test_subfolder_of_another_form_and_a_link_to_one_are_refused(
         (place / "manifest.json").write_bytes(seal(content))
     with pytest.raises(CheckpointCorruptError, match="is a link" if is_link else "of the form"):
         engine.load_checkpoint(place.parent)
-    engine.close()
 
 
 def test_damaged_object_is_refused_and_nothing_is_loaded(objects: Location, tmp_path: Path) -> None:
@@ -183,8 +176,7 @@ def test_damaged_object_is_refused_and_nothing_is_loaded(objects: Location, tmp_
     before = engine.full_state_dict()
     with pytest.raises(CheckpointCorruptError, match=r"objects://run/step-1/data-.* is damaged"):
         engine.load_checkpoint(objects)
-    assert all(value.equal(before[name]) for name, value in engine.full_state_dict().items())
-    engine.close()
+    assert_same(engine.full_state_dict(), before)
 
 
 def _save_and_die(root: str, last: int) -> None:
@@ -201,10 +193,8 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
     last: int, objects: Location, tmp_path: Path
 ) -> None:
     root = str(tmp_path / "store")
-    if last < NUM_WRITES:
-        with pytest.raises(ProcessExitedException):
-            run_alone(_save_and_die, root, last)
-    else:
+    dies = pytest.raises(ProcessExitedException) if last < NUM_WRITES else nullcontext()
+    with dies:
         run_alone(_save_and_die, root, last)
     # The manifest is the last write but one, and `latest` the last.
     assert read_latest(objects) == ("two" if last == NUM_WRITES else "one")
@@ -217,7 +207,6 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
     assert engine.global_steps == (1 if last == NUM_WRITES else 0)
     engine.save_checkpoint(objects, "two")  # beside what the killed one left
     assert zero_core.verify_checkpoint(str(objects))
-    engine.close()
 
 
 def _save_on_two(rank: int, _world_size: int, root: str) -> None:
@@ -228,7 +217,6 @@ def _save_on_two(rank: int, _world_size: int, root: str) -> None:
     engine.save_checkpoint("objects://run")
     engine.save_checkpoint(Path(root, "local"))
     engine.async_save("objects://run", "beside").result()
-    engine.close()
 
 
 def test_ranks_save_together_and_another_number_of_them_loads(
@@ -241,16 +229,14 @@ def test_ranks_save_together_and_another_number_of_them_loads(
     engine.load_checkpoint(objects)
     there = engine.full_state_dict()
     engine.load_checkpoint(local)
-    assert all(value.equal(there[name]) for name, value in engine.full_state_dict().items())
+    assert_same(engine.full_state_dict(), there)
     assert not [p for p in (tmp_path / "store" / "run").iterdir() if p.name.startswith(".")]
-    engine.close()
 
 
 def test_steps_are_not_recorded_at_a_url(url: str) -> None:
     engine = _build()
     with pytest.raises(ConfigError, match="is a URL, and a record of steps needs a folder"):
         engine.record(url)
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -47,61 +47,76 @@ def expect(found, expected):
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-def test_linear_warm_up_reaches_the_top_after_its_steps_and_stays():
-    params = {"warmup_min_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
-    found = curve(optimizer_of(0.9), "WarmupLR", params, 8)
-    expect(found, [0.1, 0.1, 0.3, 0.5, 0.7, 0.9, 0.9, 0.9])
+_LOG = [math.log(k + 1) / math.log(4) for k in range(4)]
+_COSINE = [0.2 + 0.8 * (1 + math.cos(math.pi * part / 4)) / 2 for part in (1, 2, 3, 4)]
+_CYCLE = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 4}
+_STAIRS = {"cycle_first_stair_count": 2, "cycle_second_stair_count": 1}
+_RANGE = {
+    "lr_range_test_min_lr": 1.0,
+    "lr_range_test_step_size": 2,
+    "lr_range_test_step_rate": 2.0,
+}
+CURVES = {
+    "linear warm-up reaches the top after its steps": (
+        "WarmupLR",
+        {"warmup_min_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"},
+        [0.1, 0.1, 0.3, 0.5, 0.7, 0.9, 0.9, 0.9],
+    ),
+    "logarithmic warm-up decays to the bottom": (
+        "WarmupDecayLR",
+        {"total_num_steps": 8, "warmup_max_lr": 1.0, "warmup_num_steps": 4},
+        [0.0, *_LOG, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0],
+    ),
+    "cosine ends at its smallest ratio": (
+        "WarmupCosineLR",
+        {
+            "total_num_steps": 6,
+            "warmup_num_steps": 2,
+            "cos_min_ratio": 0.2,
+            "warmup_min_ratio": 0.5,
+            "warmup_type": "linear",
+        },
+        [0.9 * part for part in (0.0, 0.5, 0.75, *_COSINE, 0.2, 0.2)],
+    ),
+    "one cycle goes up and down and then decays": (
+        "OneCycle",
+        {**_CYCLE, "cycle_second_step_size": 2, "decay_step_size": 2, "decay_lr_rate": 1.0},
+        [1.0, 1.5, 2.0, 2.5, 3.0, 2.0, 1.0, 1 / 1.5, 1 / 2.0, 1 / 2.5],
+    ),
+    "one cycle climbs stairs": (
+        "OneCycle",
+        {**_CYCLE, **_STAIRS, "cycle_min_lr": 0.0, "cycle_max_lr": 2.0},
+        [0.0, 0.0, 1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0],
+    ),
+    "range test goes up without end": ("LRRangeTest", _RANGE, [1.0, 2.0, 3.0, 4.0, 5.0]),
+    "range test climbs stairs": (
+        "LRRangeTest",
+        {**_RANGE, "lr_range_test_staircase": True},
+        [1.0, 1.0, 3.0, 3.0, 5.0],
+    ),
+}
 
 
-def test_logarithmic_warm_up_decays_to_the_bottom_at_the_last_step():
-    params = {"total_num_steps": 8, "warmup_max_lr": 1.0, "warmup_num_steps": 4}
-    found = curve(optimizer_of(0.9), "WarmupDecayLR", params, 11)
-    up = [math.log(k + 1) / math.log(4) for k in range(4)]
-    expect(found, [0.0, *up, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+@pytest.mark.parametrize(("name", "params", "expected"), CURVES.values(), ids=CURVES)
+def test_rates_are_those_of_the_closed_form(name, params, expected):
+    expect(curve(optimizer_of(0.9), name, params, len(expected)), expected)
 
 
 @pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_no_warm_up_is_the_shortest(name):
-    """Trainers ask for 0 steps by default; 1 is what transformers gives DeepSpeed for it."""
-    params = {} if name == "WarmupLR" else {"total_num_steps": 6}
-    found, expected = (
-        curve(optimizer_of(0.9), name, {**params, "warmup_num_steps": steps}, 8) for steps in (0, 1)
-    )
+@pytest.mark.parametrize(
+    ("params", "as_with"),
+    [
+        # Trainers ask for 0 steps by default; 1 is what transformers gives DeepSpeed for it.
+        ({"warmup_num_steps": 0}, {"warmup_num_steps": 1}),
+        ({"warmup_num_steps": 4, "warmup_type": "cubic"}, {"warmup_num_steps": 4}),
+    ],
+)
+def test_no_warm_up_is_the_shortest_and_an_unknown_one_logarithmic(name, params, as_with, caplog):
+    total = {} if name == "WarmupLR" else {"total_num_steps": 6}
+    found, expected = (curve(optimizer_of(0.9), name, {**total, **p}, 8) for p in (params, as_with))
     assert found == expected
-
-
-@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_unknown_warm_up_is_the_logarithmic_one_with_a_warning(name, caplog):
-    params = {} if name == "WarmupLR" else {"total_num_steps": 6}
-    params["warmup_num_steps"] = 4
-    found, expected = (
-        curve(optimizer_of(0.9), name, {**params, "warmup_type": kind}, 8)
-        for kind in ("cubic", "log")
-    )
-    assert found == expected
-    assert caplog.text.count("warmup_type = 'cubic' is neither") == 1
-
-
-def test_cosine_ends_at_its_smallest_ratio_and_stays_there():
-    params = {"total_num_steps": 6, "warmup_num_steps": 2, "cos_min_ratio": 0.2}
-    params |= {"warmup_min_ratio": 0.5, "warmup_type": "linear"}
-    found = curve(optimizer_of(2.0), "WarmupCosineLR", params, 9)
-    down = [0.2 + 0.8 * (1 + math.cos(math.pi * part / 4)) / 2 for part in (1, 2, 3, 4)]
-    expect(found, [2.0 * f for f in (0.0, 0.5, 0.75, *down, 0.2, 0.2)])
-
-
-def test_one_cycle_goes_up_and_down_once_and_then_decays():
-    params = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 4}
-    params |= {"cycle_second_step_size": 2, "decay_step_size": 2, "decay_lr_rate": 1.0}
-    found = curve(optimizer_of(9.0), "OneCycle", params, 10)
-    expect(found, [1.0, 1.5, 2.0, 2.5, 3.0, 2.0, 1.0, 1 / 1.5, 1 / 2.0, 1 / 2.5])
-
-
-def test_one_cycle_climbs_stairs():
-    params = {"cycle_min_lr": 0.0, "cycle_max_lr": 2.0, "cycle_first_step_size": 4}
-    params |= {"cycle_first_stair_count": 2, "cycle_second_stair_count": 1}
-    found = curve(optimizer_of(9.0), "OneCycle", params, 9)
-    expect(found, [0.0, 0.0, 1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0])
+    said = caplog.text.count("warmup_type = 'cubic' is neither")
+    assert said == ("warmup_type" in params)
 
 
 def test_one_cycle_moves_momentum_against_the_rate():
@@ -125,16 +140,6 @@ def test_one_cycle_without_betas_leaves_momentum_and_says_so(caplog):
     assert "SGD has no betas" in caplog.text
     assert optimizer.param_groups[0]["momentum"] == 0
     assert schedule.get_mom() is None
-
-
-@pytest.mark.parametrize(
-    ("staircase", "expected"),
-    [(False, [1.0, 2.0, 3.0, 4.0, 5.0]), (True, [1.0, 1.0, 3.0, 3.0, 5.0])],
-)
-def test_range_test_goes_up_without_end(staircase, expected):
-    params = {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2}
-    params |= {"lr_range_test_step_rate": 2.0, "lr_range_test_staircase": staircase}
-    expect(curve(optimizer_of(9.0), "LRRangeTest", params, 5), expected)
 
 
 def test_every_group_has_bounds_of_its_own():
@@ -266,23 +271,23 @@ def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    ("name", "params", "key"),
+    ("name", "key"),
     [
-        ("WarmupLR", {"warmup_max_lr": math.nan}, "warmup_max_lr"),
-        ("WarmupLR", {"warmup_min_lr": [math.inf]}, "warmup_min_lr"),
-        ("WarmupDecayLR", {"total_num_steps": math.nan}, "total_num_steps"),
-        ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": math.nan}, "cos_min_ratio"),
-        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": math.inf}, "cycle_max_lr"),
-        (
-            "OneCycle",
-            {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "decay_mom_rate": math.nan},
-            "decay_mom_rate",
-        ),
-        ("LRRangeTest", {"lr_range_test_step_rate": math.nan}, "lr_range_test_step_rate"),
+        ("WarmupLR", "warmup_max_lr"),
+        ("WarmupLR", "warmup_min_lr"),
+        ("WarmupDecayLR", "total_num_steps"),
+        ("WarmupCosineLR", "cos_min_ratio"),
+        ("OneCycle", "cycle_max_lr"),
+        ("OneCycle", "decay_mom_rate"),
+        ("LRRangeTest", "lr_range_test_step_rate"),
     ],
 )
-def test_schedule_of_numbers_that_are_not_finite_is_refused_by_name(name, params, key):
+def test_schedule_of_numbers_that_are_not_finite_is_refused_by_name(name, key, value):
+    needed = {"OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}
+    params = {**needed.get(name, {}), **({"total_num_steps": 9} if "Cosine" in name else {})}
+    params[key] = [value] if key == "warmup_min_lr" else value
     with pytest.raises(ValueError, match=f"{key} must be a finite number"):
         SCHEDULERS[name](optimizer_of(0.9), **params)
 

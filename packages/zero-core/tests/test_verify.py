@@ -1,24 +1,33 @@
-"""Checkpoints that were made up, with the right checksums: no load takes what `verify` refuses."""
+"""Checkpoints that were made up or damaged: no load takes what `verify` refuses.
+
+Bytes that are not what was written are an error of this package.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import shutil
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
 from torch import nn
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
-from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, seal
+from zero_core.checkpoint.json_values import decode
+from zero_core.checkpoint.manifest import BUFFERS, MANIFEST, parse, seal
 from zero_core.checkpoint.safetensors_files import read_header
 from zero_core.checkpoint.save import write_file
-
-_Edit = Callable[[Path, dict[str, Any]], None]
 
 
 def _build(optimizer: str) -> zero_core.Engine:
@@ -52,86 +61,73 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def _make_up(source: Path, folder: Path, edit: _Edit) -> None:
-    """Copy a checkpoint, and seal it again after ``edit`` of its folder and manifest."""
+_Tensors = dict[str, torch.Tensor]
+_GONE = object()
+_VALUES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "no numbers": (("scalars", "0.weight"), _GONE),
+    "steps": (("progress", "global_steps"), -1),
+    "loss scale": (("progress", "loss_scaler", "scale"), 0.0),
+    "no groups": (("progress", "param_groups"), {"lr": 0.1}),
+    "no schedule": (("progress", "lr_scheduler"), _GONE),
+    "client state": (("client_state",), {"__tuple__": [1]}),
+    "other structure": (
+        ("whole_states", "0.weight", "state"),
+        {"__items__": [["momentum", {"__call__": 1}]]},
+    ),
+    "number missing": (("scalars", "2.bias", "step"), _GONE),
+    "number for a moment": (("scalars", "2.bias", "exp_avg"), 0.5),
+}
+"""Places in a manifest, and what stands there."""
+_FILES: dict[str, tuple[str, Callable[[_Tensors], _Tensors]]] = {
+    "no moment": ("exp_avg_sq-00000.safetensors", lambda found: {}),
+    "short moment": (
+        "exp_avg-00000.safetensors",
+        lambda found: {key: value[:-1] for key, value in found.items()},
+    ),
+    "no whole tensor": ("whole-00000.safetensors", lambda found: {}),
+    "no random state": (
+        "rng-00000.safetensors",
+        lambda found: {"torch": torch.zeros(5, dtype=torch.uint8)},
+    ),
+    "buffer of a parameter": (BUFFERS, lambda found: {**found, "0.weight": torch.zeros(4, 6)}),
+}
+"""Files, and what they have in the place of their tensors."""
+
+
+def _make_up(source: Path, folder: Path, edit: str) -> None:
+    """Copy a checkpoint, and seal it again after the ``edit``."""
     shutil.copytree(source, folder)
     (place,) = (path for path in folder.iterdir() if path.is_dir())
     content = json.loads((place / MANIFEST).read_bytes())
-    edit(place, content)
+    name, change = _FILES.get(edit, ("exp_avg-00000.safetensors", dict))
+    found = {key: stored.value() for key, stored in read_header(place / name).items()}
+    if edit in _VALUES:
+        (*path, last), value = _VALUES[edit]
+        owner = reduce(getitem, path, content)
+        owner.pop(last, None)
+        owner.update({} if value is _GONE else {last: value})
+    elif edit == "further state":
+        content["states"].append("max_exp_avg_sq")
+        further = name.replace("exp_avg", "max_exp_avg_sq")
+        content["files"] |= write_file(place, further, found)
+    else:
+        (place / name).unlink()
+        content["files"] |= write_file(place, name, change(found))
     (place / MANIFEST).write_bytes(seal(content))
 
 
-def _write(place: Path, content: dict[str, Any], name: str, tensors: dict[str, Any]) -> None:
-    (place / name).unlink()
-    content["files"] |= write_file(place, name, tensors)
+_OF_MUON = ("no whole tensor", "other structure")
+_OF_THE_OPTIMIZER = ("number missing", "number for a moment", "further state")
+"""What `verify` cannot know."""
 
 
-def _no_moment(place: Path, content: dict[str, Any]) -> None:
-    _write(place, content, "exp_avg_sq-00000.safetensors", {})
-
-
-def _short_moment(place: Path, content: dict[str, Any]) -> None:
-    name = "exp_avg-00000.safetensors"
-    found = read_header(place / name)
-    _write(place, content, name, {k: t.value()[:-1] for k, t in found.items()})
-
-
-def _no_numbers(place: Path, content: dict[str, Any]) -> None:
-    del content["scalars"]["0.weight"]
-
-
-def _no_whole_tensor(place: Path, content: dict[str, Any]) -> None:
-    _write(place, content, "whole-00000.safetensors", {})
-
-
-def _other_structure(place: Path, content: dict[str, Any]) -> None:
-    content["whole_states"]["0.weight"]["state"] = {"__items__": [["momentum", {"__call__": 1}]]}
-
-
-def _no_random_state(place: Path, content: dict[str, Any]) -> None:
-    _write(place, content, "rng-00000.safetensors", {"torch": torch.zeros(5, dtype=torch.uint8)})
-
-
-def _buffer_of_a_parameter(place: Path, content: dict[str, Any]) -> None:
-    found = {key: stored.value() for key, stored in read_header(place / BUFFERS).items()}
-    _write(place, content, BUFFERS, {**found, "0.weight": torch.zeros(4, 6)})
-
-
-def _steps(place: Path, content: dict[str, Any]) -> None:
-    content["progress"]["global_steps"] = -1
-
-
-def _loss_scale(place: Path, content: dict[str, Any]) -> None:
-    content["progress"]["loss_scaler"]["scale"] = 0.0
-
-
-def _no_groups(place: Path, content: dict[str, Any]) -> None:
-    content["progress"]["param_groups"] = {"lr": 0.1}
-
-
-def _no_schedule(place: Path, content: dict[str, Any]) -> None:
-    del content["progress"]["lr_scheduler"]
-
-
-def _client_state(place: Path, content: dict[str, Any]) -> None:
-    content["client_state"] = {"__tuple__": [1]}
-
-
-_OF_ADAM = (
-    *(_no_moment, _short_moment, _no_numbers, _no_random_state, _buffer_of_a_parameter),
-    *(_steps, _loss_scale, _no_groups, _no_schedule, _client_state),
-)
-_OF_MUON = (_no_whole_tensor, _other_structure)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "edit"),
-    [*(("AdamW", edit) for edit in _OF_ADAM), *(("Muon", edit) for edit in _OF_MUON)],
-)
-def test_what_no_engine_can_load_is_not_whole(saved, tmp_path, optimizer, edit):
+@pytest.mark.parametrize("edit", [*_VALUES, *_FILES, "further state"])
+def test_what_no_engine_can_load_is_refused_and_not_whole(saved, tmp_path, edit):
+    optimizer = "Muon" if edit in _OF_MUON else "AdamW"
     _make_up(saved[optimizer], tmp_path / "made-up", edit)
-    with pytest.raises(CheckpointCorruptError):
-        zero_core.verify_checkpoint(tmp_path / "made-up")
+    if edit not in _OF_THE_OPTIMIZER:
+        with pytest.raises(CheckpointCorruptError):
+            zero_core.verify_checkpoint(tmp_path / "made-up")
     _refuses_and_stays(_build(optimizer), tmp_path / "made-up")
 
 
@@ -152,27 +148,6 @@ def test_what_was_saved_is_whole(saved, optimizer):
     assert zero_core.verify_checkpoint(saved[optimizer])
 
 
-def _number_missing(place: Path, content: dict[str, Any]) -> None:
-    del content["scalars"]["2.bias"]["step"]
-
-
-def _number_for_a_moment(place: Path, content: dict[str, Any]) -> None:
-    content["scalars"]["2.bias"]["exp_avg"] = 0.5
-
-
-def _further_state(place: Path, content: dict[str, Any]) -> None:
-    name = "exp_avg-00000.safetensors"
-    tensors = {key: stored.value() for key, stored in read_header(place / name).items()}
-    content["states"].append("max_exp_avg_sq")
-    content["files"] |= write_file(place, name.replace("exp_avg", "max_exp_avg_sq"), tensors)
-
-
-@pytest.mark.parametrize("edit", [_number_missing, _number_for_a_moment, _further_state])
-def test_numbers_and_states_that_the_optimizer_does_not_have_are_refused(saved, tmp_path, edit):
-    _make_up(saved["AdamW"], tmp_path / "made-up", edit)
-    _refuses_and_stays(_build("AdamW"), tmp_path / "made-up")
-
-
 def _export(folder: Path, **options: Any) -> None:
     zero_core.export_checkpoint(folder, folder.with_name("hf"), **options)
 
@@ -189,3 +164,90 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_not_said_to_be_damaged(saved
         read(folder, progress=remove)
     assert not isinstance(caught.value, CheckpointCorruptError)
     assert not any((tmp_path / "hf").glob("*"))
+
+
+# ------------------------------------------------------------------------------ any bytes at all
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    engine = zero_core.build(
+        nn.Linear(3, 2), {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
+    )
+    return (engine.save_checkpoint(tmp_path_factory.mktemp("saved")) / MANIFEST).read_bytes()
+
+
+def test_flipped_cut_and_longer_manifests_are_refused(manifest: bytes) -> None:
+    assert parse(manifest, "it").states
+    chosen = random.Random(0).sample(range(len(manifest)), 300)
+    last = range(len(manifest) - 90, len(manifest))  # the digest
+    changed = []
+    for at in (*chosen, *last):
+        flipped = manifest[at] ^ (1 << at % 8)
+        changed.append(manifest[:at] + bytes([flipped]) + manifest[at + 1 :])
+    changed += [manifest[:at] for at in (*chosen[::5], *last)]
+    changed += [manifest + tail for tail in (b"\n", b" ", b"\0", b"}", manifest)]
+    for data in changed:
+        with pytest.raises(CheckpointError):
+            parse(data, "it")
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_any_value_in_any_place_is_read_or_refused_by_an_error_of_ours(
+    manifest: bytes, data: st.DataObject
+) -> None:
+    content: dict[str, Any] = json.loads(manifest)
+    owner: Any = content
+    for _ in range(data.draw(st.integers(1, 4))):
+        keys = sorted(owner) if isinstance(owner, dict) else list(range(len(owner)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(owner[key], dict | list) or not owner[key]:
+            break
+        parent, owner = owner, owner[key]
+    else:
+        owner = parent
+    owner[key] = data.draw(_JSON)
+    with contextlib.suppress(CheckpointError):
+        parse(seal(content), "it")
+
+
+@settings(max_examples=30)
+@given(st.binary(max_size=40), st.integers(0, 200))
+def test_any_header_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, middle: bytes, at: int
+) -> None:
+    data = save({"a": torch.ones(2, 3), "b": torch.ones(0)})
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    path.write_bytes(data[:at] + middle + data[at + len(middle) :])
+    try:
+        for stored in read_header(path).values():
+            stored.value()
+    except CheckpointError:
+        pass
+
+
+@settings(max_examples=30)
+@given(_JSON)
+def test_any_json_is_decoded_or_refused(value: Any) -> None:
+    for key in ("__tensor__", "__tuple__", "__mapping__", "__counter__", "__items__"):
+        with contextlib.suppress(CheckpointCorruptError):
+            decode({key: value})
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_deep_json_is_refused(tmp_path: Path, opening: bytes) -> None:
+    text = opening * 10**5
+    with pytest.raises(CheckpointCorruptError, match="not readable"):
+        parse(text, "it")
+    path = tmp_path / "deep.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointCorruptError, match="not a whole safetensors file"):
+        read_header(path)

@@ -1,24 +1,29 @@
-"""The vertical schedule with blocks' inputs and tied weights' gradients in host memory."""
+"""The memory of the vertical schedule: inputs and gradients kept, in host memory too; its plan."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
 from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import SimulatedRanks, late_device, run_alone, seeded, simulate
+from zero_core.testing.training import assert_same
 
 VOCAB, WIDTH, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
 GRADIENT_BYTES, INPUT_BYTES = VOCAB * WIDTH * 4, ROWS * WIDTH * 4  # 160,000 and 96,000
 
 
 class _Net(nn.Module):
-    def __init__(self) -> None:
+    """Tied weights. ``is_shared``: the blocks, too, bring a part of the embedding's gradient."""
+
+    def __init__(self, *, is_shared: bool = False) -> None:
         super().__init__()
         with seeded(3):
             self.embed = nn.Embedding(VOCAB, WIDTH)
@@ -28,21 +33,12 @@ class _Net(nn.Module):
             )
             self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
+        self.is_shared = is_shared
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = block(x)
-        return self.head(x[:50]).square().mean()
-
-
-class _SharedByBlocks(_Net):
-    """The blocks, too, compute with the embedding, so that each brings a part of its gradient."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x) + self.embed(ids)
+            x = block(x) + self.embed(ids) if self.is_shared else block(x)
         return self.head(x[:50]).square().mean()
 
 
@@ -64,9 +60,9 @@ def _batches(step: int, ranks: Any, steps: int = STEPS) -> list[Tensor]:
 
 
 def _train(
-    ranks: SimulatedRanks, kind: type[_Net], config: dict[str, Any]
+    ranks: SimulatedRanks, is_shared: bool, config: dict[str, Any]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    engine = zero_core.build(kind(), config, process_group=ranks)
+    engine = zero_core.build(_Net(is_shared=is_shared), config, process_group=ranks)
     losses = [engine.train_batch(_batches(step, ranks)).item() for step in range(3)]
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
     engine.close()
@@ -75,15 +71,15 @@ def _train(
 
 def _follow_the_cpu() -> None:
     late_device.load()
-    cases = [(1, 3, _Net), (2, 3, _Net), (2, 1, _Net), (2, 3, _SharedByBlocks)]
-    for seed, (world_size, stage, kind) in enumerate(cases):
-        expected = simulate(_train, world_size, kind, _config(stage))
+    cases = [(1, 3, False), (2, 3, False), (2, 1, False), (2, 3, True)]
+    for seed, (world_size, stage, is_shared) in enumerate(cases):
+        expected = simulate(_train, world_size, is_shared, _config(stage))
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         config = _config(stage, accumulation_schedule="vertical")
-        found = simulate(_train, world_size, kind, config, device="late")
+        found = simulate(_train, world_size, is_shared, config, device="late")
         for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
             assert losses == exact_losses
-            torch.testing.assert_close(values, exact_values, rtol=0.0, atol=0.0)
+            assert_same(values, exact_values)
 
 
 def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_the_cpu():
@@ -154,26 +150,20 @@ def test_device_has_two_gradients_however_many_micro_batches():
     run_alone(_keep_few_on_the_device)
 
 
-class _Failure(RuntimeError):
-    pass
-
-
 def _fail_and_go_on(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[Any, list[Tensor]]:
     """Train a step, fail in the loss of the next one's third micro-batch, evaluate, and train."""
     engine = zero_core.build(_Net(), config, process_group=ranks)
     losses = [engine.train_batch(_batches(0, ranks))]
-    num_called = 0
+    numbers = itertools.count(1)
 
     def fails(ids: Tensor) -> Tensor:
-        nonlocal num_called
-        num_called += 1
-        number = num_called
+        number = next(numbers)
         loss = engine(ids)  # it pauses, and others begin
         if number == 3:
-            raise _Failure
+            raise ArithmeticError
         return loss
 
-    with pytest.raises(_Failure):
+    with pytest.raises(ArithmeticError):
         engine.train_batch(_batches(1, ranks), fails)
     with torch.no_grad():
         losses.append(engine(_batches(1, ranks)[0]))
@@ -190,7 +180,7 @@ def _recover() -> None:
     config = _config(accumulation_schedule="vertical")
     found = simulate(_fail_and_go_on, 1, config, device="late")
     assert found[0][1] == expected[0][1]
-    torch.testing.assert_close(found[0][0], expected[0][0], rtol=0.0, atol=0.0)
+    assert_same(found[0][0], expected[0][0])
 
 
 def test_training_goes_on_after_a_loss_that_failed():
@@ -230,105 +220,156 @@ def _run_late(program: Any) -> None:
     simulate(program, 1, device="late")
 
 
-def _plan(schedule: str, *, is_on_host: bool, device_type: Any = "accelerator") -> zero_core.Plan:
-    block = {"cpu_checkpointing": is_on_host}
-    config = _config(accumulation_schedule=schedule, activation_checkpointing=block)
+def _plan(
+    schedule: str,
+    model: nn.Module | None = None,
+    *,
+    inputs: Tensor | None = None,
+    world_size: int = 1,
+    is_on_host: bool = False,
+    steps: int = STEPS,
+    **further: Any,
+) -> zero_core.Plan:
     with torch.device("meta"):
-        model, inputs = _Net(), [torch.zeros(ROWS, dtype=torch.long)]
-    return zero_core.plan(model, config, 1, device_type=device_type, example_inputs=inputs)
+        model = model or _Net()
+        inputs = torch.zeros(ROWS, dtype=torch.long) if inputs is None else inputs
+    config = _config(
+        steps=steps,
+        accumulation_schedule=schedule,
+        activation_checkpointing={"cpu_checkpointing": is_on_host},
+    )
+    return zero_core.plan(model, config, world_size, example_inputs=[inputs], **further)
 
 
-def test_plan_counts_two_calls_inputs_and_two_gradients_on_the_device():
-    here, away = (_plan("vertical", is_on_host=on).memory.device for on in (False, True))
+def _on_device(schedule: str, **further: Any) -> Any:
+    return _plan(schedule, device_type="accelerator", **further).memory.device
+
+
+def test_plan_counts_inputs_and_gradients_of_all_micro_batches_or_two_beside_the_host() -> None:
+    here, away = (_on_device("vertical", is_on_host=on) for on in (False, True))
     moved = STEPS * DEPTH * INPUT_BYTES
     assert here["activations"] - away["activations"] == moved - 2 * INPUT_BYTES
     assert here["gradients of tied weights"] == STEPS * GRADIENT_BYTES
     assert away["gradients of tied weights"] == 2 * GRADIENT_BYTES
-    here, away = (_plan("horizontal", is_on_host=on).memory.device for on in (False, True))
+    here, away = (_on_device("horizontal", is_on_host=on) for on in (False, True))
     assert here["activations"] - away["activations"] == (DEPTH - 2) * INPUT_BYTES
+    assert "gradients of tied weights" not in here
+    here, away = (
+        _plan("vertical", is_on_host=on, device_type="cpu").memory for on in (False, True)
+    )
+    assert here == away, "the host is the device"
+
+
+def test_plan_counts_inputs_of_blocks_for_each_micro_batch() -> None:
+    found = {
+        n: _plan("vertical", steps=n, device_type="cpu").memory.device["activations"]
+        for n in (1, 2, 4)
+    }
+    # With a gradient between two blocks each; the embedding saves its indices.
+    per_micro_batch = DEPTH * INPUT_BYTES + INPUT_BYTES + ROWS * 8
+    assert found[4] - found[2] == 2 * per_micro_batch
+    assert found[2] - found[1] == per_micro_batch + INPUT_BYTES
+    one = _plan("horizontal", steps=4, device_type="cpu").memory.device["activations"]
+    assert found[1] == one
+
+
+def test_inputs_of_blocks_of_all_micro_batches_are_kept_and_then_freed() -> None:
+    given: list[StorageWeakRef] = []
+    num_alive: list[int] = []
+    config = _config(accumulation_schedule="vertical", activation_checkpointing={})
+    model = _Net()
+    for block in model.blocks:
+        block.register_forward_pre_hook(
+            lambda module, args: given.append(StorageWeakRef(args[0].untyped_storage()))
+        )
+    model.head.register_forward_pre_hook(
+        lambda module, args: num_alive.append(sum(not ref.expired() for ref in given))
+    )
+    engine = zero_core.build(model, config)
+    engine.train_batch([torch.arange(ROWS) for _ in range(STEPS)])
+    # The last block and the head take one micro-batch after the other.
+    assert num_alive == [STEPS * (DEPTH - 1) + number for number in range(1, STEPS + 1)]
+    assert all(ref.expired() for ref in given)
 
 
 class _Narrowing(nn.Module):
-    """Blocks whose inputs are of different sizes: 64, 32 and 16 numbers of a sample."""
+    """Blocks whose inputs are of different sizes: 64, 32 and 16 numbers of a sample.
 
-    def __init__(self) -> None:
+    ``keeps``: what the code between blocks saves stays on the device: the second block's input.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64 >> n, 32 >> n) for n in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
-
-
-class _Kept(_Narrowing):
-    """What the code between blocks saves stays on the device: the second block's input."""
+        self.keeps = keeps
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
-        y = x.square()
-        return self.blocks[2](self.blocks[1](x)).sum() + y.sum()
+        kept = x.square().sum() if self.keeps else 0.0
+        return self.blocks[2](self.blocks[1](x)).sum() + kept
 
 
 @pytest.mark.parametrize(
-    ("kind", "schedule", "freed", "fetched"),
+    ("keeps", "schedule", "freed", "fetched"),
     [
-        (_Narrowing, "horizontal", 64 + 32 + 16, 64 + 32),
-        (_Narrowing, "vertical", STEPS * (64 + 32 + 16), 2 * 64),
-        (_Kept, "horizontal", 64 + 16, 64 + 32),
-        (_Kept, "vertical", STEPS * (64 + 16), 2 * 64),
+        (False, "horizontal", 64 + 32 + 16, 64 + 32),
+        (False, "vertical", STEPS * (64 + 32 + 16), 2 * 64),
+        (True, "horizontal", 64 + 16, 64 + 32),
+        (True, "vertical", STEPS * (64 + 16), 2 * 64),
     ],
 )
 def test_plan_counts_inputs_of_different_sizes(
-    kind: type[nn.Module], schedule: str, freed: int, fetched: int
-):
+    keeps: bool, schedule: str, freed: int, fetched: int
+) -> None:
     found = []
     for is_on_host in (False, True):
-        block = {"cpu_checkpointing": is_on_host}
-        config = _config(accumulation_schedule=schedule, activation_checkpointing=block)
         with torch.device("meta"):
-            model, inputs = kind(), [torch.zeros(ROWS, 64, requires_grad=True)]
-        plan = zero_core.plan(model, config, 1, example_inputs=inputs)
+            model, x = _Narrowing(keeps=keeps), torch.zeros(ROWS, 64, requires_grad=True)
+        plan = _plan(schedule, model, inputs=x, is_on_host=is_on_host)
         found.append(plan.memory.device["activations"])
     assert found[0] - found[1] == (freed - fetched) * ROWS * 4
 
 
-def test_host_that_is_the_device_has_nothing_besides():
-    here, away = (
-        _plan("vertical", is_on_host=on, device_type="cpu").memory for on in (False, True)
-    )
-    assert here == away
+def _step_time(schedule: str, *args: Any, bound: str, rate: float, **further: Any) -> Any:
+    """Plan a step in which all is free but forward, backward and the curves ``bound``.
 
-
-def _rates(copies: float) -> Calibration:
-    """Everything is free but copies at so many bytes per second, and forward and backward."""
-    free, copy = Curve(((1.0, 0.0),)), Curve.of_rate(copies)
-    names = ("memory.float32", "matmul.float32", "pass", "step")
+    ``rate``: of these, in bytes per second.
+    """
+    names = ("memory.float32", "matmul.float32", "pass", "step", "agree.within", "reduce.within")
+    names += ("update.host.float32", "update.device.float32", "copy.to_host", "copy.to_device")
     curves = {
-        **dict.fromkeys(names, free),
-        **dict.fromkeys(("update.host.float32", "update.device.float32"), free),
-        **dict.fromkeys(("copy.to_host", "copy.to_device"), copy),
-        "operator": Curve(((1.0, 1e-3),)),
+        **dict.fromkeys((*names, "gather.within"), Curve(((1.0, 0.0),))),
+        "operator": Curve(((1.0, 1e-3 if bound == "copy" else 1e-6),)),
     }
-    return Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
+    curves |= {name: Curve.of_rate(rate) for name in curves if name.startswith(bound)}
+    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
+    step_time = _plan(schedule, *args, calibration=rates, **further).configured.step_time
+    assert step_time is not None
+    return step_time
 
 
 @pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
-def test_time_counts_the_copies_of_inputs_which_run_beside_computation(schedule: str):
-    def step_time(rate: float, *, is_on_host: bool = True) -> Any:
-        block = {"cpu_checkpointing": is_on_host}
-        config = _config(accumulation_schedule=schedule, activation_checkpointing=block)
-        with torch.device("meta"):
-            model, inputs = _Net(), [torch.zeros(ROWS, dtype=torch.long)]
-        plan = zero_core.plan(model, config, 1, example_inputs=inputs, calibration=_rates(rate))
-        return plan.configured.step_time
-
+def test_time_counts_the_copies_of_inputs_which_run_beside_computation(schedule: str) -> None:
     moved = STEPS * DEPTH * INPUT_BYTES
     moved += STEPS * GRADIENT_BYTES if schedule == "vertical" else 0
-    quick, slow = step_time(1e10), step_time(1e6)
+    quick, slow = (
+        _step_time(schedule, bound="copy", rate=rate, is_on_host=True) for rate in (1e10, 1e6)
+    )
     assert quick.lanes["copies"] == pytest.approx(2 * moved / 1e10)
     assert slow.lanes["copies"] == pytest.approx(2 * moved / 1e6)
-    without = step_time(1e6, is_on_host=False)
+    without = _step_time(schedule, bound="copy", rate=1e6)
     assert without.lanes["copies"] == 0
     assert quick.total_s == pytest.approx(without.total_s, rel=0.01)  # all but the last block's
     assert slow.total_s > moved / 1e6 > 2 * without.total_s  # each way is a lane
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_step_that_gathers_bound_takes_one_pass_of_gathers(steps: int) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
+    horizontal, vertical = (
+        _step_time(s, model, inputs=x, bound="gather", rate=1e6, world_size=2, steps=steps)
+        for s in ("horizontal", "vertical")
+    )
+    assert horizontal.lanes["gather"] == pytest.approx(steps * vertical.lanes["gather"])
+    assert vertical.total_s < horizontal.total_s / (steps / 1.5)

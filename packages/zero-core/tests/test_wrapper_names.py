@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from former_checkpoints import make_version_1
 from safetensors.torch import load_file, save_file
+from support.former_checkpoints import make_version_1
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

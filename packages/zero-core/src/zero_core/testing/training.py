@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
+from zero_core.testing.models import batch
 from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case, SimulatedDDP
 from zero_core.testing.simulated import SimulatedRanks
 
@@ -121,3 +122,13 @@ def step_ddp(ddp: SimulatedDDP, optimizer: torch.optim.Optimizer, inputs: Inputs
     ddp.average_gradients()
     optimizer.step()
     return loss.item()
+
+
+def train_steps(engine: zero_core.Engine, first: int, stop: int) -> list[float]:
+    """Train `Hard` on this rank's batches of the steps from ``first`` to ``stop``."""
+    return train(engine, [batch(step, 0, engine.rank) for step in range(first, stop)])
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compare tensors, or mappings or sequences of them, bit by bit."""
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
