@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zero_core
 import zero_core.comm.device
 from zero_core.comm.meter import Traffic
-from zero_core.testing import spawn
+from zero_core.testing import Case, spawn
 
 
 class _Net(nn.Module):
@@ -36,19 +36,11 @@ class _Net(nn.Module):
         return self.out(x).square().mean()
 
 
-def _config(stage: int, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        **further,
-    }
-
-
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"gradient_accumulation_steps": 2, "bf16": {"enabled": True}},
-)
+CASES = [
+    Case(stage, dtype=dtype, accumulation=accumulation)
+    for stage in range(4)
+    for dtype, accumulation in (("fp32", 1), ("bf16", 2))
+]
 
 
 def _train(engine: zero_core.Engine, steps: int) -> None:
@@ -94,26 +86,24 @@ class _NothingShared:
 
 
 def _check(rank: int, world_size: int, per_node: int) -> None:
-    for stage in range(4):
-        for further in VARIANTS:
-            config = _config(stage, **further)
-            engine = zero_core.build(_Net(), config)
-            assert engine.comm_report() == ()
-            _train(engine, 2)
-            planned = _planned(config, world_size, per_node)
-            assert engine.comm_report() == planned, (stage, further)
-            assert (len(planned) > 1) == (world_size > 1)
-            # Where all ranks or none share a node, gathers have no second hop and need no thread.
-            has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
-            assert has_thread == (1 < per_node < world_size)
-            engine.close()
+    for case in CASES:
+        engine = zero_core.build(_Net(), case.config())
+        assert engine.comm_report() == ()
+        _train(engine, 2)
+        planned = _planned(case.config(), world_size, per_node)
+        assert engine.comm_report() == planned, case
+        assert (len(planned) > 1) == (world_size > 1)
+        # Where all ranks or none share a node, gathers have no second hop and need no thread.
+        has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
+        assert has_thread == (1 < per_node < world_size)
+        engine.close()
 
 
 def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
     zero_core.comm.device.SharedMemory = _NothingShared  # or bytes would not travel
     postman = _Postman(rank, per_node)
     for stage in range(4):
-        engine = zero_core.build(_Net(), _config(stage, **VARIANTS[0]))
+        engine = zero_core.build(_Net(), Case(stage).config())
         _train(engine, 1)
         engine.publish()
         postman.bytes.clear()
@@ -148,7 +138,7 @@ def test_the_report_counts_the_bytes_that_leave_the_process(world_size: int, per
 
 
 def _between_steps(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Net(), _config(3))
+    engine = zero_core.build(_Net(), Case(3).config())
     _train(engine, 2)
     whole = engine.comm_report()
     with torch.no_grad():

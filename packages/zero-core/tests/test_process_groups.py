@@ -24,14 +24,10 @@ from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.meter import Links
 from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
-from zero_core.testing import spawn
+from zero_core.testing import Case, spawn
 
 CPU = torch.device("cpu")
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "zero_optimization": {"stage": 3},
-}
+CONFIG = Case(3).config()
 
 
 def _connect(group: dist.ProcessGroup | None) -> DeviceCollectives:
@@ -145,54 +141,36 @@ def test_groups_are_shared_and_end_with_the_last_engine() -> None:
     spawn(_ends, 3)
 
 
+def _connect_on(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
+    return _connect(ranks.group)
+
+
 def _engines_end(rank: int, world_size: int) -> None:
     """Engines run the collectives of accelerators over gloo."""
-
-    def transport(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
-        return _connect(ranks.group)
-
-    sys.modules["zero_core.build"].make_transport = transport  # type: ignore[attr-defined]
+    build: Any = sys.modules["zero_core.build"]
+    build.make_transport = _connect_on
     num_groups = count_groups()
     for end in ("close", "unwrap", "close"):
         engine, second = _build(), _build()
         assert count_groups() == num_groups + 2
         second.close()
-        loss = engine(torch.ones(1, 5)).square().sum()
-        engine.backward(loss)
+        engine.backward(engine(torch.ones(1, 5)).square().sum())
         engine.step()
         getattr(engine, end)()
         dist.barrier()  # an engine that closes waits for no other
         assert count_groups() == num_groups
 
-
-def _failed_builds(rank: int, world_size: int) -> None:
-    def transport(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
-        return _connect(ranks.group)
-
     def no_tier(**own: Any) -> Any:
         raise KeyboardInterrupt("while the state is allocated")
 
-    sys.modules["zero_core.build"].make_transport = transport  # type: ignore[attr-defined]
-    num_groups = count_groups()
     with pytest.raises(KeyboardInterrupt, match="while the state"):
         _build(state_tier=no_tier)
     assert count_groups() == num_groups
 
-
-def test_the_groups_of_a_build_that_fails_end() -> None:
-    spawn(_failed_builds, 2)
-
-
-def _close_fails(rank: int, world_size: int) -> None:
-    def transport(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
-        return _connect(ranks.group)
-
     def fails(communicator: Communicator) -> None:
         raise RuntimeError("the device has failed")
 
-    num_groups = count_groups()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["zero_core.build"], "make_transport", transport)
         patch.setattr(Communicator, "close", fails)
         engine = _build()
         with pytest.raises(RuntimeError, match="the device has failed"):
@@ -200,8 +178,11 @@ def _close_fails(rank: int, world_size: int) -> None:
     assert count_groups() == num_groups
 
 
-def test_an_engines_groups_end_though_its_watch_fails() -> None:
-    spawn(_close_fails, 1)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails(
+    world_size: int,
+) -> None:
+    spawn(_engines_end, world_size)
 
 
 def _dropped(rank: int, world_size: int) -> None:
@@ -245,11 +226,6 @@ def _aborted_as_one(rank: int, world_size: int) -> None:
 
 def test_groups_that_end_together_are_aborted_as_one() -> None:
     spawn(_aborted_as_one, 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_engines_groups_end_with_it(world_size: int) -> None:
-    spawn(_engines_end, world_size)
 
 
 def _splits(rank: int, world_size: int) -> None:
@@ -369,9 +345,6 @@ def _uneven(rank: int, world_size: int) -> None:
         assert torch.equal(found, torch.cat(expected).to(dtype))
 
 
-def test_slices_of_different_lengths_are_exchanged() -> None:
-    spawn(_uneven, 3)
-
-
-def test_dtypes_that_the_backend_has_no_type_for_travel() -> None:
-    spawn(_every_dtype, 3)
+@pytest.mark.parametrize("what", [_every_dtype, _uneven])
+def test_a_library_exchanges_any_dtype_and_slices_of_different_lengths(what: Any) -> None:
+    spawn(what, 3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -58,34 +56,6 @@ def test_two_simulated_ranks_of_ddp_compute_its_bits(tmp_path) -> None:  # type:
             assert all(torch.equal(trace.values[name], value) for name, value in values.items())
 
 
-def test_three_simulated_ranks_of_ddp_follow_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """DDP adds three gradients in another order: a few ulps, grown over the steps."""
-    spawn(_ddp_in_process, 3, str(tmp_path))
-    for rank, trace in enumerate(simulate(_follow_ddp, 3, OF_DDP[0])):
-        losses, values = torch.load(tmp_path / f"{rank}.pt")[0]
-        assert trace.losses == pytest.approx(losses, abs=4e-6, rel=0)
-        for name, value in values.items():
-            torch.testing.assert_close(trace.values[name], value, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_every_stage_has_the_same_bits(world_size: int) -> None:
-    first, *others = (simulate(_train, world_size, Case(stage=stage)) for stage in range(4))
-    for traces in others:
-        for ours, theirs in zip(first, traces, strict=True):
-            assert ours.losses == theirs.losses
-            assert all(torch.equal(ours.values[n], v) for n, v in theirs.values.items())
-
-
-def test_nodes_of_two_ranks_send_once_per_node() -> None:
-    near, far = (
-        simulate(_train, 4, Case(stage=3), ranks_per_node=per_node) for per_node in (None, 2)
-    )
-    assert all(trace.between_nodes_bytes == 0 for trace in near)
-    assert all(trace.between_nodes_bytes > 0 for trace in far)
-    assert near[0].losses == far[0].losses
-
-
 def _fail_on_rank_1(ranks: SimulatedRanks) -> None:
     if ranks.rank == 1:
         raise KeyError("rank 1 has no data")
@@ -109,17 +79,3 @@ def _branch(ranks: SimulatedRanks) -> str:
 
 def test_a_message_of_another_size_is_refused() -> None:
     assert simulate(_branch, 2)[1]
-
-
-def _read_generator(ranks: SimulatedRanks) -> bool:
-    for _ in range(5000):
-        garbage = torch.nn.Parameter(torch.empty(1))
-        garbage.itself = garbage  # type: ignore[attr-defined]
-        torch.get_rng_state()
-    return gc.isenabled()
-
-
-def test_ranks_read_the_generator_beside_each_other_and_leave_garbage() -> None:
-    """A collection under the generator's lock would have them wait for each other for ever."""
-    assert simulate(_read_generator, 3) == [False] * 3
-    assert gc.isenabled()
