@@ -40,12 +40,8 @@ def refused(config, match: str, world_size: int = 2) -> None:
 )
 def test_the_batch_triple_is_derived(given, expected):
     config = load_config(given, world_size=2)
-    found = (
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-    )
-    assert found == expected
+    found = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
+    assert (*found, config.gradient_accumulation_steps) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,14 +50,7 @@ def test_the_batch_triple_is_derived(given, expected):
         ({}, "train_batch_size or train_micro_batch_size_per_gpu must be given"),
         ({"gradient_accumulation_steps": 2}, "must be given"),
         ({"train_batch_size": 7}, "does not multiply out"),
-        (
-            {
-                "train_batch_size": 8,
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": 3,
-            },
-            "does not multiply out",
-        ),
+        ({**SMALL, "train_batch_size": 8, "gradient_accumulation_steps": 3}, "multiply out"),
         ({"train_batch_size": 0}, "whole number >= 1, found 0"),
         ({"train_batch_size": "8.5"}, "whole number >= 1, found '8.5'"),
         ({"train_batch_size": True}, "whole number >= 1, found True"),
@@ -111,13 +100,10 @@ def quantized(stage: int = 3, **keys):
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "only one of them"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
         ({"name_waits_within_s": 1e-3}, "name_waits_within_s.*expected 0, or at least 0.5"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
-            "zero_optimization.offload_optimizer.ratio",
-        ),
-        ({"zero_optimization": {"offload_optimizer": {"numa": "maybe"}}}, "offload_optimizer.numa"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "needs .*nvme_path"),
-        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "needs device 'cpu'"),
+        (offload(ratio=1.5), "zero_optimization.offload_optimizer.ratio"),
+        (offload(numa="maybe"), "offload_optimizer.numa"),
+        (offload(device="nvme"), "needs .*nvme_path"),
+        (offload(device="none", ratio=0.5), "needs device 'cpu'"),
         (offload(device="none", parameters=["*"]), "parameters needs device 'cpu'"),
         (offload(device="none", device_budget=1), "device_budget needs device 'cpu'"),
         (offload(ratio=0.5, parameters=["*"]), "ratio and parameters each say"),
@@ -130,19 +116,15 @@ def quantized(stage: int = 3, **keys):
         (offload(parameters=[]), "parameters: .*a list of patterns"),
         (offload(device_budget=-1), "offload_optimizer.device_budget"),
         (offload(pin_memory="auto"), 'pin_memory: "auto" is filled in'),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "needs stage 3"),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            "needs nvme_path",
-        ),
-        *[
-            ({"zero_optimization": {"stage": 2, key: value}}, rf"{key}.* needs stage 3, found 2")
-            for key, value in (
-                ("zero_quantized_weights", True),
-                ("zero_quantized_nontrainable_weights", True),
-                ("zero_hpz_partition_size", 2),
+        (quantized(0, offload_param={"device": "cpu"}), "needs stage 3"),
+        (quantized(3, offload_param={"device": "nvme"}), "needs nvme_path"),
+        *(
+            (
+                quantized(2, **{f"zero_{key}": 2 if "size" in key else True}),
+                f"{key}.* needs stage 3",
             )
-        ],
+            for key in ("quantized_weights", "quantized_nontrainable_weights", "hpz_partition_size")
+        ),
         (quantized(zero_hpz_partition_size=4), "= 4 must divide the number of ranks, 2"),
         (quantized(zero_hpz_partition_size=0), "zero_hpz_partition_size"),
         (quantized(zero_hpz_partition_size="rank"), "zero_hpz_partition_size.*'rank'"),
@@ -156,10 +138,7 @@ def quantized(stage: int = 3, **keys):
         (quantized(zeropp_loco_param={"reset_T": 0}), "zeropp_loco_param.reset_T"),
         (quantized(zeropp_loco_param={"reset_t": 9}), "did you mean 'reset_T'"),
         ({"activation_checkpointing": {"profile": True}}, "profile is not served"),
-        (
-            {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}},
-            "synchronize_checkpoint_boundary is not served",
-        ),
+        ({"activation_checkpointing": {"synchronize_checkpoint_boundary": True}}, "not served"),
         ({"activation_checkpointing": {"cpu_checkpoint": True}}, "cpu_checkpointing"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown = True is not served"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler"),

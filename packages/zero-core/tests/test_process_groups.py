@@ -17,7 +17,6 @@ from zero_core import ConfigError
 from zero_core._torch import count_groups, timeout_of
 from zero_core.comm import groups
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.control import LibraryControlGroup
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.device_library import Lane
 from zero_core.comm.groups import ProcessLibrary
@@ -315,36 +314,3 @@ def _default_timeout(rank: int, world_size: int) -> None:
 
 def test_a_backend_without_options_has_the_default_timeout() -> None:
     spawn(_default_timeout, 1)
-
-
-def _every_dtype(rank: int, world_size: int) -> None:
-    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
-    for dtype in (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn):
-        shard = torch.full((3,), rank % 2).to(dtype)
-        out = torch.empty(3 * world_size, dtype=dtype)
-        library.all_gather(out, shard).wait()
-        expected = torch.cat([torch.full((3,), r % 2).to(dtype) for r in range(world_size)])
-        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
-        library.all_to_all(out, expected).wait()
-        assert torch.equal(
-            out[:3].view(torch.uint8), expected[3 * rank : 3 * rank + 3].view(torch.uint8)
-        )
-        library.broadcast(shard, source=1).wait()
-        assert torch.equal(shard.view(torch.uint8), expected[3:6].view(torch.uint8))
-
-
-def _uneven(rank: int, world_size: int) -> None:
-    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
-    control = LibraryControlGroup(library, CPU)
-    numels = [[0, 3, 1], [2, 0, 0], [0, 5, 0]]  # from each to each
-    for dtype in (torch.float32, torch.float64):
-        parts = torch.cat([torch.full((n,), 10 * rank + k) for k, n in enumerate(numels[rank])])
-        expected = [torch.full((row[rank],), 10 * k + rank) for k, row in enumerate(numels)]
-        received = [row[rank] for row in numels]
-        found = control.exchange(parts.to(dtype), numels[rank], received)
-        assert torch.equal(found, torch.cat(expected).to(dtype))
-
-
-@pytest.mark.parametrize("what", [_every_dtype, _uneven])
-def test_a_library_exchanges_any_dtype_and_slices_of_different_lengths(what: Any) -> None:
-    spawn(what, 3)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from zero_core import CollectiveError
-from zero_core.testing import Case, SimulatedRanks, Trace, run_ddp, run_engine, simulate, spawn
+from zero_core.comm.topology import Ranks
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    run_ddp,
+    run_engine,
+    run_on_processes,
+    simulate,
+)
 
 STEPS = 6  # in the fifth the branches differ between the ranks
 CASE = Case(stage=3, accumulation=2, clipping=0.5)
@@ -18,42 +28,28 @@ OF_DDP = [
 ]
 
 
-def _train(ranks: SimulatedRanks, case: Case) -> Trace:
-    return run_engine(case, ranks.rank, STEPS, process_group=ranks)
+def _save(ranks: Ranks, folder: Path) -> None:
+    is_simulated = isinstance(ranks, SimulatedRanks)
+    traces = [run_engine(CASE, ranks.rank, STEPS, process_group=ranks)]
+    if ranks.size == 2:
+        traces += [
+            run_ddp(case, ranks.rank, STEPS, ranks if is_simulated else None) for case in OF_DDP
+        ]
+    name = f"{'simulated' if is_simulated else 'process'} {ranks.rank}.pt"
+    torch.save([(trace.losses, trace.values) for trace in traces], folder / name)
 
 
-def _train_in_process(rank: int, world_size: int, folder: str) -> None:
-    trace = run_engine(CASE, rank, STEPS)
-    torch.save([trace.losses, trace.values], f"{folder}/{rank}.pt")
-
-
-def test_simulated_ranks_compute_the_bits_of_processes(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    spawn(_train_in_process, 3, str(tmp_path))
-    for rank, trace in enumerate(simulate(_train, 3, CASE)):
-        losses, values = torch.load(tmp_path / f"{rank}.pt")
-        assert trace.losses == losses
-        for name, value in values.items():
-            assert torch.equal(trace.values[name], value), name
-
-
-def _follow_ddp(ranks: SimulatedRanks, case: Case) -> Trace:
-    return run_ddp(case, ranks.rank, STEPS, ranks)
-
-
-def _ddp_in_process(rank: int, world_size: int, folder: str) -> None:
-    traces = [run_ddp(case, rank, STEPS) for case in OF_DDP]
-    torch.save([(trace.losses, trace.values) for trace in traces], f"{folder}/{rank}.pt")
-
-
-def test_two_simulated_ranks_of_ddp_compute_its_bits(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    spawn(_ddp_in_process, 2, str(tmp_path))
-    expected = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for index, case in enumerate(OF_DDP):
-        for rank, trace in enumerate(simulate(_follow_ddp, 2, case)):
-            losses, values = expected[rank][index]
-            assert trace.losses == losses
-            assert values.keys() == trace.values.keys()
-            assert all(torch.equal(trace.values[name], value) for name, value in values.items())
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_simulated_ranks_compute_the_bits_of_processes_and_of_ddp(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_on_processes(_save, world_size, tmp_path)
+    simulate(_save, world_size, tmp_path)
+    for rank in range(world_size):
+        found, expected = (
+            torch.load(tmp_path / f"{kind} {rank}.pt") for kind in ("simulated", "process")
+        )
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
 def _fail_on_rank_1(ranks: SimulatedRanks) -> None:

@@ -23,7 +23,7 @@ from zero_core.testing.simulated import SimulatedRanks
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
 Bits = tuple[list[tuple[int, Tensor]], list[float | None], dict[str, Tensor]]
-"""Losses by micro-batch, norms by step, final values."""
+"""Losses by micro-batch, norms by step, bits of the final values."""
 
 
 def batch(step: int, number: int) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def train(ranks: SimulatedRanks, changed: dict[str, Any]) -> Bits:
             engine.step()
             losses.append((step * MICRO_BATCHES + number, loss.detach().cpu()))
         norms.append(engine.get_global_grad_norm())
-    values = {n: v.cpu() for n, v in engine.full_state_dict(dtype=torch.float32).items()}
+    values = engine.full_state_dict(dtype=torch.float32).items()
     engine.close()
-    return losses, norms, values
+    return losses, norms, {name: value.cpu().view(torch.int32) for name, value in values}
 
 
 def run(world_size: int, changed: dict[str, Any], **simulated: Any) -> Bits:
@@ -85,7 +85,7 @@ def plain_torch(_: SimulatedRanks) -> dict[str, Tensor]:
             (model(**batch(step, number))["loss"] / MICRO_BATCHES).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: param.detach() for name, param in params.items()}
+    return {name: param.detach().view(torch.int32) for name, param in params.items()}
 
 
 # A case per way of a gradient; integration/faults has all combinations on processes.
