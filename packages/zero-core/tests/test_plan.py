@@ -382,7 +382,7 @@ def test_on_a_cpu_everything_counts_as_host_memory() -> None:
         planned = zero_core.plan(
             wide_blocks(2, 256), make_config(3), 2, device_type="cpu", host_memory=limit
         )
-        assert not planned.configured.is_fitting
+        assert planned.configured.is_fitting is is_fitting
 
 
 def test_json_and_tables_hold_the_same_plan() -> None:
