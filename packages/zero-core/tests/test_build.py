@@ -103,7 +103,9 @@ def test_a_pattern_without_a_trainable_parameter_is_refused_with_names_near_it()
 
 def _grouped(model):
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.ndim > 1) is is_matrix] for is_matrix in (1, 0))
+    matrices, vectors = (
+        [p for p in trained if (p.ndim > 1) is is_matrix] for is_matrix in (True, False)
+    )
     groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "lr": 1e-3}]
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
 
