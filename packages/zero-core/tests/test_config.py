@@ -143,6 +143,7 @@ def quantized(stage: int = 3, **keys):
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown = True is not served"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
         ({"gradient_clipping": -1.0}, "gradient_clipping"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "params.lr: Input should"),
     ],
 )
 def test_what_is_wrong_or_not_served_is_refused_by_name(block, match):
@@ -376,7 +377,6 @@ def test_an_optimizer_with_a_limit_of_its_own_that_is_infinite_is_served():
         ({**SGD, "scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params: .*total_num_steps"),
         ({**SGD, "scheduler": {"type": "WarmupLR", "params": {"warm": 1}}}, "warm: unknown key"),
         ({**SGD, "scheduler": {"type": "Nope"}}, "scheduler.type = 'Nope'"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "params.lr: Input should"),
     ],
 )
 def test_an_optimizer_or_scheduler_that_does_not_fit_is_refused_before_and_by_the_ranks(
