@@ -77,15 +77,14 @@ def _with_skipped_blocks(ranks: SimulatedRanks, case: Case) -> list[Launch]:
 
 # NCCL asks for it: communicators may share a hardware queue.
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("recomputes", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
-    ("program", "accumulation"),
+    ("program", "accumulation", "recomputes"),
     [
-        (_without_branches, 1),
-        (_without_branches, 2),
-        (_with_branches, 1),
-        (_with_skipped_blocks, 1),
+        *((_without_branches, n, recomputes) for n in (1, 2) for recomputes in (False, True)),
+        (_with_branches, 1, False),
+        (_with_branches, 1, True),
+        (_with_skipped_blocks, 1, False),
     ],
 )
 def test_all_ranks_launch_everything_in_one_order(program, accumulation, stage, recomputes) -> None:
