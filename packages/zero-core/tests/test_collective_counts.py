@@ -16,15 +16,14 @@ boundary is then gathered, unit by unit in that order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero_core
-from zero_core.protocols import EXACT_GRADIENTS, Work
-from zero_core.testing import Case, SimulatedRanks, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate
+from zero_core.testing.training import Launch, LoggedCollectives
 
 FORWARD = ["f0", "f1", "f2", "f3", "f4"]
 BACKWARD = ["b3", "b2", "b1"]  # gathers; the last block and the root are still there
@@ -32,58 +31,27 @@ REDUCED = ["r4", "r3", "r2", "r1", "r0"]
 SUMS = ["g4", "g3", "g2", "g1", "g0"]
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(1):
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(4)
-            )
-            self.out = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.out(x).square().mean()
-
-
-class _Counting:
-    """The engine's own collectives, and a log: f0 is the gather of unit 0 in a forward, b: in a
-    backward, g: of gradients, r: a reduction."""
-
-    def __init__(self, native: Any, log: list[str]) -> None:
-        self.native = native
-        self.log = log
-
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
-        kind = "g" if version == EXACT_GRADIENTS else "b" if backward else "f"
-        self.log.append(f"{kind}{unit}")
-        return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        self.log.append(f"r{unit}")
-        return self.native.reduce_scatter(out, full, unit=unit)
-
-
 class _Run:
     """An engine, and what it sends."""
 
     def __init__(self, stage: int, ranks: SimulatedRanks, accumulation: int = 1) -> None:
-        self.log: list[str] = []
+        self.log: list[Launch] = []
         self.stage = stage
         self.rank = ranks.rank
+        self.published = FORWARD if stage in (1, 2) else []  # gathers that an update launches
+        self.forward = FORWARD if stage == 3 else []
+        self.back = BACKWARD if stage == 3 else []  # gathers of a backward after its forward
+        self.sums = SUMS if stage == 0 else []  # gathers of gradients at a boundary
         self.engine = zero_core.build(
-            _Net(),
+            make_tower(),
             Case(stage, accumulation=accumulation).config(),
-            collectives=lambda native, **kwargs: _Counting(native, self.log),
+            collectives=LoggedCollectives.factory(self.log),
             process_group=ranks,
         )
 
     def loss(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.rank)
-        return self.engine(torch.randn(5, 6, generator=generator))
+        loss: Tensor = self.engine(rows(0, self.rank))
+        return loss
 
     def micro_step(self) -> None:
         self.engine.backward(self.loss())
@@ -91,41 +59,23 @@ class _Run:
 
     def expect(self, gathers: list[str], reductions: list[str], sums: list[str]) -> None:
         """Gathers of parameters, reductions and gathers of gradients since the last call."""
-        log, self.log[:] = list(self.log), []
-        by_kind = {
-            kinds: [entry for entry in log if entry[0] in kinds] for kinds in ("fb", "r", "g")
-        }
-        assert by_kind == {"fb": gathers, "r": reductions, "g": sums}, (self.stage, log)
-
-    def published(self) -> list[str]:
-        """Gathers that an update launches."""
-        return FORWARD if self.stage in (1, 2) else []
-
-    def forward(self) -> list[str]:
-        """Gathers of a forward."""
-        return FORWARD if self.stage == 3 else []
-
-    def back(self) -> list[str]:
-        """Gathers of a backward after its forward."""
-        return BACKWARD if self.stage == 3 else []
-
-    def sums(self) -> list[str]:
-        """Gathers of gradients at an accumulation boundary."""
-        return SUMS if self.stage == 0 else []
+        log, self.log[:] = [str(launch) for launch in self.log], []
+        found = [[entry for entry in log if entry[0] in kinds] for kinds in ("fb", "r", "g")]
+        assert found == [gathers, reductions, sums], (self.stage, log)
 
 
 def _plain(run: _Run) -> None:
     for _ in range(3):
         run.micro_step()
-        run.expect(run.forward() + run.back() + run.published(), REDUCED, run.sums())
+        run.expect(run.forward + run.back + run.published, REDUCED, run.sums)
 
 
 def _accumulation(run: _Run) -> None:
     for _ in range(2):
         for micro in range(3):
             run.micro_step()
-            published, sums = (run.published(), run.sums()) if micro == 2 else ([], [])
-            run.expect(run.forward() + run.back() + published, REDUCED, sums)
+            published, sums = (run.published, run.sums) if micro == 2 else ([], [])
+            run.expect(run.forward + run.back + published, REDUCED, sums)
 
 
 def _no_sync(run: _Run) -> None:
@@ -134,10 +84,10 @@ def _no_sync(run: _Run) -> None:
             if micro < 2:  # gradients stay on the rank
                 with run.engine.no_sync():
                     run.micro_step()
-                run.expect(run.forward() + run.back(), [], [])
+                run.expect(run.forward + run.back, [], [])
             else:  # one reduction per unit and step
                 run.micro_step()
-                run.expect(run.forward() + run.back() + run.published(), REDUCED, run.sums())
+                run.expect(run.forward + run.back + run.published, REDUCED, run.sums)
 
 
 def _two_forwards(run: _Run) -> None:
@@ -145,12 +95,12 @@ def _two_forwards(run: _Run) -> None:
         losses = run.loss() + run.loss()
         # The root is still there; the last block, which stayed, gives way to the second forward.
         again = ["f1", "f2", "f3", "f4"] if run.stage == 3 else []
-        run.expect(run.forward() + again, [], [])
+        run.expect(run.forward + again, [], [])
         run.engine.backward(losses)
         run.engine.step()
         # Backward of the second forward, then of the first, for which the last block comes back.
         twice = [*BACKWARD, "b4", *BACKWARD] if run.stage == 3 else []
-        run.expect(twice + run.published(), REDUCED, run.sums())
+        run.expect(twice + run.published, REDUCED, run.sums)
 
 
 def _two_backwards(run: _Run) -> None:
@@ -158,9 +108,9 @@ def _two_backwards(run: _Run) -> None:
         for _ in range(2):
             run.engine.backward(run.loss())
             # Each backward is reduced; each is at the boundary, so at stage 0 each sum is gathered.
-            run.expect(run.forward() + run.back(), REDUCED, run.sums())
+            run.expect(run.forward + run.back, REDUCED, run.sums)
         run.engine.step()
-        run.expect(run.published(), [], [])
+        run.expect(run.published, [], [])
 
 
 def _evaluation(run: _Run) -> None:
@@ -171,20 +121,20 @@ def _evaluation(run: _Run) -> None:
         with mode():
             run.loss()
         # A forward's gathers and nothing else: without gradients everything is released at its end.
-        run.expect(run.forward(), [], [])
+        run.expect(run.forward, [], [])
     run.engine.train()
     run.micro_step()
-    run.expect(run.forward() + run.back() + run.published(), REDUCED, run.sums())
+    run.expect(run.forward + run.back + run.published, REDUCED, run.sums)
 
 
 def _gathered(run: _Run) -> None:
     run.micro_step()
     run.log.clear()
     with run.engine.gathered() as module:
-        run.expect(run.forward(), [], [])  # once each
+        run.expect(run.forward, [], [])  # once each
         with torch.no_grad():
             for _ in range(3):
-                module(torch.ones(1, 6))
+                module(rows(0, 0))
         run.expect([], [], [])
     run.expect([], [], [])
 

@@ -14,13 +14,9 @@ import zero_core
 import zero_core.plugins
 from zero_core import CollectiveError, ConfigError, MissingPartError
 from zero_core.protocols import TransportCollectives, Work
-from zero_core.testing import batch, make_model, spawn
+from zero_core.testing import Case, batch, make_model, spawn, train
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "zero_optimization": {"stage": 3},
-}
+CONFIG = Case(3).config()
 
 
 class _Part:
@@ -66,8 +62,7 @@ def _build(**further: Any) -> tuple[zero_core.Engine, _Part, dict[str, Any]]:
 
 
 def _step(engine: zero_core.Engine, step: int) -> None:
-    engine.backward(engine(**batch(step, 0, engine.rank))["loss"])
-    engine.step()
+    train(engine, [batch(step, 0, engine.rank)])
 
 
 def _told(rank: int, world_size: int) -> None:
@@ -159,15 +154,17 @@ def test_a_failure_within_a_lane_is_the_error_that_names_rank_and_unit() -> None
         {"stage": 3, "zero_quantized_weights": True},
         {"stage": 3, "zero_quantized_nontrainable_weights": True},
         {"stage": 1, "zero_quantized_gradients": True},
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     ],
     ids=lambda zero: list(zero)[1],
 )
-def test_each_key_that_needs_the_package_is_named_where_it_is_missing(
+def test_each_key_that_needs_a_package_is_named_where_it_is_missing(
     zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zero_core.plugins.entry_points", lambda **kwargs: ())
     key = list(zero)[1]
-    with pytest.raises(MissingPartError, match=f"zero_optimization.{key} .*pip install zero-comm"):
+    package = "zero-offload" if "offload" in key else "zero-comm"
+    with pytest.raises(MissingPartError, match=rf"zero_optimization\.{key}.*pip install {package}"):
         zero_core.build(make_model(), {**CONFIG, "zero_optimization": zero})
 
 

@@ -164,18 +164,13 @@ def test_streams_wait_for_the_caller_before_a_job_and_for_the_job_where_it_is_wa
         gather.wait()
     reduction.wait()
     queues.launch(job, is_reduction=False)
+    on_first = ["first queue waits for main", "job on first queue", "first queue records"]
     assert streams == [
-        "first queue waits for main",
-        "job on first queue",
-        "first queue records",
-        "second queue waits for main",
-        "job on second queue",
-        "second queue records",
+        *on_first,
+        *(text.replace("first", "second") for text in on_first),
         "reader waits for the event of first queue",
         "main waits for the event of second queue",
-        "first queue waits for main",
-        "job on first queue",
-        "first queue records",
+        *on_first,
     ]
 
 

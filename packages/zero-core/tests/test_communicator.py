@@ -57,18 +57,19 @@ def _gather(communicator: Communicator) -> Any:
     return communicator.all_gather(EMPTY, EMPTY, 7, version=1, backward=False)
 
 
-def test_a_failure_is_named_when_it_is_waited_for() -> None:
-    work = _gather(_communicator(_Work(RuntimeError("Connection closed"))))
-    named = r"rank 1: all_gather of unit 3 \(blocks.2\) failed or timed out: Connection closed"
+CLOSED = RuntimeError("Connection closed")
+NAMED = r"rank 1: all_gather of unit 3 \(blocks.2\) failed or timed out: Connection closed"
+
+
+@pytest.mark.parametrize("work", [_Work(CLOSED), CLOSED], ids=["it fails", "it cannot start"])
+def test_a_failure_is_named_where_values_are_needed(work: Any) -> None:
+    communicator = _communicator(work)
+    gathered = _gather(communicator)
     for _ in range(2):
-        with pytest.raises(CollectiveError, match=named):
-            work.wait()
-
-
-def test_a_failure_is_named_when_the_reduction_cannot_start() -> None:
-    communicator = _communicator(RuntimeError("Connection closed"))
+        with pytest.raises(CollectiveError, match=NAMED):
+            gathered.wait()
     with pytest.raises(CollectiveError, match=r"rank 1: reduce_scatter of unit 3"):
-        communicator.reduce_scatter(EMPTY, EMPTY, 7)
+        communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
 
 
 def test_collectives_that_read_in_place_must_say_when_they_have_read() -> None:
@@ -80,13 +81,6 @@ def test_collectives_that_read_in_place_must_say_when_they_have_read() -> None:
     named = r"unit 3 \(blocks.2\): the collectives .* \(_Reduction\) has no acknowledge"
     with pytest.raises(ConfigError, match=named):
         work.acknowledge()
-
-
-def test_a_gather_that_cannot_start_fails_where_its_values_are_needed() -> None:
-    work = _gather(_communicator(RuntimeError("Connection closed")))
-    for _ in range(2):
-        with pytest.raises(CollectiveError, match=r"rank 1: all_gather of unit 3"):
-            work.wait()
 
 
 def test_errors_that_are_not_of_the_transport_stay_what_they_are() -> None:
@@ -114,14 +108,6 @@ def test_works_have_what_their_protocol_declares(
     reduction = _communicator(work).reduce_scatter(EMPTY, EMPTY, 7)
     assert len(reduction.contributions()) == num_parts
     assert (reduction.acknowledge() is not None) == is_in_place
-
-
-def test_collectives_without_state_have_nothing_to_forget() -> None:
-    communicator = _communicator(_Work())
-    communicator.forget_values()
-    communicator.forget_errors()
-    assert communicator.private_nbytes == {}
-    assert not communicator.reduces_in_place
 
 
 @pytest.mark.parametrize("when", ["start", "wait"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
+from zero_core.testing import LR, WEIGHT_DECAY, Case, rows, spawn, train
 
 WHOLE: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 ON_HOST: dict[str, Any] = {"cpu_checkpointing": True}
@@ -57,7 +58,7 @@ class _Net(nn.Module):
 
 
 def _x(step: int, rank: int) -> Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    return rows(step, rank, 6)
 
 
 def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
@@ -72,9 +73,7 @@ def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
 
 
 def _train(engine: zero_core.Engine, rank: int) -> dict[str, Tensor]:
-    for step in range(3):
-        engine.backward(engine(_x(step, rank)))
-        engine.step()
+    train(engine, [_x(step, rank) for step in range(3)])
     assert engine.skipped_steps == 0
     return {k.replace("_orig_mod.", ""): v for k, v in engine.full_state_dict().items()}
 
@@ -91,8 +90,6 @@ def _build(how: str, config: dict[str, Any]) -> zero_core.Engine:
     if how == "after":
         for block in model.blocks:
             block.compile(**WHOLE)
-    if how == "root":
-        model.compile(backend="aot_eager")
     return engine
 
 
@@ -132,45 +129,31 @@ def test_compiled_blocks_follow_ddp_without_a_graph_break(world_size, again):
     spawn(_follows_ddp, world_size, again)
 
 
-def _whole_model(rank: int, world_size: int) -> None:
-    expected = _reference(rank, world_size)
-    for stage in (0, 3):  # values are whole, and sharded
-        torch._dynamo.reset()
-        counters.clear()
-        engine = _build("root", Case(stage).config())
-        assert _equal(_train(engine, rank), expected)
-        assert counters["stats"]["unique_graphs"] >= 1
-
-
 def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.slow
-def test_a_model_compiled_as_a_whole_breaks_at_the_blocks_and_gives_the_same_numbers():
-    spawn(_whole_model, 2)
-
-
-def _part(rank: int, world_size: int) -> None:
+def _parts(rank: int, world_size: int) -> None:
     expected = _reference(rank, world_size)
-    for recompute in ("plain", "reentrant"):
-        for stage in (0, 3):  # values are whole, and sharded
-            torch._dynamo.reset()
-            counters.clear()
-            model = _Net(recompute)
+    # Values are whole, and sharded.
+    for stage, recompute in itertools.product((0, 3), ("root", "plain", "reentrant")):
+        torch._dynamo.reset()
+        counters.clear()
+        model = _Net("" if recompute == "root" else recompute)
+        if recompute != "root":
             for block in model.blocks:
                 block.mlp.compile(**WHOLE)
-            engine = zero_core.build(model, Case(stage).config())
-            for step in range(3):
-                engine.backward(engine(_x(step, rank).requires_grad_()))
-                engine.step()
-            assert _equal(engine.full_state_dict(), expected), (recompute, stage)
-            assert counters["stats"]["unique_graphs"] >= 1
+        engine = zero_core.build(model, Case(stage).config())
+        if recompute == "root":
+            model.compile(backend="aot_eager")
+        train(engine, [_x(step, rank).requires_grad_() for step in range(3)])
+        assert _equal(engine.full_state_dict(), expected), (recompute, stage)
+        assert counters["stats"]["unique_graphs"] >= 1
 
 
 @pytest.mark.slow
-def test_a_compiled_part_of_a_block_is_recomputed_with_its_weights():
-    spawn(_part, 2)
+def test_a_model_compiled_as_a_whole_or_in_parts_that_are_recomputed_gives_the_same_numbers():
+    spawn(_parts, 2)
 
 
 # Dynamo warns about itself in the process that pytest watches.

@@ -20,6 +20,7 @@ from zero_core.config import (
 )
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
 def refused(config, match: str, world_size: int = 2) -> None:
@@ -39,12 +40,8 @@ def refused(config, match: str, world_size: int = 2) -> None:
 )
 def test_the_batch_triple_is_derived(given, expected):
     config = load_config(given, world_size=2)
-    found = (
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-    )
-    assert found == expected
+    found = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
+    assert (*found, config.gradient_accumulation_steps) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,14 +50,7 @@ def test_the_batch_triple_is_derived(given, expected):
         ({}, "train_batch_size or train_micro_batch_size_per_gpu must be given"),
         ({"gradient_accumulation_steps": 2}, "must be given"),
         ({"train_batch_size": 7}, "does not multiply out"),
-        (
-            {
-                "train_batch_size": 8,
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": 3,
-            },
-            "does not multiply out",
-        ),
+        ({**SMALL, "train_batch_size": 8, "gradient_accumulation_steps": 3}, "multiply out"),
         ({"train_batch_size": 0}, "whole number >= 1, found 0"),
         ({"train_batch_size": "8.5"}, "whole number >= 1, found '8.5'"),
         ({"train_batch_size": True}, "whole number >= 1, found True"),
@@ -110,13 +100,10 @@ def quantized(stage: int = 3, **keys):
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "only one of them"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
         ({"name_waits_within_s": 1e-3}, "name_waits_within_s.*expected 0, or at least 0.5"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
-            "zero_optimization.offload_optimizer.ratio",
-        ),
-        ({"zero_optimization": {"offload_optimizer": {"numa": "maybe"}}}, "offload_optimizer.numa"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "needs .*nvme_path"),
-        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "needs device 'cpu'"),
+        (offload(ratio=1.5), "zero_optimization.offload_optimizer.ratio"),
+        (offload(numa="maybe"), "offload_optimizer.numa"),
+        (offload(device="nvme"), "needs .*nvme_path"),
+        (offload(device="none", ratio=0.5), "needs device 'cpu'"),
         (offload(device="none", parameters=["*"]), "parameters needs device 'cpu'"),
         (offload(device="none", device_budget=1), "device_budget needs device 'cpu'"),
         (offload(ratio=0.5, parameters=["*"]), "ratio and parameters each say"),
@@ -129,19 +116,15 @@ def quantized(stage: int = 3, **keys):
         (offload(parameters=[]), "parameters: .*a list of patterns"),
         (offload(device_budget=-1), "offload_optimizer.device_budget"),
         (offload(pin_memory="auto"), 'pin_memory: "auto" is filled in'),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "needs stage 3"),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            "needs nvme_path",
-        ),
-        *[
-            ({"zero_optimization": {"stage": 2, key: value}}, rf"{key}.* needs stage 3, found 2")
-            for key, value in (
-                ("zero_quantized_weights", True),
-                ("zero_quantized_nontrainable_weights", True),
-                ("zero_hpz_partition_size", 2),
+        (quantized(0, offload_param={"device": "cpu"}), "needs stage 3"),
+        (quantized(3, offload_param={"device": "nvme"}), "needs nvme_path"),
+        *(
+            (
+                quantized(2, **{f"zero_{key}": 2 if "size" in key else True}),
+                f"{key}.* needs stage 3",
             )
-        ],
+            for key in ("quantized_weights", "quantized_nontrainable_weights", "hpz_partition_size")
+        ),
         (quantized(zero_hpz_partition_size=4), "= 4 must divide the number of ranks, 2"),
         (quantized(zero_hpz_partition_size=0), "zero_hpz_partition_size"),
         (quantized(zero_hpz_partition_size="rank"), "zero_hpz_partition_size.*'rank'"),
@@ -155,14 +138,12 @@ def quantized(stage: int = 3, **keys):
         (quantized(zeropp_loco_param={"reset_T": 0}), "zeropp_loco_param.reset_T"),
         (quantized(zeropp_loco_param={"reset_t": 9}), "did you mean 'reset_T'"),
         ({"activation_checkpointing": {"profile": True}}, "profile is not served"),
-        (
-            {"activation_checkpointing": {"synchronize_checkpoint_boundary": True}},
-            "synchronize_checkpoint_boundary is not served",
-        ),
+        ({"activation_checkpointing": {"synchronize_checkpoint_boundary": True}}, "not served"),
         ({"activation_checkpointing": {"cpu_checkpoint": True}}, "cpu_checkpointing"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown = True is not served"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
         ({"gradient_clipping": -1.0}, "gradient_clipping"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "params.lr: Input should"),
     ],
 )
 def test_what_is_wrong_or_not_served_is_refused_by_name(block, match):
@@ -222,18 +203,11 @@ def test_keys_of_parameter_offload_are_told_where_it_does_not_use_them(caplog):
 def test_nvme_keys_are_told_only_where_they_have_no_effect(caplog):
     block = {"nvme_path": "/nvme", "buffer_count": 3, "pipeline_read": True, "fast_init": False}
     for device, is_told in (("cpu", True), ("nvme", False)):
-        caplog.clear()
-        offload = {"device": device, **block}
-        with caplog.at_level("INFO", logger="zero_core"):
-            config = load_config(
-                {**SMALL, "zero_optimization": {"offload_optimizer": offload}}, world_size=1
-            )
-        told = " ".join(caplog.messages)
+        told = _told(caplog, {"offload_optimizer": {"device": device, **block}})
         for key in ("nvme_path", "buffer_count"):
             assert (f"offload_optimizer.{key} =" in told) == is_told
         assert "pipeline_read = True has no effect: reads from NVMe always overlap" in told
         assert "fast_init = False has no effect" in told
-    assert config.zero_optimization.offload_optimizer.nvme_path == "/nvme"
 
 
 def test_keys_of_quantization_are_logged_where_nothing_is_quantized(caplog):
@@ -259,19 +233,26 @@ def test_keys_of_quantization_are_logged_where_nothing_is_quantized(caplog):
     assert "zero_quantized_weights covers frozen weights too" in _told(caplog, both_flags)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_quantized_gradients_are_served_at_every_stage(stage):
-    block = quantized(stage, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 1})
+@pytest.mark.parametrize(
+    ("stage", "keys", "world_size"),
+    [
+        *((stage, {"zero_quantized_gradients": True}, 3) for stage in range(4)),
+        *((3, {"zero_hpz_partition_size": size}, 6) for size in (1, 2, 3, 6)),
+        (3, {"zero_hpz_partition_size": 4}, 1),
+        # axolotl's files have zeros here, and DeepSpeed takes each of them.
+        *((3, {f"{kind}_size": 0}, 1) for kind in ("sub_group", "reduce_bucket")),
+        (3, {"allgather_bucket_size": 0}, 1),
+    ],
+)
+def test_values_that_are_served_are_kept(stage, keys, world_size):
+    zero = load_config({**SMALL, **quantized(stage, **keys)}, world_size=world_size)
+    assert {key: getattr(zero.zero_optimization, key) for key in keys} == keys
+
+
+def test_loco_has_its_defaults():
+    block = quantized(zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 1})
     zero = load_config({**SMALL, **block}, world_size=3).zero_optimization
-    assert zero.zero_quantized_gradients
     assert zero.zeropp_loco_param == LocoConfig(err_beta=1.0, reset_T=1024)
-
-
-@pytest.mark.parametrize(("partition", "world_size"), [(1, 6), (2, 6), (3, 6), (6, 6), (4, 1)])
-def test_a_partition_that_divides_the_ranks_is_served(partition, world_size):
-    block = quantized(zero_hpz_partition_size=partition)
-    zero = load_config({**SMALL, **block}, world_size=world_size).zero_optimization
-    assert zero.zero_hpz_partition_size == partition
 
 
 @pytest.mark.parametrize(("per_node", "expected"), [(2, 2), (6, 1), (1, 1)])
@@ -321,62 +302,31 @@ def test_the_hosts_end_of_the_model_needs_a_ratio_or_a_budget():
             load_config({**SMALL, **offload(stage=1, host_share="first", **block)}, world_size=1)
 
 
-def test_clipping_is_off_unless_asked_for():
-    assert load_config(SMALL, world_size=1).gradient_clipping == 0.0
-
-
-def test_check_grad_overflow_is_taken_from_deepspeeds_place():
-    config = {**SMALL, "bf16": {"enabled": True, "check_grad_overflow": False}}
-    assert not load_config(config, world_size=1).check_grad_overflow
-
-
-def test_check_grad_overflow_of_bf16_that_is_off_is_told_to_have_no_effect(caplog):
-    config = {**SMALL, "bf16": {"enabled": False, "check_grad_overflow": False}}
+@pytest.mark.parametrize("is_bf16", [True, False])
+def test_check_grad_overflow_is_taken_from_deepspeeds_place_where_it_has_an_effect(caplog, is_bf16):
+    config = {**SMALL, "bf16": {"enabled": is_bf16, "check_grad_overflow": False}}
+    before = copy.deepcopy(config)
     with caplog.at_level("INFO", "zero_core"):
-        assert load_config(config, world_size=1).check_grad_overflow
-    assert "bf16.check_grad_overflow = False has no effect" in caplog.text
-    assert config["bf16"] == {"enabled": False, "check_grad_overflow": False}
-
-
-@pytest.mark.parametrize("key", ["sub_group_size", "reduce_bucket_size", "allgather_bucket_size"])
-def test_a_size_that_is_unneeded_may_be_zero(key):
-    """axolotl's files say ``"sub_group_size": 0``, and DeepSpeed takes each of these."""
-    config = load_config({**SMALL, "zero_optimization": {"stage": 3, key: 0}}, world_size=1)
-    assert getattr(config.zero_optimization, key) == 0
+        assert load_config(config, world_size=1).check_grad_overflow is not is_bf16
+    assert ("bf16.check_grad_overflow = False has no effect" in caplog.text) is not is_bf16
+    assert config == before
 
 
 def test_whole_floats_are_whole_numbers():
-    """Much used files say 5e8 and 1e9."""
+    # Much used files say 5e8 and 1e9.
+    zero = {"stage": 3, "reduce_bucket_size": 5e8, "offload_param": {"max_in_cpu": 1e9}}
     config = load_config(
         {
             "train_micro_batch_size_per_gpu": 2.0,
-            "zero_optimization": {
-                "stage": 3,
-                "reduce_bucket_size": 5e8,
-                "sub_group_size": 1e9,
-                "offload_param": {"device": "cpu", "max_in_cpu": 1e9},
-                "offload_optimizer": {"device": "cpu", "pin_memory_bytes": 1e3, "ratio": 1.0},
-            },
+            "zero_optimization": zero,
             "gradient_clipping": 1.0,
-            "steps_per_print": 1e1,
         },
         world_size=1,
     )
     zero = config.zero_optimization
-    found = [
-        config.train_batch_size,
-        zero.reduce_bucket_size,
-        zero.sub_group_size,
-        zero.offload_param.max_in_cpu,
-        zero.offload_optimizer.pin_memory_bytes,
-        config.steps_per_print,
-    ]
-    assert [repr(number) for number in found] == [
-        *("2", "500000000", "1000000000", "1000000000", "1000", "10")
-    ]
-    assert [type(n) for n in (config.gradient_clipping, zero.offload_optimizer.ratio)] == [
-        float
-    ] * 2
+    found = [config.train_batch_size, zero.reduce_bucket_size, zero.offload_param.max_in_cpu]
+    assert [repr(number) for number in found] == ["2", "500000000", "1000000000"]
+    assert repr(config.gradient_clipping) == "1.0"
 
 
 @pytest.mark.parametrize("value", [1.5, float("inf"), "5e8", True])
@@ -424,16 +374,19 @@ def test_an_optimizer_with_a_limit_of_its_own_that_is_infinite_is_served():
             {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "rho": 1}}},
             "optimizer.params.rho: unknown",
         ),
-        (
-            {"optimizer": {"type": "SGD"}, "scheduler": {"type": "WarmupDecayLR", "params": {}}},
-            "scheduler.params: .*total_num_steps",
-        ),
+        ({**SGD, "scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params: .*total_num_steps"),
+        ({**SGD, "scheduler": {"type": "WarmupLR", "params": {"warm": 1}}}, "warm: unknown key"),
+        ({**SGD, "scheduler": {"type": "Nope"}}, "scheduler.type = 'Nope'"),
     ],
 )
-def test_what_only_the_ranks_would_find_is_refused_before(block, match):
+def test_an_optimizer_or_scheduler_that_does_not_fit_is_refused_before_and_by_the_ranks(
+    block, match
+):
     load_config({**SMALL, **block}, world_size=2)  # another one may be passed to build()
     with pytest.raises(ConfigError, match=match):
         check_config({**SMALL, **block}, world_size=2)
+    with pytest.raises(ConfigError, match=match):
+        build(torch.nn.Linear(3, 2), {**SMALL, **block})
 
 
 def test_folder_and_packages_are_looked_for_before_ranks_start(tmp_path):

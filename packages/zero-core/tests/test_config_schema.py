@@ -109,8 +109,3 @@ def test_a_file_may_name_its_schema(schema: Any) -> None:
     config = {"$schema": "./zero.schema.json", **BATCH, "tensorboard": {"enabled": False}}
     assert schema.is_valid(config)
     assert load_config(config, world_size=1).train_batch_size == 1
-
-
-def test_keys_have_their_documentation() -> None:
-    ratio = make_schema()["$defs"]["OffloadOptimizerConfig"]["properties"]["ratio"]
-    assert "Twin-Flow" in ratio["description"]

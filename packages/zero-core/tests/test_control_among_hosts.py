@@ -7,13 +7,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_core.comm.control import LibraryControlGroup
+from zero_core.comm.device_library import DeviceLibrary
+from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.topology import find_ranks
 from zero_core.errors import CollectiveError
 from zero_core.testing import spawn
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.int64, torch.bool)
+CPU = torch.device("cpu")
+SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+# Gloo has no type for some of these.
+DTYPES = (*SUMMED, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
 def _drawn(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -21,20 +27,29 @@ def _drawn(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 9, (numel,), generator=generator).to(dtype)
 
 
-def _as_torch_does(rank: int, world_size: int) -> None:
-    library = HostLibrary(ProcessMessages(None), rank=rank, world_size=world_size)
+def _is_equal(found: Tensor, expected: Tensor) -> bool:
+    return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def _as_torch_does(rank: int, world_size: int, is_of_hosts: bool) -> None:
+    library: DeviceLibrary = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
+    if is_of_hosts:
+        library = HostLibrary(ProcessMessages(None), rank=rank, world_size=world_size)
     for dtype in DTYPES:
-        for numel in (0, 1, 7, 40_000):
+        for numel in (0, 1, 7, 40_000) if is_of_hosts else (1, 7, 40_000):
             own = _drawn(rank, numel, dtype)
             everybody = [_drawn(r, numel, dtype) for r in range(world_size)]
             out = torch.empty(world_size * numel, dtype=dtype)
             library.all_gather(out, own).wait()
-            assert torch.equal(out, torch.cat(everybody))
+            assert _is_equal(out, torch.cat(everybody))
+            if not is_of_hosts:
+                library.all_to_all(out, out.clone()).wait()
+                assert _is_equal(out, torch.cat([everybody[rank]] * world_size))
             for source in range(world_size):
                 value = own.clone()
                 library.broadcast(value, source=source).wait()
-                assert torch.equal(value, everybody[source])
-            if dtype.is_floating_point or dtype is torch.int64:
+                assert _is_equal(value, everybody[source])
+            if dtype in SUMMED:
                 found, expected = own.clone(), own.clone()
                 library.all_reduce(found).wait()
                 dist.all_reduce(expected)
@@ -42,15 +57,7 @@ def _as_torch_does(rank: int, world_size: int) -> None:
     single = torch.tensor(float(rank))
     library.all_reduce(single).wait()
     assert single.item() == sum(range(world_size))
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_they_do_what_torchs_do(world_size: int) -> None:
-    spawn(_as_torch_does, world_size)
-
-
-def _slices(rank: int, world_size: int) -> None:
-    library = HostLibrary(ProcessMessages(None), rank=rank, world_size=world_size)
+    # Slices of different lengths, of which some are empty.
     sent = [(3 * rank + target) % 4 for target in range(world_size)]
     received = [(3 * source + rank) % 4 for source in range(world_size)]
     parts = torch.arange(sum(sent)) + 100 * rank
@@ -58,10 +65,14 @@ def _slices(rank: int, world_size: int) -> None:
     library.exchange(found, parts, sent, received).wait()
     dist.all_to_all_single(expected, parts, received, sent)
     assert torch.equal(found, expected)
+    control = LibraryControlGroup(library, CPU)
+    assert torch.equal(control.exchange(parts, sent, received), expected)
 
 
-def test_slices_of_different_lengths_arrive_by_source() -> None:
-    spawn(_slices, 5)
+@pytest.mark.parametrize("is_of_hosts", [False, True], ids=["process group", "hosts"])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_libraries_do_what_torchs_collectives_do(world_size: int, is_of_hosts: bool) -> None:
+    spawn(_as_torch_does, world_size, is_of_hosts)
 
 
 def _diverge(rank: int, world_size: int) -> None:

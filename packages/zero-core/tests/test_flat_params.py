@@ -79,15 +79,6 @@ def _make(*, is_kept: bool = False, has_remote_updates: bool = True) -> tuple[Fl
     return flat, source
 
 
-def test_parameters_are_placeholders_while_sharded() -> None:
-    flat, _ = _make()
-    assert flat.state is ParamState.SHARDED
-    assert flat.full is None
-    assert not flat.is_current
-    assert [p.shape for p in flat.params] == [(2, 2), (3,)]
-    assert all(map(access.is_refused, flat.params))
-
-
 def test_states_follow_gather_wait_and_release() -> None:
     flat, source = _make()
     flat.gather()
@@ -103,16 +94,8 @@ def test_states_follow_gather_wait_and_release() -> None:
     flat.gather(backward=True)
     flat.release()  # gathered ahead and not needed
     assert flat.state is ParamState.SHARDED
-    assert source.gathers == [(0, False), (0, True)]
-
-
-def test_nothing_is_gathered_when_the_values_are_there() -> None:
-    flat, source = _make()
-    flat.gather()
-    flat.gather(backward=True)
-    flat.wait()
     flat.gather(exact=True)
-    assert source.gathers == [(0, False)]
+    assert source.gathers == [(0, False), (0, True), (EXACT_PARAMETERS, False)]
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -128,12 +111,6 @@ def test_stale_values_are_gathered_again_into_the_same_memory(is_kept: bool) -> 
     assert flat.full is full
     assert source.gathers[-1] == (1, False)
     assert flat.params[1].tolist() == [14.0, 15.0, 16.0]
-
-
-def test_a_gather_is_marked_when_it_must_be_exact() -> None:
-    flat, source = _make()
-    flat.gather(exact=True)
-    assert source.gathers == [(EXACT_PARAMETERS, False)]
 
 
 def test_kept_values_are_never_released() -> None:

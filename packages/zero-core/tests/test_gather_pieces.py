@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zero_core
 from zero_core.comm import control
-from zero_core.testing import make_model
+from zero_core.testing import Case, make_model
 from zero_core.testing.simulated import SimulatedRanks, simulate
 
 LIMIT = 512
@@ -18,13 +18,7 @@ LIMIT = 512
 
 def _full_state(ranks: SimulatedRanks, dtype: str, stage: int) -> tuple[Any, Any, list[int]]:
     """Return full_state_dict of all ranks and of rank 1, and bytes of what was gathered at once."""
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-    }
-    engine = zero_core.build(make_model(), config, process_group=ranks)
+    engine = zero_core.build(make_model(), Case(stage, dtype).config(), process_group=ranks)
     group = engine.sharded_state.control
     sizes: list[int] = []
     gather = group.gather_on_device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -12,146 +12,89 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
-from zero_core.protocols import TransportCollectives, Work
-from zero_core.testing import SimulatedRanks, seeded, simulate
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    batch,
+    make_model,
+    make_tower,
+    rows,
+    simulate,
+    train,
+)
+from zero_core.testing.training import Inputs, Launch, LoggedCollectives
 
-WIDTH, DEPTH, STEPS = 7, 4, 4
-LEFT_OUT = [{3}, {0, 2}, set(range(DEPTH))]
-"""Per step: blocks whose branch the last rank leaves out."""
-SKIPPED = [{3}, {0, 2}, {1, 2}, set(range(DEPTH))]
-"""Per step: blocks that the last rank skips."""
-
-
-class Launch(NamedTuple):
-    """A collective, as a rank launches it."""
-
-    communicator: str
-    op: str
-    unit: int
-    numel: int
-    dtype: torch.dtype
+SKIPPED = [{3}, {0, 2}, {1, 2}, {0, 1, 2, 3}]
+"""By step: the blocks that the last rank calls without using them."""
 
 
-class _Recording:
-    """The engine's own collectives, and a log of the launches."""
+class _Optional(nn.Module):
+    """A block that a rank may call without using it, which no shared model has."""
 
-    def __init__(self, native: TransportCollectives, log: list[Launch]) -> None:
-        self.native = native
-        self.log = log
-
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
-        self.log.append(Launch("gathers", "all_gather", unit, out.numel(), out.dtype))
-        return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        self.log.append(Launch("reductions", "reduce_scatter", unit, full.numel(), full.dtype))
-        return self.native.reduce_scatter(out, full, unit=unit)
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.always = nn.Linear(WIDTH, WIDTH)
-        self.branch = nn.Linear(WIDTH, WIDTH)
+        self.inner = inner
+        self.is_used = True
 
-    def forward(self, x: Tensor, has_branch: bool | None) -> Tensor:
-        if has_branch is None:
-            return x
-        x = x + torch.tanh(self.always(x))
-        return x + self.branch(x) if has_branch else x
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if self.is_used else torch.zeros_like(x)
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(1):
-            self.blocks = nn.ModuleList(_Block() for _ in range(DEPTH))
-            self.out = nn.Linear(WIDTH, 1)
-            self.start = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor, left_out: set[int], skipped: set[int]) -> Tensor:
-        x = x + self.start
-        for index, block in enumerate(self.blocks):
-            x = block(x, None if index in skipped else index not in left_out)
-        loss: Tensor = self.out(x).square().mean()
-        return loss
-
-
-def _train(
-    ranks: SimulatedRanks,
-    config: dict[str, Any],
-    left_out: list[set[int]],
-    skipped: list[set[int]] | None = None,
+def _launches(
+    ranks: SimulatedRanks, model: nn.Module, batches: Iterable[Inputs], case: Case
 ) -> list[Launch]:
-    """Train for some steps. ``left_out`` and ``skipped`` are those of the last rank."""
     log: list[Launch] = []
-
-    def recording(native: TransportCollectives, **settings: Any) -> Any:
-        return _Recording(native, log)
-
-    engine = zero_core.build(_Net(), config, process_group=ranks, collectives=recording)
-    for step in range(STEPS):
-        for _ in range(engine.gradient_accumulation_steps):
-            generator = torch.Generator().manual_seed(10 * step + ranks.rank)
-            x = torch.randn(2, WIDTH, generator=generator)
-            is_apart = ranks.rank == ranks.size - 1
-            own = [
-                sets[step] if is_apart and sets is not None and step < len(sets) else set()
-                for sets in (left_out, skipped)
-            ]
-            loss = engine(x, *own)
-            engine.backward(loss)
-            engine.step()
+    collectives = LoggedCollectives.factory(log)
+    engine = zero_core.build(model, case.config(), process_group=ranks, collectives=collectives)
+    train(engine, batches)
     engine.full_state_dict()
     engine.close()
     return log
 
 
-def _config(stage: int, accumulation: int, is_recomputed: bool) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    }
-    return {**config, "activation_checkpointing": {}} if is_recomputed else config
+def _without_branches(ranks: SimulatedRanks, case: Case) -> list[Launch]:
+    batches: list[Inputs] = [rows(n, ranks.rank) for n in range(4 * case.accumulation)]
+    return _launches(ranks, make_tower(), batches, case)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+def _with_branches(ranks: SimulatedRanks, case: Case) -> list[Launch]:
+    # Ranks leave out parts of blocks.
+    return _launches(ranks, make_model(), [batch(n, 0, ranks.rank) for n in range(7)], case)
+
+
+def _with_skipped_blocks(ranks: SimulatedRanks, case: Case) -> list[Launch]:
+    model = make_tower()
+    model.blocks = nn.ModuleList(map(_Optional, model.blocks))
+
+    def batches() -> Iterator[Inputs]:
+        for number, skipped in enumerate(SKIPPED):
+            for index, block in enumerate(model.blocks):
+                block.is_used = ranks.rank < ranks.size - 1 or index not in skipped
+            yield rows(number, ranks.rank)
+
+    return _launches(ranks, model, batches(), case)
+
+
+# NCCL asks for it: communicators may share a hardware queue.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_without_branches_all_ranks_launch_everything_in_one_order(
-    stage: int, accumulation: int, is_recomputed: bool
-) -> None:
-    """NCCL asks for it: communicators may share a hardware queue."""
-    config = _config(stage, accumulation, is_recomputed)
-    first, *others = simulate(_train, 3, config, [])
-    assert {launch.communicator for launch in first} >= {"reductions"}
+@pytest.mark.parametrize(
+    ("program", "accumulation", "recomputes"),
+    [
+        *((_without_branches, n, recomputes) for n in (1, 2) for recomputes in (False, True)),
+        (_with_branches, 1, False),
+        (_with_branches, 1, True),
+        (_with_skipped_blocks, 1, False),
+    ],
+)
+def test_all_ranks_launch_everything_in_one_order(program, accumulation, stage, recomputes) -> None:
+    top = {"activation_checkpointing": {}} if recomputes else {}
+    first, *others = simulate(
+        program, 3, Case(stage, accumulation=accumulation, top=top), timeout_s=30.0
+    )
+    assert any(launch.kind == "r" for launch in first)
+    assert [[*map(str, log)] for log in others] == [[*map(str, first)]] * 2
     assert others == [first] * 2
-
-
-@pytest.mark.parametrize("is_recomputed", [False, True], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("stage", range(4))
-def test_ranks_that_leave_out_parts_of_blocks_launch_in_the_order_of_the_others(
-    stage: int, is_recomputed: bool
-) -> None:
-    first, *others = simulate(_train, 3, _config(stage, 1, is_recomputed), LEFT_OUT)
-    assert [_short(log) for log in others] == [_short(first)] * 2
-    assert others == [first] * 2
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_ranks_that_skip_blocks_launch_in_the_order_of_the_others(stage: int) -> None:
-    first, *others = simulate(_train, 3, _config(stage, 1, False), [], SKIPPED)
-    assert [_short(log) for log in others] == [_short(first)] * 2
-    assert others == [first] * 2
-
-
-def _short(log: list[Launch]) -> str:
-    return " ".join(f"{launch.communicator[0]}{launch.unit}" for launch in log)
 
 
 def _connect(ranks: SimulatedRanks) -> None:

@@ -8,29 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero_core
 from zero_core.comm.control import ControlGroup, LibraryControlGroup
 from zero_core.comm.topology import Ranks
+from zero_core.testing import make_tower, rows
 
 WORLD_SIZE, WIDTH = 1024, 96
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(33, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, n), nn.Tanh(), nn.Linear(n, WIDTH)) for n in (200, 77)
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return (x @ self.embed.weight.T).square().mean()
 
 
 class SilentRanks(Ranks):
@@ -65,11 +50,13 @@ def make_config(stage: int) -> dict[str, Any]:
 def test_a_step_among_1024_ranks_holds_what_was_planned(rank: int, stage: int) -> None:
     config = make_config(stage)
     with torch.device("meta"):
-        planned = zero_core.plan(Model(), config, WORLD_SIZE, device_type="cpu").memory.device
+        planned = zero_core.plan(
+            make_tower(3, WIDTH), config, WORLD_SIZE, device_type="cpu"
+        ).memory.device
     ranks = SilentRanks(None, rank, WORLD_SIZE, torch.device("cpu"))
-    engine = zero_core.build(Model(), config, process_group=ranks)
+    engine = zero_core.build(make_tower(3, WIDTH), config, process_group=ranks)
     for _ in range(2):
-        engine.backward(engine(torch.arange(8).view(1, 8)))
+        engine.backward(engine(rows(0, 0, WIDTH)))
         engine.step()
     assert (engine.world_size, engine.rank, engine.device.type) == (WORLD_SIZE, rank, "cpu")
     assert (engine.global_steps, engine.skipped_steps) == (2, 0)

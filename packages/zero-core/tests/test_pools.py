@@ -7,44 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zero_core
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.pool import BufferPool, allocator
-from zero_core.testing.simulated import SimulatedRanks, simulate
+from zero_core.testing import Case, RootAndBlocks, SimulatedRanks, seeded, simulate
 
 CPU = torch.device("cpu")
 WIDTH = 16
 ROOT, BLOCK = 512, 160  # elements of their shards on two ranks, padding included
 
 
-class Net(nn.Module):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x).relu()
-        return x.sum()
+def net(num_blocks: int) -> RootAndBlocks:
+    with seeded(0):
+        return RootAndBlocks(WIDTH, num_blocks, 4.0)
 
 
-def config(**zero: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": zero,
-    }
+def config(stage: int, **zero: Any) -> dict[str, Any]:
+    return Case(stage, zero=zero).config()
 
 
 def addresses_by_step(ranks: SimulatedRanks, num_blocks: int) -> list[dict[str, list[int]]]:
-    torch.manual_seed(0)
-    model = Net(num_blocks)
+    model = net(num_blocks)
     found: dict[str, list[int]] = defaultdict(list)
     engine = zero_core.build(model, config(stage=3), process_group=ranks)
     for number, block in enumerate(model.blocks):
@@ -56,7 +42,7 @@ def addresses_by_step(ranks: SimulatedRanks, num_blocks: int) -> list[dict[str, 
         )
     steps = []
     for _ in range(4):
-        engine.backward(engine(torch.ones(2, 4 * WIDTH)))
+        engine.backward(engine(torch.ones(2, WIDTH)))
         engine.step()
         steps.append(dict(found))
         found.clear()
@@ -74,13 +60,13 @@ def test_a_unit_has_the_same_memory_in_every_step(num_blocks: int) -> None:
 def test_the_root_has_no_spare_gradient() -> None:
     """Its gradient is borrowed once a step: by the next one, its copy to the host has ended."""
     asked = config(stage=2, offload_optimizer={"device": "cpu"})
-    planned = zero_core.plan(Net(1), asked, 2, device_type="accelerator").memory.device
+    planned = zero_core.plan(net(1), asked, 2, device_type="accelerator").memory.device
     assert planned["gradient shards"] == 4 * (ROOT + BLOCK)
 
 
 def test_a_pool_grows_to_what_was_planned() -> None:
     resolved = load_config(config(stage=2, offload_optimizer={"device": "cpu"}), world_size=2)
-    drawn = Blueprint.draw(Net(5), resolved, 2)
+    drawn = Blueprint.draw(net(5), resolved, 2)
     layout = drawn.layout
     memory = Memory(drawn.found, layout, resolved, rank=0, device=CPU, is_accelerated=True)
     buffers = memory.allocate_gradients(owns_grads=True, adds_grads=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,21 +18,16 @@ from zero_core import ConfigError
 from zero_core._torch import count_groups, timeout_of
 from zero_core.comm import groups
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.control import LibraryControlGroup
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.device_library import Lane
 from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.meter import Links
 from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
-from zero_core.testing import spawn
+from zero_core.testing import Case, spawn
 
 CPU = torch.device("cpu")
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "zero_optimization": {"stage": 3},
-}
+CONFIG = Case(3).config()
 
 
 def _connect(group: dist.ProcessGroup | None) -> DeviceCollectives:
@@ -59,7 +55,7 @@ def _groups_of_its_own(rank: int, ranks: list[int], num: int) -> list[Any]:
     return [dist.new_group(ranks, use_local_synchronization=True) for _ in range(num)]
 
 
-def _all_ranks(rank: int, world_size: int) -> None:
+def _all_ranks_with_different_numbers_of_groups_build(rank: int, world_size: int) -> None:
     kept = _groups_of_its_own(rank, [1], 2)
     assert count_groups() == 1 + len(kept)
     collectives = _connect(None)
@@ -68,12 +64,7 @@ def _all_ranks(rank: int, world_size: int) -> None:
     _check(collectives.subgroup(next(p for p in pairs if rank in p)))
 
 
-def test_all_ranks_with_different_numbers_of_groups_build() -> None:
-    """By a hash of the number of groups, ranks 0 and 2 would wait for rank 1 elsewhere."""
-    spawn(_all_ranks, 3)
-
-
-def _some_ranks(rank: int, world_size: int) -> None:
+def _some_ranks_with_different_numbers_of_groups_build(rank: int, world_size: int) -> None:
     group = dist.new_group([0, 2])
     kept = _groups_of_its_own(rank, [2], 2)
     if rank != 1:
@@ -90,16 +81,12 @@ def _some_ranks(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_some_ranks_with_different_numbers_of_groups_build() -> None:
-    spawn(_some_ranks, 3)
-
-
 def _build(**keywords: Any) -> zero_core.Engine:
     torch.manual_seed(0)
     return zero_core.build(nn.Linear(5, 3), CONFIG, **keywords)
 
 
-def _mesh_over_some(rank: int, world_size: int) -> None:
+def _meshes_over_some_ranks_build(rank: int, world_size: int) -> None:
     mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 4]]))
     other = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 4]]))
     if rank in (0, 1, 2, 4):
@@ -113,11 +100,7 @@ def _mesh_over_some(rank: int, world_size: int) -> None:
     dist.barrier(dist.new_group())  # by a name that all ranks count alike
 
 
-def test_meshes_over_some_ranks_build() -> None:
-    spawn(_mesh_over_some, 5)
-
-
-def _ends(rank: int, world_size: int) -> None:
+def _groups_are_shared_and_end_with_the_last_engine(rank: int, world_size: int) -> None:
     num_groups = count_groups()
     for _ in range(2):
         first, second = _connect(None), _connect(None)
@@ -141,58 +124,38 @@ def _ends(rank: int, world_size: int) -> None:
     again.close()
 
 
-def test_groups_are_shared_and_end_with_the_last_engine() -> None:
-    spawn(_ends, 3)
+def _connect_on(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
+    return _connect(ranks.group)
 
 
-def _engines_end(rank: int, world_size: int) -> None:
+def _an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails(
+    rank: int, world_size: int
+) -> None:
     """Engines run the collectives of accelerators over gloo."""
-
-    def transport(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
-        return _connect(ranks.group)
-
-    sys.modules["zero_core.build"].make_transport = transport  # type: ignore[attr-defined]
+    build: Any = sys.modules["zero_core.build"]
+    build.make_transport = _connect_on
     num_groups = count_groups()
     for end in ("close", "unwrap", "close"):
         engine, second = _build(), _build()
         assert count_groups() == num_groups + 2
         second.close()
-        loss = engine(torch.ones(1, 5)).square().sum()
-        engine.backward(loss)
+        engine.backward(engine(torch.ones(1, 5)).square().sum())
         engine.step()
         getattr(engine, end)()
         dist.barrier()  # an engine that closes waits for no other
         assert count_groups() == num_groups
 
-
-def _failed_builds(rank: int, world_size: int) -> None:
-    def transport(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
-        return _connect(ranks.group)
-
     def no_tier(**own: Any) -> Any:
         raise KeyboardInterrupt("while the state is allocated")
 
-    sys.modules["zero_core.build"].make_transport = transport  # type: ignore[attr-defined]
-    num_groups = count_groups()
     with pytest.raises(KeyboardInterrupt, match="while the state"):
         _build(state_tier=no_tier)
     assert count_groups() == num_groups
 
-
-def test_the_groups_of_a_build_that_fails_end() -> None:
-    spawn(_failed_builds, 2)
-
-
-def _close_fails(rank: int, world_size: int) -> None:
-    def transport(ranks: Ranks, *others: Any, **named: Any) -> DeviceCollectives:
-        return _connect(ranks.group)
-
     def fails(communicator: Communicator) -> None:
         raise RuntimeError("the device has failed")
 
-    num_groups = count_groups()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["zero_core.build"], "make_transport", transport)
         patch.setattr(Communicator, "close", fails)
         engine = _build()
         with pytest.raises(RuntimeError, match="the device has failed"):
@@ -200,11 +163,7 @@ def _close_fails(rank: int, world_size: int) -> None:
     assert count_groups() == num_groups
 
 
-def test_an_engines_groups_end_though_its_watch_fails() -> None:
-    spawn(_close_fails, 1)
-
-
-def _dropped(rank: int, world_size: int) -> None:
+def _the_groups_of_an_engine_that_is_dropped_end_later(rank: int, world_size: int) -> None:
     num_groups = count_groups()
     dropped = _connect(None)
     if rank == 1:
@@ -219,11 +178,7 @@ def _dropped(rank: int, world_size: int) -> None:
     assert count_groups() == num_groups
 
 
-def test_the_groups_of_an_engine_that_is_dropped_end_later() -> None:
-    spawn(_dropped, 3)
-
-
-def _aborted_as_one(rank: int, world_size: int) -> None:
+def _groups_that_end_together_are_aborted_as_one(rank: int, world_size: int) -> None:
     """NCCL is not here: gloo's class takes its place, with two members more."""
     calls: list[str] = []
     gloo: Any = dist.ProcessGroupGloo
@@ -243,16 +198,7 @@ def _aborted_as_one(rank: int, world_size: int) -> None:
     assert calls == ["start", "zero_core gathers", "zero_core reductions", "end"]
 
 
-def test_groups_that_end_together_are_aborted_as_one() -> None:
-    spawn(_aborted_as_one, 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_engines_groups_end_with_it(world_size: int) -> None:
-    spawn(_engines_end, world_size)
-
-
-def _splits(rank: int, world_size: int) -> None:
+def _some_ranks_with_a_bound_device_split_their_group(rank: int, world_size: int) -> None:
     """A device is bound: only ``split_group`` asks none of the ranks outside.
 
     Its place is taken by what names a group in the same way.
@@ -294,17 +240,9 @@ class _Mesh:
         self.mesh = mesh
 
 
-def test_some_ranks_with_a_bound_device_split_their_group() -> None:
-    spawn(_splits, 3)
-
-
-def _no_partition(rank: int, world_size: int) -> None:
+def _subgroups_that_overlap_are_refused_by_name(rank: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match=r"rank 1: gathers of \[0, 1\]; rank 2: gathers of \[1"):
         _connect(None).subgroup([[0, 1], [0, 1], [1, 2]][rank])
-
-
-def test_subgroups_that_overlap_are_refused_by_name() -> None:
-    spawn(_no_partition, 3)
 
 
 def test_groups_have_streams_of_high_priority() -> None:
@@ -327,7 +265,7 @@ class _PluginGroup(dist.ProcessGroup):
     """A group of another package, without options."""
 
 
-def _default_timeout(rank: int, world_size: int) -> None:
+def _a_backend_without_options_has_the_default_timeout(rank: int, world_size: int) -> None:
     def make(store: Any, rank: int, size: int, timeout: Any) -> dist.ProcessGroup:
         return _PluginGroup(rank, size)
 
@@ -337,41 +275,22 @@ def _default_timeout(rank: int, world_size: int) -> None:
     assert timeout_of(group, CPU) == timedelta(minutes=30)
 
 
-def test_a_backend_without_options_has_the_default_timeout() -> None:
-    spawn(_default_timeout, 1)
-
-
-def _every_dtype(rank: int, world_size: int) -> None:
-    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
-    for dtype in (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn):
-        shard = torch.full((3,), rank % 2).to(dtype)
-        out = torch.empty(3 * world_size, dtype=dtype)
-        library.all_gather(out, shard).wait()
-        expected = torch.cat([torch.full((3,), r % 2).to(dtype) for r in range(world_size)])
-        assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
-        library.all_to_all(out, expected).wait()
-        assert torch.equal(
-            out[:3].view(torch.uint8), expected[3 * rank : 3 * rank + 3].view(torch.uint8)
-        )
-        library.broadcast(shard, source=1).wait()
-        assert torch.equal(shard.view(torch.uint8), expected[3:6].view(torch.uint8))
-
-
-def _uneven(rank: int, world_size: int) -> None:
-    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
-    control = LibraryControlGroup(library, CPU)
-    numels = [[0, 3, 1], [2, 0, 0], [0, 5, 0]]  # from each to each
-    for dtype in (torch.float32, torch.float64):
-        parts = torch.cat([torch.full((n,), 10 * rank + k) for k, n in enumerate(numels[rank])])
-        expected = [torch.full((row[rank],), 10 * k + rank) for k, row in enumerate(numels)]
-        received = [row[rank] for row in numels]
-        found = control.exchange(parts.to(dtype), numels[rank], received)
-        assert torch.equal(found, torch.cat(expected).to(dtype))
-
-
-def test_slices_of_different_lengths_are_exchanged() -> None:
-    spawn(_uneven, 3)
-
-
-def test_dtypes_that_the_backend_has_no_type_for_travel() -> None:
-    spawn(_every_dtype, 3)
+@pytest.mark.parametrize(
+    ("what", "world_size"),
+    [
+        (_all_ranks_with_different_numbers_of_groups_build, 3),
+        (_some_ranks_with_different_numbers_of_groups_build, 3),
+        (_meshes_over_some_ranks_build, 5),
+        (_groups_are_shared_and_end_with_the_last_engine, 3),
+        (_an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails, 1),
+        (_an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails, 2),
+        (_the_groups_of_an_engine_that_is_dropped_end_later, 3),
+        (_groups_that_end_together_are_aborted_as_one, 2),
+        (_some_ranks_with_a_bound_device_split_their_group, 3),
+        (_subgroups_that_overlap_are_refused_by_name, 3),
+        (_a_backend_without_options_has_the_default_timeout, 1),
+    ],
+    ids=lambda given: getattr(given, "__name__", str(given)).strip("_"),
+)
+def test_process_groups_of_engines(what: Callable[[int, int], None], world_size: int) -> None:
+    spawn(what, world_size)

@@ -15,13 +15,21 @@ import zero_core
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
-from zero_core.protocols import Work
 from zero_core.sharded.norms import PLAIN
 from zero_core.step.statistics import GradientStatistics
-from zero_core.testing import SimulatedDDP, SimulatedRanks, seeded, simulate, spawn
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedRanks,
+    check_like_ddp,
+    seeded,
+    simulate,
+    spawn,
+)
+from zero_core.testing.training import Launch, LoggedCollectives
 
 WIDTH = 6
-ADAMW = {"lr": 1e-2, "weight_decay": 0.01}
 
 
 class _Failing(nn.Linear):
@@ -31,6 +39,7 @@ class _Failing(nn.Linear):
         return torch.tanh(super().forward(x))
 
 
+# Blocks that fail on a bad batch, and that a rank cuts off: no shared model has them.
 class _Net(nn.Module):
     """Frozen blocks between a trainable first layer and a trainable head, both in the root."""
 
@@ -70,30 +79,13 @@ def _inputs(step: int, ranks: SimulatedRanks, is_frozen: bool) -> tuple[Tensor, 
 
 
 def _follow(ranks: SimulatedRanks, stage: int, is_frozen: bool) -> None:
-    model = _make(is_frozen)
-    ddp = SimulatedDDP(model, ranks)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, fused=True, **ADAMW)
-    for step in range(len(WITHOUT)):
-        ddp(*_inputs(step, ranks, is_frozen)).backward()
-        ddp.average_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = {name: value.detach() for name, value in model.state_dict().items()}
-
-    engine = zero_core.build(_make(is_frozen), _config(stage), process_group=ranks)
-    for step in range(len(WITHOUT)):
-        engine.backward(engine(*_inputs(step, ranks, is_frozen)))
-        engine.step()
-    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
-
-
-def _config(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-    }
+    check_like_ddp(
+        ranks,
+        lambda: _make(is_frozen),
+        lambda step, _: _inputs(step, ranks, is_frozen),
+        Case(stage),
+        steps=len(WITHOUT),
+    )
 
 
 @pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen blocks", "no_grad"])
@@ -104,46 +96,27 @@ def test_one_rank_may_need_no_gradient_of_any_block(
     simulate(_follow, world_size, stage, is_frozen)
 
 
-class _Counting:
-    def __init__(self, native: Any, gathers: list[int]) -> None:
-        self._native = native
-        self._gathers = gathers
-
-    def all_gather(self, out: Tensor, shard: Tensor, *, unit: int, **kwargs: Any) -> Work:
-        if kwargs["backward"]:
-            self._gathers.append(unit)
-        work: Work = self._native.all_gather(out, shard, unit=unit, **kwargs)
-        return work
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        work: Work = self._native.reduce_scatter(out, full, unit=unit)
-        return work
-
-
-def _count(ranks: SimulatedRanks) -> list[list[int]]:
-    gathers: list[int] = []
-
-    def counting(native: Any, **settings: Any) -> Any:
-        return _Counting(native, gathers)
-
-    engine = zero_core.build(_make(True), _config(3), process_group=ranks, collectives=counting)
+def _count(ranks: SimulatedRanks) -> list[int]:
+    log: list[Launch] = []
+    collectives = LoggedCollectives.factory(log)
+    engine = zero_core.build(
+        _make(True), Case(3).config(), process_group=ranks, collectives=collectives
+    )
     found = []
     for step in range(3):
-        gathers.clear()
+        log.clear()
         engine.backward(engine(_inputs(step, ranks, False)[0], is_detached=True))
         engine.step()
-        found.append(list(gathers))
+        found.append(sum(launch.kind == "b" for launch in log))
     return found
 
 
 def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_step_on() -> None:
-    first, *later = simulate(_count, 2)[0]
-    assert len(first) == 3  # the last block is still there
-    assert later == [[], []]
+    assert simulate(_count, 2)[0] == [3, 0, 0]  # at first the last block is still there
 
 
 def _fail(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Net(), _config(3))
+    engine = zero_core.build(_Net(), Case(3).config())
     x = torch.full((3, WIDTH), float("nan")) if rank == 1 else torch.ones(3, WIDTH)
     if rank == 1:
         with pytest.raises(ArithmeticError):
@@ -161,7 +134,7 @@ def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(world_size:
 
 
 def _go_on(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_Net(), _config(3))
+    engine = zero_core.build(_Net(), Case(3).config())
     with pytest.raises(ArithmeticError):
         engine(torch.full((3, WIDTH), float("nan")))  # on every rank
     engine.backward(engine(torch.ones(3, WIDTH)))
@@ -201,7 +174,7 @@ class _OfKeeping(nn.Module):
 
 
 def _retry(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_OfKeeping(), _config(3))
+    engine = zero_core.build(_OfKeeping(), Case(3).config())
     try:
         raise MemoryError("the batch before")
     except MemoryError:
@@ -238,7 +211,7 @@ def test_all_ranks_know_of_one_that_left_out_other_units() -> None:
 
 
 def _plateau(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(_Net(), _config(stage), process_group=ranks)
+    engine = zero_core.build(_Net(), Case(stage).config(), process_group=ranks)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0, factor=0.5)
     for own_loss in (1.0, 0.5 + ranks.rank):
         engine.backward(engine(torch.ones(3, WIDTH)))
@@ -254,7 +227,7 @@ def _plateau(ranks: SimulatedRanks, stage: int) -> None:
         group["lr"] = 0.005
     engine.step()
     model = _Net()
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     for lr in (0.01, 0.01, 0.005):
         optimizer.param_groups[0]["lr"] = lr
         optimizer.zero_grad()
@@ -273,7 +246,7 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(
 def _set_otherwise(ranks: SimulatedRanks, key: str, values: list[Any]) -> None:
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1), foreach=False)
-    engine = zero_core.build(net, _config(1), optimizer=optimizer, process_group=ranks)
+    engine = zero_core.build(net, Case(1).config(), optimizer=optimizer, process_group=ranks)
     engine.backward(engine(torch.ones(3, WIDTH)))
     engine.optimizer.param_groups[0][key] = values[ranks.rank]
     with pytest.raises(zero_core.RankMismatchError, match=rf"optimizer group 0, '{key}': "):
@@ -289,7 +262,7 @@ def test_settings_in_tensors_and_lists_are_compared_exactly(key: str, values: li
 
 
 def _freeze(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Net(), _config(2), process_group=ranks)
+    engine = zero_core.build(_Net(), Case(2).config(), process_group=ranks)
     engine.module.head.bias.requires_grad_(ranks.rank != 1)
     engine.backward(engine(torch.ones(3, WIDTH)))
     differ = r"parameter head.bias: trainable on ranks 0, 2, frozen on rank 1\."
@@ -302,7 +275,7 @@ def test_a_parameter_that_is_frozen_on_one_rank_is_named() -> None:
 
 
 def _build_otherwise(ranks: SimulatedRanks) -> None:
-    net, config = _Net(), _config(3)
+    net, config = _Net(), Case(3).config()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1 if ranks.rank else 0.2)
     with pytest.raises(
         zero_core.RankMismatchError, match=r"'lr': 0.2 on rank 0, 0.1 on ranks 1, 2"
@@ -324,7 +297,7 @@ def test_build_names_the_key_the_group_and_the_buffer_in_which_ranks_differ() ->
 
 
 def _corrupt(ranks: SimulatedRanks, stage: int) -> None:
-    config = _config(stage) | {"check_replicas_every": 2}
+    config = Case(stage).config() | {"check_replicas_every": 2}
     engine = zero_core.build(_Net(), config, process_group=ranks)
     for step in range(4):
         engine.backward(engine(torch.ones(3, WIDTH)))
@@ -346,6 +319,6 @@ def test_a_bit_that_flips_on_one_rank_is_named(world_size: int, stage: int) -> N
 
 
 def test_replicas_are_refused_where_there_are_none() -> None:
-    config = _config(3) | {"check_replicas_every": 2}
+    config = Case(3).config() | {"check_replicas_every": 2}
     with pytest.raises(zero_core.ConfigError, match="check_replicas_every needs zero_optimization"):
         zero_core.build(_Net(), config)

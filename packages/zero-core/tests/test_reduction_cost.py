@@ -103,20 +103,18 @@ def _reduce(world_size: int, per_node: int, dtype: torch.dtype) -> _Counter:
     return counter
 
 
-@pytest.mark.parametrize("nodes", [False, True], ids=["one-node", "nodes-of-8"])
-def test_operators_of_a_reduction_are_as_many_at_any_number_of_ranks(nodes: bool) -> None:
-    counts = {}
-    for world_size in (16, 64, 512):
-        counts[world_size] = _reduce(world_size, 8 if nodes else world_size, torch.bfloat16)
-    first, *others = (counter.operators for counter in counts.values())
+@pytest.mark.parametrize("is_on_nodes", [False, True], ids=["one-node", "nodes-of-8"])
+def test_a_reduction_takes_as_many_operators_at_any_size_and_moves_three_bytes_an_element(
+    is_on_nodes: bool,
+) -> None:
+    sizes = (16, 64, 512)
+    counters = [_reduce(size, 8 if is_on_nodes else size, torch.bfloat16) for size in sizes]
+    first, *others = (counter.operators for counter in counters)
     assert all(names == first for names in others)
-    assert len(first) <= (4 if nodes else 2), first
-
-
-@pytest.mark.parametrize("world_size", [8, 64, 512])
-def test_a_reduction_moves_three_bytes_an_element(world_size: int) -> None:
-    counter = _reduce(world_size, world_size, torch.bfloat16)
-    assert counter.num_bytes <= 3 * world_size * NUMEL
+    assert len(first) <= (4 if is_on_nodes else 2), first
+    if not is_on_nodes:
+        for size, counter in zip(sizes, counters, strict=True):
+            assert counter.num_bytes <= 3 * size * NUMEL
 
 
 def test_a_gather_leaves_the_own_shard_to_the_library() -> None:

@@ -1,72 +1,116 @@
-"""A reduction with its statistics is waited for where its sum or its memory is used."""
+"""Reductions, and gathers of their sums at stage 0, are waited for where they are used."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 import zero_core
-from zero_core.protocols import TransportCollectives, Work
-from zero_core.testing import Case, SimulatedRanks, batch, device_collectives, make_model, simulate
+from zero_core.protocols import EXACT_GRADIENTS, Work
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    batch,
+    device_collectives,
+    make_model,
+    simulate,
+    train,
+)
 
 
 class _Logged:
-    """Collectives of an accelerator that note which reductions have been waited for."""
+    """Collectives that note which reductions and gathers of gradients have been waited for."""
 
-    def __init__(self, native: TransportCollectives) -> None:
+    def __init__(self, native: Any) -> None:
         self._native = native
-        self.all_gather = native.all_gather
-        self.num_started = 0
-        self.awaited: set[int] = set()
+        self.num_started = {"reductions": 0, "gathers": 0}
+        self.awaited: dict[str, set[int]] = {"reductions": set(), "gathers": set()}
+
+    def all_gather(self, out: Tensor, shard: Tensor, *, version: int, **further: Any) -> Work:
+        work: Work = self._native.all_gather(out, shard, version=version, **further)
+        return self._start("gathers", work) if version == EXACT_GRADIENTS else work
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        work: Any = self._native.reduce_scatter(out, full, unit=unit)
-        self.num_started += 1
-        return _LoggedReduction(self, work, self.num_started)
+        return self._start("reductions", self._native.reduce_scatter(out, full, unit=unit))
+
+    def _start(self, kind: str, work: Work) -> Work:
+        self.num_started[kind] += 1
+        return _LoggedWork(self.awaited[kind], self.num_started[kind], work)
 
 
-@dataclass
-class _LoggedReduction:
-    owner: _Logged
-    work: Any
-    number: int
+class _LoggedWork:
+    def __init__(self, awaited: set[int], number: int, work: Work) -> None:
+        self._awaited = awaited
+        self._number = number
+        self._work = work
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
     def wait(self) -> None:
-        self.owner.awaited.add(self.number)
-        self.work.wait()
-
-    @property
-    def norm(self) -> Tensor:
-        return self.work.norm
-
-    @property
-    def nonfinite(self) -> Tensor:
-        return self.work.nonfinite
+        self._awaited.add(self._number)
+        self._work.wait()
 
 
-def _train(ranks: SimulatedRanks, stage: int) -> None:
-    logged = _Logged(device_collectives(ranks))
-    engine = zero_core.build(
-        make_model(),
-        Case(stage=stage).config(),
-        process_group=ranks,
-        collectives=lambda native, **_: logged,
+def _build(ranks: SimulatedRanks, logged: _Logged, case: Case) -> zero_core.Engine:
+    return zero_core.build(
+        make_model(), case.config(), process_group=ranks, collectives=lambda native, **_: logged
     )
+
+
+def _reduce(ranks: SimulatedRanks, stage: int) -> None:
+    logged = _Logged(device_collectives(ranks))
+    engine = _build(ranks, logged, Case(stage))
     assert sum(s.is_trainable for s in engine.layout.segments) == 4
+    # At stage 1 full_grad is kept: nothing in backward uses it again. Else a buffer is used again
+    # by the unit after the next.
+    num_late = 4 if stage == 1 else 2
     for step in range(2):
         engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
-        started = range(logged.num_started + 1)
-        if stage == 1:  # full_grad is kept: nothing in backward uses it again
-            assert not logged.awaited.intersection(started[-4:])
-        else:  # a buffer is used again by the unit after the next
-            assert not logged.awaited.intersection(started[-2:])
+        started = range(logged.num_started["reductions"] + 1)
+        assert not logged.awaited["reductions"].intersection(started[-num_late:])
         engine.step()
-        assert logged.awaited == set(started[1:])
+        assert logged.awaited["reductions"] == set(started[1:])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_backward_waits_only_for_memory_that_it_uses_again(stage: int) -> None:
-    simulate(_train, 2, stage)
+    simulate(_reduce, 2, stage)
+
+
+def _gather(ranks: SimulatedRanks, accumulation: int) -> None:
+    logged = _Logged(device_collectives(ranks))
+    engine = _build(ranks, logged, Case(0, accumulation=accumulation))
+    num_segments = sum(s.is_trainable for s in engine.layout.segments)
+    for step in range(2):
+        for micro in range(accumulation):
+            engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
+            # The gathers of the step's last reductions may start in `step`.
+            assert len(logged.awaited["gathers"]) == step * num_segments
+            engine.step()
+        assert logged.num_started["gathers"] == (step + 1) * num_segments
+        assert len(logged.awaited["gathers"]) == (step + 1) * num_segments
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_no_gather_of_gradients_is_waited_for_in_backward(accumulation: int) -> None:
+    simulate(_gather, 2, accumulation)
+
+
+def _drop(ranks: SimulatedRanks, stage: int) -> None:
+    losses = []
+    for drops in (False, True):
+        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+        if drops:
+            engine.backward(engine(**batch(9, 0, ranks.rank))["loss"])
+            engine.optimizer.zero_grad()
+        losses.append(train(engine, [batch(step, 0, ranks.rank) for step in range(3)]))
+        engine.close()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (1, 1), (2, 3)])
+def test_zero_grad_drops_a_step_with_its_gathers_and_sums(world_size: int, stage: int) -> None:
+    simulate(_drop, world_size, stage)

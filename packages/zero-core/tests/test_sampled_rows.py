@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from zero_core.testing.sampled_rows import mark_rows_slow
@@ -34,31 +36,17 @@ class _Gate:
         self.rows += [item.name for item in items if item.get_closest_marker("slow") is None]
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    tmp_path = tmp_path_factory.mktemp("session")
+def test_one_row_in_three_stays_of_a_sampled_grid_with_each_value_and_all_rows_of_others(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "test_them.py").write_text(TESTS, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  sampled\n", "utf-8")
     gate = _Gate()
     options = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--collect-only")
     assert pytest.main([*options, str(tmp_path)], plugins=[gate]) == pytest.ExitCode.OK
-    return gate.rows
-
-
-def test_one_row_in_three_stays_of_a_grid_and_has_each_value_of_its_parameters(
-    rows: list[str],
-) -> None:
-    grid = [name for name in rows if name.startswith("test_grid")]
+    grid = [name for name in gate.rows if name.startswith("test_grid")]
     assert len(grid) == 7  # of 20, rounded up
     sizes, stages = zip(*(name[len("test_grid[") : -1].split("-") for name in grid), strict=True)
-    assert set(sizes) == set("01234")
-    assert set(stages) == set("0123")
-
-
-def test_slow_rows_do_not_count_and_all_rows_stay_of_a_test_that_is_not_sampled(
-    rows: list[str],
-) -> None:
-    assert [name for name in rows if not name.startswith("test_grid")] == [
-        "test_small[0]",
-        *(f"test_whole[{stage}]" for stage in range(4)),
-    ]
+    assert (set(sizes), set(stages)) == (set("01234"), set("0123"))
+    whole = [f"test_whole[{stage}]" for stage in range(4)]
+    assert [name for name in gate.rows if name not in grid] == ["test_small[0]", *whole]

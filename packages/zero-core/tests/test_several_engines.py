@@ -44,11 +44,10 @@ class Plain:
     def __init__(self, module: nn.Module, ranks: Any, *, is_training: bool = True) -> None:
         self.module, self._ranks = module, ranks
         self._ddp = SimulatedDDP(module, ranks)
-        params = [p for p in module.parameters() if p.requires_grad and is_training]
         if is_training:
-            self._optimizer = torch.optim.AdamW(
-                params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
-            )
+            params = [p for p in module.parameters() if p.requires_grad]
+            settings = {"lr": LR, "weight_decay": WEIGHT_DECAY, "fused": True}
+            self._optimizer = torch.optim.AdamW(params, **settings)
         else:
             module.requires_grad_(False)
 
@@ -62,10 +61,6 @@ class Plain:
         self._ddp.average_gradients()
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-    def offload_states(self) -> None: ...
-
-    def reload_states(self) -> None: ...
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self.module.state_dict()

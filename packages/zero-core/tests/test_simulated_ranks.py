@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import gc
+from pathlib import Path
 
 import pytest
 import torch
 
 from zero_core import CollectiveError
-from zero_core.testing import Case, SimulatedRanks, Trace, run_ddp, run_engine, simulate, spawn
+from zero_core.comm.topology import Ranks
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    run_ddp,
+    run_engine,
+    run_on_processes,
+    simulate,
+)
 
 STEPS = 6  # in the fifth the branches differ between the ranks
 CASE = Case(stage=3, accumulation=2, clipping=0.5)
@@ -20,70 +28,28 @@ OF_DDP = [
 ]
 
 
-def _train(ranks: SimulatedRanks, case: Case) -> Trace:
-    return run_engine(case, ranks.rank, STEPS, process_group=ranks)
+def _save(ranks: Ranks, folder: Path) -> None:
+    is_simulated = isinstance(ranks, SimulatedRanks)
+    traces = [run_engine(CASE, ranks.rank, STEPS, process_group=ranks)]
+    if ranks.size == 2:
+        traces += [
+            run_ddp(case, ranks.rank, STEPS, ranks if is_simulated else None) for case in OF_DDP
+        ]
+    name = f"{'simulated' if is_simulated else 'process'} {ranks.rank}.pt"
+    torch.save([(trace.losses, trace.values) for trace in traces], folder / name)
 
 
-def _train_in_process(rank: int, world_size: int, folder: str) -> None:
-    trace = run_engine(CASE, rank, STEPS)
-    torch.save([trace.losses, trace.values], f"{folder}/{rank}.pt")
-
-
-def test_simulated_ranks_compute_the_bits_of_processes(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    spawn(_train_in_process, 3, str(tmp_path))
-    for rank, trace in enumerate(simulate(_train, 3, CASE)):
-        losses, values = torch.load(tmp_path / f"{rank}.pt")
-        assert trace.losses == losses
-        for name, value in values.items():
-            assert torch.equal(trace.values[name], value), name
-
-
-def _follow_ddp(ranks: SimulatedRanks, case: Case) -> Trace:
-    return run_ddp(case, ranks.rank, STEPS, ranks)
-
-
-def _ddp_in_process(rank: int, world_size: int, folder: str) -> None:
-    traces = [run_ddp(case, rank, STEPS) for case in OF_DDP]
-    torch.save([(trace.losses, trace.values) for trace in traces], f"{folder}/{rank}.pt")
-
-
-def test_two_simulated_ranks_of_ddp_compute_its_bits(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    spawn(_ddp_in_process, 2, str(tmp_path))
-    expected = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for index, case in enumerate(OF_DDP):
-        for rank, trace in enumerate(simulate(_follow_ddp, 2, case)):
-            losses, values = expected[rank][index]
-            assert trace.losses == losses
-            assert values.keys() == trace.values.keys()
-            assert all(torch.equal(trace.values[name], value) for name, value in values.items())
-
-
-def test_three_simulated_ranks_of_ddp_follow_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """DDP adds three gradients in another order: a few ulps, grown over the steps."""
-    spawn(_ddp_in_process, 3, str(tmp_path))
-    for rank, trace in enumerate(simulate(_follow_ddp, 3, OF_DDP[0])):
-        losses, values = torch.load(tmp_path / f"{rank}.pt")[0]
-        assert trace.losses == pytest.approx(losses, abs=4e-6, rel=0)
-        for name, value in values.items():
-            torch.testing.assert_close(trace.values[name], value, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_every_stage_has_the_same_bits(world_size: int) -> None:
-    first, *others = (simulate(_train, world_size, Case(stage=stage)) for stage in range(4))
-    for traces in others:
-        for ours, theirs in zip(first, traces, strict=True):
-            assert ours.losses == theirs.losses
-            assert all(torch.equal(ours.values[n], v) for n, v in theirs.values.items())
-
-
-def test_nodes_of_two_ranks_send_once_per_node() -> None:
-    near, far = (
-        simulate(_train, 4, Case(stage=3), ranks_per_node=per_node) for per_node in (None, 2)
-    )
-    assert all(trace.between_nodes_bytes == 0 for trace in near)
-    assert all(trace.between_nodes_bytes > 0 for trace in far)
-    assert near[0].losses == far[0].losses
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_simulated_ranks_compute_the_bits_of_processes_and_of_ddp(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_on_processes(_save, world_size, tmp_path)
+    simulate(_save, world_size, tmp_path)
+    for rank in range(world_size):
+        found, expected = (
+            torch.load(tmp_path / f"{kind} {rank}.pt") for kind in ("simulated", "process")
+        )
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
 def _fail_on_rank_1(ranks: SimulatedRanks) -> None:
@@ -109,17 +75,3 @@ def _branch(ranks: SimulatedRanks) -> str:
 
 def test_a_message_of_another_size_is_refused() -> None:
     assert simulate(_branch, 2)[1]
-
-
-def _read_generator(ranks: SimulatedRanks) -> bool:
-    for _ in range(5000):
-        garbage = torch.nn.Parameter(torch.empty(1))
-        garbage.itself = garbage  # type: ignore[attr-defined]
-        torch.get_rng_state()
-    return gc.isenabled()
-
-
-def test_ranks_read_the_generator_beside_each_other_and_leave_garbage() -> None:
-    """A collection under the generator's lock would have them wait for each other for ever."""
-    assert simulate(_read_generator, 3) == [False] * 3
-    assert gc.isenabled()

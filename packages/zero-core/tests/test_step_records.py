@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero_core
 from zero_core.record import program
@@ -32,40 +32,22 @@ from zero_core.record.records import (
     read_records,
     to_line,
 )
-from zero_core.testing import SimulatedRanks, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate, train
 from zero_core.watch.place import Place
 
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(1):
-            self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return x.square().mean()
+RECORD = StepRecord(1, 0.0, 0.1, True, "", 1.0, 1.0, 1.0, [0.1], 1, 2)
 
 
 def _config(stage: int = 3, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        **further,
-    }
+    return Case(stage, accumulation=2, top=further).config()
 
 
-def _step(engine: zero_core.Engine, x: Tensor) -> list[float]:
-    losses = []
-    for _ in range(2):
-        loss = engine(x)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+def _build(**further: Any) -> zero_core.Engine:
+    return zero_core.build(make_tower(3), _config(**further))
+
+
+def _step(engine: zero_core.Engine, number: int = 0) -> list[float]:
+    return train(engine, [rows(number, engine.rank)] * 2)
 
 
 def _of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
@@ -73,37 +55,24 @@ def _of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
     return [record for record in records if isinstance(record, kind)]
 
 
-def _train_two_ranks(ranks: SimulatedRanks, folder: Path, stage: int, is_recorded: bool) -> None:
-    engine = zero_core.build(_Net(), _config(stage), process_group=ranks)
-    if is_recorded:
-        engine.record(folder, detail_every=2)
+def _train_two_ranks(ranks: SimulatedRanks, folder: Path) -> list[float]:
+    engine = zero_core.build(make_tower(3), _config(), process_group=ranks)
+    engine.record(folder, detail_every=2)
     losses = []
     for number in range(4):
-        with seeded(10 * ranks.rank + number):
-            x = torch.randn(2, 5)
+        x = rows(number, ranks.rank)
         if ranks.rank == 1 and number == 2:
             x[0, 0] = math.nan
-        losses += _step(engine, x)
-    torch.save((losses, list(engine.full_state_dict().values())), folder / f"{ranks.rank}.pt")
+        losses += train(engine, [x] * 2)
     engine.close()
+    return losses
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_recording_changes_no_bit(tmp_path: Path, stage: int) -> None:
-    """Losses and weights of two ranks, one step of them spoilt, are those without it."""
-    found = []
-    for name in ("plain", "recorded"):
-        folder = tmp_path / name
-        folder.mkdir()
-        simulate(_train_two_ranks, 2, folder, stage, name == "recorded")
-        found.append([torch.load(folder / f"{rank}.pt") for rank in range(2)])
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
-    for rank in range(2):
-        steps = _of(tmp_path / "recorded", rank, StepRecord)
-        losses, _ = found[1][rank]
+def test_each_rank_records_its_losses_and_why_a_step_was_skipped(tmp_path: Path) -> None:
+    for rank, losses in enumerate(simulate(_train_two_ranks, 2, tmp_path)):
+        steps = _of(tmp_path, rank, StepRecord)
         assert [s.step for s in steps] == [1, 2, 3, 4]
         assert [s.is_taken for s in steps] == [True, True, False, True]
-        assert steps[2].why_skipped.startswith("blocks.")
         assert "batch of rank 1" in steps[2].why_skipped
         means = torch.tensor(losses).view(-1, 2).mean(1)
         torch.testing.assert_close(torch.tensor([s.loss for s in steps]), means, equal_nan=True)
@@ -111,10 +80,9 @@ def test_recording_changes_no_bit(tmp_path: Path, stage: int) -> None:
 
 
 def test_times_of_places_and_waits_make_up_the_step(tmp_path: Path) -> None:
-    """Nothing of a step is left out or counted twice, and steps follow each other."""
-    engine = zero_core.build(_Net(), _config(step_records={"folder": str(tmp_path)}))
+    engine = _build(step_records={"folder": str(tmp_path)})
     for _ in range(4):
-        _step(engine, torch.ones(2, 5))
+        _step(engine)
     engine.close()
     (run,) = _of(tmp_path, 0, RunRecord)
     assert run.units == ["", "blocks.0", "blocks.1", "blocks.2"]
@@ -137,31 +105,16 @@ def test_times_of_places_and_waits_make_up_the_step(tmp_path: Path) -> None:
 
 
 def test_a_file_stays_within_its_bound_and_keeps_the_whole_course(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path, 0, max_bytes=20_000)
-    record = StepRecord(1, 0.0, 0.1, True, "", math.nan, 1.0, 1.0, [0.1], 1, 2)
+    bound = 2**16
+    file = RecordFile(tmp_path, 0, bound)
+    # Details of a third of the bound: the file is rarely written anew for all that.
+    spans = [("compute", "backward of unit 12 (blocks.11)", 0.1, 0.2, False)] * 300
+    num_rewrites, inode = 0, file.path.stat().st_ino
     for step in range(1, 2001):
-        values = vars(record) | {"step": step}
+        values = vars(RECORD) | {"step": step, "loss": math.nan}
         if step == 700:
             values |= {"is_taken": False, "why_skipped": "weight: batch of rank 1"}
         file.write(StepRecord(**values))
-        assert file.path.stat().st_size <= 20_000 + 2 * len(to_line(record))
-    file.close()
-    steps = _of(tmp_path, 0, StepRecord)
-    assert steps[0].step < 200
-    assert steps[-1].step > 1800
-    assert 700 in [s.step for s in steps]
-    assert all(math.isnan(s.loss) for s in steps)
-
-
-def test_thinning_leaves_room_where_the_records_that_stay_are_large(tmp_path: Path) -> None:
-    """With details of a third of the bound, steps are kept and the file is rarely written anew."""
-    bound = 2**16
-    file = RecordFile(tmp_path, 0, bound)
-    spans = [("compute", "backward of unit 12 (blocks.11)", 0.1, 0.2, False)] * 300
-    record = StepRecord(1, 0.0, 0.1, True, "", 1.0, 1.0, 1.0, [0.1], 1, 2)
-    num_rewrites, inode = 0, file.path.stat().st_ino
-    for step in range(1, 2001):
-        file.write(StepRecord(**vars(record) | {"step": step}))
         if step % 50 == 0:
             file.write(DetailRecord(step, 0.0, spans, []))
         found = file.path.stat()
@@ -169,12 +122,22 @@ def test_thinning_leaves_room_where_the_records_that_stay_are_large(tmp_path: Pa
         inode = found.st_ino
         assert found.st_size <= 1.5 * bound
     file.close()
-    steps = [s.step for s in _of(tmp_path, 0, StepRecord)]
+    steps = _of(tmp_path, 0, StepRecord)
     assert len(steps) >= 20
-    assert steps[0] < 200
-    assert steps[-1] > 1800
+    assert steps[0].step < 200
+    assert steps[-1].step > 1800
+    assert 700 in [s.step for s in steps]
+    assert all(math.isnan(s.loss) for s in steps)
     assert len(_of(tmp_path, 0, DetailRecord)) == 1
     assert num_rewrites < 80
+
+
+def test_a_small_file_stays_within_its_bound_and_a_line(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path, 0, max_bytes=20_000)
+    for step in range(1, 501):
+        file.write(StepRecord(**vars(RECORD) | {"step": step}))
+        assert file.path.stat().st_size <= 20_000 + 2 * len(to_line(RECORD))
+    file.close()
 
 
 def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(
@@ -183,7 +146,7 @@ def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(
     """The file system refuses a line, here by the process's bound on files."""
     weights = []
     for is_recorded in (False, True):
-        engine = zero_core.build(_Net(), _config(0))
+        engine = _build(stage=0)
         if is_recorded:
             engine.record(tmp_path)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -193,7 +156,7 @@ def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(
                 size = (tmp_path / FILE.format(rank=0)).stat().st_size
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
             try:
-                _step(engine, torch.full((2, 5), 1.0 + number))
+                _step(engine, number)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
@@ -213,9 +176,9 @@ def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
 
     def train() -> weakref.ref[zero_core.Engine]:
-        engine = zero_core.build(_Net(), _config(0))
+        engine = _build(stage=0)
         engine.record(tmp_path, detail_every=1)
-        _step(engine, torch.ones(2, 5))
+        _step(engine)
         return weakref.ref(engine)
 
     engine = train()
@@ -227,12 +190,12 @@ def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["backward", "plain", "idle"])
 def test_samples_are_those_of_all_micro_steps(tmp_path: Path, verb: str) -> None:
-    engine = zero_core.build(_Net(), _config(0, step_records={"folder": str(tmp_path)}))
+    engine = _build(stage=0, step_records={"folder": str(tmp_path)})
     for number in range(4):
         if verb == "idle" and number % 2:
             engine.idle_step()
             continue
-        loss = engine(torch.ones(2, 5))
+        loss = engine(rows(0, 0))
         if verb == "plain":
             (loss / 2).backward()
         else:
@@ -272,8 +235,7 @@ def test_numbers_that_are_not_finite_are_json_at_any_depth(tmp_path: Path) -> No
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any) -> None:
-    record = StepRecord(1, 0.0, 0.1, True, "", 1.0, 1.0, 1.0, [0.1], 1, 2)
-    line = json.loads(to_line(record)) | {field: value}
+    line = json.loads(to_line(RECORD)) | {field: value}
     path = tmp_path / FILE.format(rank=0)
     path.write_text("[" * 200_000 + "\n" + json.dumps(line))
     with pytest.raises(ValueError, match=rf"line 2: step\.{field}.* is "):
@@ -356,9 +318,9 @@ def test_end_of_a_program_that_closes_no_engine_is_recorded(
     text: str,
 ) -> None:
     """As at the interpreter's end, after an uncaught error or without one."""
-    engine = zero_core.build(_Net(), _config(0))
+    engine = _build(stage=0)
     engine.record(tmp_path)
-    _step(engine, torch.ones(2, 5))
+    _step(engine)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     del engine
     gc.collect()
@@ -367,7 +329,7 @@ def test_end_of_a_program_that_closes_no_engine_is_recorded(
 
 
 def test_a_report_needs_records(tmp_path: Path) -> None:
-    engine = zero_core.build(_Net(), _config())
+    engine = _build()
     with pytest.raises(zero_core.ConfigError, match=r"engine\.record"):
         engine.report(tmp_path / "page.html")
     blocked = tmp_path / "file"

@@ -16,7 +16,7 @@ from zero_core import ConfigError
 from zero_core.plan.planner import WORTH
 from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.plan.schedule import Schedule
-from zero_core.testing import run_alone
+from zero_core.testing import Case, run_alone
 
 WIDTH, BLOCKS, TOKENS = 64, 4, 32
 FREE = Curve(((1.0, 0.0),))
@@ -41,12 +41,7 @@ class Blocks(nn.Module):
 
 
 def make_config(stage: int, *, micro_batch: int = 8, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        **further,
-    }
+    return Case(stage, top={"train_micro_batch_size_per_gpu": micro_batch, **further}).config()
 
 
 def planned(config: dict[str, Any], world_size: int = 2, **how: Any) -> zero_core.Plan:

@@ -14,7 +14,7 @@ import zero_core
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.plan.activations import trace_step
-from zero_core.testing import SimulatedRanks, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, seeded, simulate, train
 from zero_core.tiled.logits import TiledLogits
 
 VOCAB, WIDTH, TOKENS = 37, 12, 11
@@ -25,6 +25,7 @@ TILED = {
 }
 
 
+# A language model with a part to tile and untied logits, as no shared model has them.
 class _Mlp(nn.Module):
     """With a parameter of its own, beside those of its parts."""
 
@@ -75,12 +76,7 @@ class _Model(nn.Module):
 
 
 def _config(stage: int, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        **further,
-    }
+    return Case(stage, top=further).config()
 
 
 def _ids(step: int, rank: int) -> Tensor:
@@ -90,12 +86,7 @@ def _ids(step: int, rank: int) -> Tensor:
 
 def _train(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     engine = zero_core.build(_Model(), config, process_group=ranks)
-    losses = []
-    for step in range(3):
-        loss = engine(_ids(step, ranks.rank))["loss"]
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train(engine, [{"ids": _ids(step, ranks.rank)} for step in range(3)])
     return losses, engine.full_state_dict()
 
 
@@ -227,7 +218,7 @@ def test_engine_that_has_ended_leaves_the_modules_as_they_were(modules):
         assert type(plain(_ids(0, 0))["logits"]) is Tensor
 
 
-def _reads_alone(ranks: SimulatedRanks) -> None:
+def _reads(ranks: SimulatedRanks) -> None:
     engine = zero_core.build(_Model(), _config(3, tiled_compute=TILED), process_group=ranks)
     expected = _Model()(_ids(0, 0))
     with torch.no_grad():
@@ -235,14 +226,6 @@ def _reads_alone(ranks: SimulatedRanks) -> None:
     if ranks.rank == 0:  # on one rank, when nothing is gathered any more
         torch.testing.assert_close(found["logits"], expected["logits"])
         torch.testing.assert_close(found["loss"], expected["loss"])
-
-
-def test_logits_without_gradients_are_read_on_one_rank_alone():
-    simulate(_reads_alone, 2)
-
-
-def _reads_late(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Model(), _config(3, tiled_compute=TILED), process_group=ranks)
     found = engine(_ids(0, ranks.rank))
     engine.backward(found["loss"])
     with pytest.raises(RuntimeError, match="'head' were read after their backward"):
@@ -252,8 +235,8 @@ def _reads_late(ranks: SimulatedRanks) -> None:
         found["logits"].argmax(-1)
 
 
-def test_logits_that_are_read_too_late_are_refused_by_name():
-    simulate(_reads_late, 2)
+def test_logits_are_read_on_one_rank_without_gradients_and_refused_by_name_too_late():
+    simulate(_reads, 2)
 
 
 def test_other_terms_of_the_loss_keep_their_gradient_after_a_look_without_gradients():
@@ -297,27 +280,20 @@ def test_what_torch_refuses_is_refused_by_torch():
         functional.cross_entropy(logits, torch.zeros(21, dtype=torch.int64))
 
 
-def test_loss_outside_of_the_forward_has_its_autocast():
-    config = _config(1, tiled_compute=TILED)
-    engine = zero_core.build(_Model(), config)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = engine(_ids(0, 0))["logits"]
-        whole = _Model()(_ids(0, 0))["logits"]
-    assert logits.dtype is torch.bfloat16
-    target = torch.zeros(2 * TOKENS, dtype=torch.int64)
-    found = functional.cross_entropy(logits.view(-1, VOCAB), target)
-    expected = functional.cross_entropy(whole.view(-1, VOCAB), target)
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_loss_within_autocast_has_the_dtype_of_the_whole_one(dtype):
+def test_a_loss_within_and_after_the_forward_has_its_autocast(dtype):
     model = _Model()
+    target = torch.zeros(2 * TOKENS, dtype=torch.int64)
     with torch.autocast("cpu", dtype=dtype):
-        expected = model(_ids(0, 0))["loss"]
+        whole = model(_ids(0, 0))
         engine = zero_core.build(model, _config(1, tiled_compute=TILED))
-        found = engine(_ids(0, 0))["loss"]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+        found = engine(_ids(0, 0))
+    torch.testing.assert_close(found["loss"], whole["loss"], rtol=1e-5, atol=0.0)
+    assert found["logits"].dtype is dtype
+    late, expected = (
+        functional.cross_entropy(own["logits"].view(-1, VOCAB), target) for own in (found, whole)
+    )
+    torch.testing.assert_close(late, expected, rtol=1e-2, atol=0.0)
 
 
 def test_a_head_that_is_called_by_keyword_is_tiled():
@@ -343,14 +319,8 @@ def test_many_tokens_of_fp16_have_a_finite_mean():
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (
-            {"modules": {"names": ["mlps"]}},
-            "tiled_compute.modules names what the model lacks: mlps",
-        ),
-        (
-            {"logits": {"classes": ["Head"]}},
-            "tiled_compute.logits names what the model lacks: Head",
-        ),
+        ({"modules": {"names": ["mlps"]}}, "modules names what the model lacks: mlps"),
+        ({"logits": {"classes": ["Head"]}}, "logits names what the model lacks: Head"),
         ({"tile_tokens": 0}, "tiled_compute.tile_tokens"),
         ({"mlp": {}}, "tiled_compute.mlp"),
     ],

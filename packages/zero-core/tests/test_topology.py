@@ -14,13 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zero_core
 from zero_core import ConfigError
 from zero_core.comm.topology import count_per_node, find_ranks, fold
-from zero_core.testing import spawn
+from zero_core.testing import Case, spawn
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "zero_optimization": {"stage": 3},
-}
 VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
@@ -100,7 +95,7 @@ def test_each_launcher_tells_its_nodes() -> None:
 
 def _build(**keywords: object) -> zero_core.Engine:
     torch.manual_seed(0)
-    return zero_core.build(nn.Linear(5, 3), CONFIG, **keywords)
+    return zero_core.build(nn.Linear(5, 3), Case(3).config(), **keywords)
 
 
 def _sent(engine: zero_core.Engine) -> tuple[int, int]:

@@ -35,11 +35,6 @@ def run_program(name: str, folder: Path, **environment: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_program("triton_sum_compile_program.py", tmp_path_factory.mktemp("triton"))
-
-
 def test_interpreted_kernels_give_sum_norm_and_ranks_of_plain_torch(tmp_path: Path) -> None:
     found = run_program("triton_sum_program.py", tmp_path, TRITON_INTERPRET="1")
     assert found["cases"] == 90
@@ -47,23 +42,15 @@ def test_interpreted_kernels_give_sum_norm_and_ranks_of_plain_torch(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_compiled_kernels_round_every_operation_by_itself(compiled: Any) -> None:
+def test_compiled_kernels_round_each_operation_and_move_sixteen_bytes_at_a_time(
+    tmp_path: Path,
+) -> None:
+    compiled = run_program("triton_sum_compile_program.py", tmp_path)
     kernels = {**compiled["cuda"], "fp64": compiled["fp64"], "norm": compiled["norm"]}
     for name, text in kernels.items():
         assert re.findall(r"\bfma\.|\.approx|\.ftz", text) == [], name
-
-
-@pytest.mark.slow
-def test_compiled_kernels_move_sixteen_bytes_at_a_time(compiled: Any) -> None:
     for name, text in compiled["cuda"].items():
         assert set(re.findall(r"ld\.global\S*", text)) == {"ld.global.v4.b32"}, name
-
-
-@pytest.mark.slow
-def test_flags_of_any_nodes_ranks_take_the_kernel_that_build_compiled(compiled: Any) -> None:
-    assert len(set(compiled["keys"])) == 1
-
-
-@pytest.mark.slow
-def test_kernels_compile_for_amd(compiled: Any) -> None:
     assert "global_load_dwordx4" in compiled["hip"]["bf16 to fp32"]
+    # Flags of any node's ranks take the kernel that build compiled.
+    assert len(set(compiled["keys"])) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,16 +42,10 @@ class _Ranks:
         self.boards: list[_Board] = []
         for rank, place in enumerate(self.places):
             self.boards.append(_Board(self.table, rank))
-            self.watches.append(
-                Watch(
-                    self.boards[rank],
-                    place,
-                    rank=rank,
-                    world_size=size,
-                    within_s=within_s,
-                )
-            )
-            self.watches[-1].tick(0.0)
+            board = self.boards[rank]
+            watch = Watch(board, place, rank=rank, world_size=size, within_s=within_s)
+            watch.tick(0.0)
+            self.watches.append(watch)
 
     def tick(self, until: float) -> None:
         """Let time pass up to ``until``, with the beats of the time between."""
@@ -156,12 +149,9 @@ def _busy(size: int, doing: str, number: int) -> Iterator[list[_Stage]]:
     ]
 
 
-@pytest.mark.parametrize("num_steps", [2000])
-def test_no_line_is_logged_in_healthy_steps(
-    num_steps: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_line_is_logged_in_healthy_steps(caplog: pytest.LogCaptureFixture) -> None:
     ranks = _Ranks(3)
-    ranks.run(healthy(num_steps, 3))
+    ranks.run(healthy(2000, 3))
     assert ranks.now > 1000.0
     assert not caplog.records
 
@@ -201,21 +191,34 @@ def _leave(ranks: _Ranks) -> None:
 @pytest.mark.parametrize(
     ("act", "level", "said"),
     [
-        (_stop, logging.ERROR, "no sign of life of rank 1 for"),
         (
             _stop,
             logging.ERROR,
-            "last seen in forward of unit 2 (blocks.1) of step 6, waiting",
+            ["no sign of life of rank 1 for", "last seen in forward of unit 2 (blocks.1) of step"],
         ),
-        (_turn, logging.ERROR, "branches: they wait"),
-        (_turn, logging.ERROR, "name the module that holds them in zero_optimization.leaf_module"),
-        (_turn, logging.ERROR, "rank 1 in reduce_scatter of unit 2 (blocks.1) of step 6"),
-        (_stay, logging.WARNING, "rank 1 has been in forward of unit 3 (blocks.2) of step 6 for"),
-        (_leave, logging.WARNING, "rank 1 has been in the program outside of the engine, after s"),
+        (
+            _turn,
+            logging.ERROR,
+            [
+                "branches: they wait",
+                "name the module that holds them in zero_optimization.leaf_module",
+                "rank 1 in reduce_scatter of unit 2 (blocks.1) of step 6",
+            ],
+        ),
+        (
+            _stay,
+            logging.WARNING,
+            ["rank 1 has been in forward of unit 3 (blocks.2) of step 6 for"],
+        ),
+        (
+            _leave,
+            logging.WARNING,
+            ["rank 1 has been in the program outside of the engine, after s"],
+        ),
     ],
 )
 def test_each_rank_that_waits_names_the_cause_once_in_time(
-    act: Any, level: int, said: str, caplog: pytest.LogCaptureFixture
+    act: Any, level: int, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = _Ranks(3)
     _hang(ranks, act)
@@ -223,7 +226,7 @@ def test_each_rank_that_waits_names_the_cause_once_in_time(
     for rank in waiting:
         (record,) = [r for r in caplog.records if r.getMessage().startswith(f"rank {rank}: ")]
         assert record.levelno == level
-        assert said in record.getMessage()
+        assert all(text in record.getMessage() for text in said)
     ranks.tick(ranks.now + 100.0)
     assert len(caplog.records) == len(waiting)
 
@@ -286,16 +289,6 @@ def test_reads_are_bounded_and_a_rank_that_stops_is_named_in_time(
     more = [board.num_read - num for board, num in zip(ranks.boards, before, strict=True)]
     assert max(more) <= 9 * 60
     assert len(caplog.records) == size - 1  # each rank that waits has named it
-
-
-if __name__ == "__main__":  # 10**5 steps take a minute
-    found: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = found.append  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
-    world = _Ranks(3)
-    world.run(healthy(int(sys.argv[1]), 3))
-    print(f"{sys.argv[1]} steps, {world.now:.0f} s of virtual time, {len(found)} lines")
 
 
 def test_heartbeat_file_has_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

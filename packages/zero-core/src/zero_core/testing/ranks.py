@@ -23,8 +23,8 @@ import torch.multiprocessing as mp
 
 from zero_core.comm.topology import find_ranks
 
-# The oracle imports all that a rank of a test takes.
-_PRELOADED = [__name__, "zero_core.testing.oracle"]
+# All that a rank of a test takes: the oracle imports most of it, test files the rest.
+_PRELOADED = [__name__, "zero_core.testing.oracle", "pytest", "hypothesis"]
 _LIMIT = timedelta(minutes=5)
 """Longest wait of one rank for another."""
 
