@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zero_core
-from tests.delayed import build
+from tests.support.delayed import build
 from zero_comm.values.message import GradientMessages
 from zero_core.testing import (
     Case,

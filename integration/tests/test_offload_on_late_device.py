@@ -12,7 +12,15 @@ from torch import nn
 
 import cpu_adam
 import zero_core
-from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
+from zero_core.testing import (
+    Case,
+    batch,
+    late_device,
+    make_model,
+    run_alone,
+    simulate,
+    train_unread,
+)
 from zero_engine.report import charts
 from zero_engine.report.compose import bounds
 from zero_engine.report.measured import measure
@@ -28,8 +36,8 @@ def _case(in_backward: bool, ratio: Any, end: str = "last", **keys: Any) -> Case
     block = {"device": "cpu", "ratio": ratio, "host_share": end}
     top: dict[str, Any] = {"check_grad_overflow": not in_backward}
     if ratio != 1.0:
-        # A device updates by torch's AdamW, not by the host's kernel. Adamax is torch's on both.
-        top["optimizer"] = {"type": "Adamax", "params": {"lr": 1e-2}}
+        # A device updates by torch's AdamW, not by the host's kernel. NAdam is torch's on both.
+        top["optimizer"] = {"type": "NAdam", "params": {"lr": 1e-2}}
     return Case(
         dtype="bf16",
         zero={"offload_optimizer": block},
@@ -133,21 +141,17 @@ def test_no_thread_touches_another_device() -> None:
     run_alone(_step_on_the_second_device)
 
 
-def _record(folder: Path) -> None:
-    late_device.load()
-    late_device.set_delays(kernel_s=2e-5, copy_s=1e-3)
-    simulate(_train_recorded, 1, folder, device="late")
-
-
 def _train_recorded(ranks: Any, folder: Path) -> None:
     case = _case(False, 1.0, stage=2)
     engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
     engine.record(folder, detail_every=2)
-    for step in range(10):
-        inputs = batch(step, 0, ranks.rank)
-        engine.backward(engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"])
-        engine.step()
-    engine.close()
+    train_unread(engine, ranks.rank, ranks.device, steps=10)
+
+
+def _record(folder: Path) -> None:
+    late_device.load()
+    late_device.set_delays(kernel_s=2e-5, copy_s=1e-3)
+    simulate(_train_recorded, 1, folder, device="late")
 
 
 def test_report_has_a_lane_of_copies(tmp_path: Path) -> None:
