@@ -175,8 +175,11 @@ VARIANTS: Mapping[str, Variant] = {
     "8-bit messages, ratio 0.3": Variant(
         _host(ratio=0.3), base={**EIGHT_BITS, **HOST}, stages=(3,), ranks=NODES
     ),
-    "4-bit messages, ratio 0.3": Variant(
-        _host(ratio=0.3), base={**FOUR_BITS, **HOST}, stages=(3,), ranks=NODES
+    "4-bit messages, updates in backward": Variant(
+        _host(ratio=0.3, update_in_backward=True),
+        base={**FOUR_BITS, **HOST},
+        stages=(3,),
+        ranks=NODES,
     ),
     "8-bit messages, parameters in files": Variant(
         {"offload_param": {**FILES, "max_in_cpu": 0}},
