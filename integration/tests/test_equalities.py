@@ -6,73 +6,232 @@ of zero-comm fall behind at random. A feature that changes no bit is one line of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import cpu_adam
 import zero_core
-from tests.delayed import delayed_collectives
-from zero_core.testing import Case, make_model
+from tests.support.delayed import delayed_collectives
+from tests.support.host_optimizers import OPTIMIZERS
+from zero_core.testing import Case, make_model, train_unread
 from zero_core.testing.equal import FOLDER, Row, Variant, check, cover
+from zero_offload import create_param_tier, create_tier
+from zero_offload.steppers import file_stepper
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 REST = {"stage3_param_persistence_threshold": 0, **HOST}
+FILES = {"device": "nvme", "nvme_path": FOLDER}
 WEIGHTS = {"zero_lossless_weights": True}
 GRADIENTS = {"zero_lossless_gradients": True}
 HPZ = {"zero_hpz_partition_size": 2}
+EIGHT_BITS = {"zero_quantized_weights": True, "zero_quantized_gradients": True, **HPZ}
+FOUR_BITS = {
+    **EIGHT_BITS,
+    "zero_quantized_weights_format": "int4_difference",
+    "zero_quantized_gradients_within_node": "int8",
+    "zero_quantized_gradients_hadamard": True,
+}
 NODES = ((4, 2),)
 SEVERAL = ((2, 1), (2, 2), (3, 1), *NODES)
 CODED = 98
 """Width of a model whose shards are long enough to be coded."""
+MOVES = (0.5, 0.25, 0.999, 0.0, 1.0, 0.3)
+BLOCK_NUMEL = 100
+"""Elements of a block of states in a file: shards have several."""
 
 
-DELAYED = {"collectives": delayed_collectives}
+@pytest.fixture(autouse=True)
+def _small_blocks_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", BLOCK_NUMEL)
 
 
-def _host(**keys: Any) -> Variant:
-    return Variant({"offload_optimizer": {"device": "cpu", **keys}}, base=HOST, stages=(1, 2, 3))
+def prompt_tier(**given: Any) -> Any:
+    """Make a tier whose host has begun each unit's update before backward goes on."""
+    tier = create_tier(**{**given, "adam_kernel": cpu_adam})
+    speculate = tier.speculate
+
+    def speculate_at_once(*args: Any, **keys: Any) -> None:
+        speculate(*args, **keys)
+        for part in tier.parts:
+            part.drain()
+
+    tier.speculate = speculate_at_once  # type: ignore[method-assign]
+    return tier
 
 
+_first_moves = itertools.count()
+
+
+def moving_tier(**given: Any) -> Any:
+    """Make a tier that takes each of `MOVES`, on each rank in another order."""
+    kernel = None if given["optimizer_class"] is torch.optim.NAdam else cpu_adam
+    tier: Any = create_tier(**{**given, "adam_kernel": kernel})
+    left = itertools.islice(itertools.cycle(MOVES), next(_first_moves) % len(MOVES), None)
+    tier.controller.observe = lambda *_: next(left)
+    return tier
+
+
+def _host(**keys: Any) -> dict[str, Any]:
+    return {"offload_optimizer": {"device": "cpu", **keys}}
+
+
+def _share(*, base: Mapping[str, Any] | None = None, **keys: Any) -> Variant:
+    return Variant(_host(**keys), base=base or HOST, stages=(1, 2, 3))
+
+
+def _early(
+    base: Mapping[str, Any] | None = None, base_top: Mapping[str, Any] | None = None, **keys: Any
+) -> Variant:
+    """Add updates in backward, which a step goes on with or undoes."""
+    zero = {**(base or {}), **_host(update_in_backward=True, **keys)}
+    late = {k: v for k, v in keys.items() if k == "state_dtype"}
+    return Variant(
+        zero,
+        base={**(base or {}), **_host(update_in_backward=False, **late)},
+        base_top=base_top or {},
+        further={"state_tier": prompt_tier},
+        stages=(3,) if base else (1, 2, 3) if "ratio" in keys else (0, 1, 2, 3),
+    )
+
+
+def _coded(zero: Mapping[str, Any], stages: tuple[int, ...], **keys: Any) -> Variant:
+    further = {"collectives": delayed_collectives}
+    return Variant(zero, further=further, stages=stages, **keys)
+
+
+def _rests(base: Mapping[str, Any] | None = None, **zero: Any) -> Variant:
+    """Have parameters, which are copied even where the host is the device, elsewhere."""
+    base = {**REST, **(base or {})}
+    return Variant(zero, base=base, further={"param_tier": create_param_tier}, stages=(3,))
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": OPTIMIZERS[name]}}
+
+
+EARLY = {
+    "undo log": _early(),
+    "undo log, too small": _early(undo_buffer_size=30_000),
+    "undo log, ratio 0.3": _early(ratio=0.3),
+    "undo log, the first half": _early(ratio=0.5, host_share="first"),
+    "undo log, a border that moves": _early(ratio="auto"),
+    "undo log, 8 bits": _early(state_dtype="int8"),
+    "undo log, parameters on the host": _early(
+        {"offload_param": {"device": "cpu"}}, state_dtype="bfloat16"
+    ),
+    **{
+        f"undo log, {name}, ratio 0.3": _early(base_top=_named(name), ratio=0.3)
+        for name in OPTIMIZERS
+        if name != "AdamW"
+    },
+}
+SHARES = {
+    "ratio 0.3": _share(ratio=0.3),
+    "ratio 0.999": _share(ratio=0.999),
+    "names on the host": _share(parameters=["blocks.1.*", "*.norm.bias", "embed.weight"]),
+    "budget of the device": _share(device_budget=5_000),
+}
 VARIANTS: Mapping[str, Variant] = {
-    "lossless weights": Variant(
-        WEIGHTS, further=DELAYED, stages=(1, 2, 3), ranks=SEVERAL, width=CODED
+    "lossless weights": _coded(WEIGHTS, (1, 2, 3), ranks=SEVERAL, width=CODED),
+    "lossless gradients": _coded(GRADIENTS, (0, 1, 2, 3), ranks=SEVERAL, width=CODED),
+    "both lossless": _coded({**WEIGHTS, **GRADIENTS}, (1, 2, 3), ranks=SEVERAL, width=CODED),
+    "hpZ": _coded(HPZ, (3,), ranks=NODES),
+    "hpZ, lossless weights": _coded({**HPZ, **WEIGHTS}, (3,), ranks=NODES, width=CODED),
+    **SHARES,
+    **EARLY,
+    "a border that moves": Variant(
+        _host(ratio="auto"), base=HOST, further={"state_tier": moving_tier}, stages=(1, 2, 3)
     ),
-    "lossless gradients": Variant(GRADIENTS, further=DELAYED, ranks=SEVERAL, width=CODED),
-    "both lossless": Variant(
-        {**WEIGHTS, **GRADIENTS}, further=DELAYED, stages=(1, 2, 3), ranks=SEVERAL, width=CODED
+    "NAdam, a border that moves": Variant(
+        _host(ratio="auto"),
+        base=HOST,
+        base_top={"optimizer": {"type": "NAdam", "params": {"lr": 1e-2}}},
+        further={"state_tier": moving_tier},
+        stages=(1, 2, 3),
     ),
-    "hpZ": Variant(HPZ, further=DELAYED, stages=(3,), ranks=NODES),
-    "hpZ, lossless weights": Variant(
-        {**HPZ, **WEIGHTS}, further=DELAYED, stages=(3,), ranks=NODES, width=CODED
+    "states in files": Variant({"offload_optimizer": FILES}, base=HOST),
+    "states in files, ratio 0.4": Variant(
+        {"offload_optimizer": {**FILES, "ratio": 0.4, "buffer_count": 3}}, base=HOST
     ),
-    "ratio 0.3": _host(ratio=0.3),
-    "ratio 0.999": _host(ratio=0.999),
-    "names on the host": _host(parameters=["blocks.1.*", "*.norm.bias", "embed.weight"]),
-    "budget of the device": _host(device_budget=5_000),
-    "update in backward": _host(update_in_backward=True),
-    "update in backward, ratio 0.3": _host(update_in_backward=True, ratio=0.3),
-    "states in files": Variant(
-        {"offload_optimizer": {"device": "nvme", "nvme_path": FOLDER}}, base=HOST
+    "states of 8 bits in files": Variant(
+        {"offload_optimizer": {**FILES, "state_dtype": "int8"}}, base=_host(state_dtype="int8")
     ),
-    "parameters on the host": Variant({"offload_param": {"device": "cpu"}}, base=REST, stages=(3,)),
-    "parameters in files": Variant(
-        {"offload_param": {"device": "nvme", "nvme_path": FOLDER}}, base=REST, stages=(3,)
+    "parameters on the host": _rests(offload_param={"device": "cpu"}),
+    "parameters on the host, 8 bits": _rests(
+        _host(state_dtype="int8"), offload_param={"device": "cpu"}
+    ),
+    "parameters in files": _rests(offload_param={**FILES, "max_in_cpu": 0, "buffer_count": 1}),
+    "some parameters in files": _rests(
+        offload_param={**FILES, "max_in_cpu": 5_000, "buffer_count": 2}
+    ),
+    "all in files": _rests(
+        offload_param={**FILES, "max_in_cpu": 0}, offload_optimizer={**FILES, "ratio": 0.7}
+    ),
+    "8-bit messages, ratio 0.3": Variant(
+        _host(ratio=0.3), base={**EIGHT_BITS, **HOST}, stages=(3,), ranks=NODES
+    ),
+    "4-bit messages, updates in backward": Variant(
+        _host(ratio=0.3, update_in_backward=True),
+        base={**FOUR_BITS, **HOST},
+        stages=(3,),
+        ranks=NODES,
+    ),
+    "8-bit messages, parameters in files": Variant(
+        {"offload_param": {**FILES, "max_in_cpu": 0}},
+        base={**EIGHT_BITS, **REST},
+        stages=(3,),
+        ranks=NODES,
     ),
 }
+UNCHECKED = {
+    f"update in backward that nothing calls off, ratio {ratio}": Variant(
+        _host(update_in_backward=True, ratio=ratio),
+        base=_host(update_in_backward=False),
+        base_top={"check_grad_overflow": False},
+    )
+    for ratio in (0.4, 1.0)
+}
+ALL = {**VARIANTS, **UNCHECKED}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("row", cover(VARIANTS), ids=str)
+PROGRAMS = ("trains", "recomputes", "accumulates", "is edited", "loads")
+CORE = {n: v for n, v in VARIANTS.items() if n not in EARLY or n == "undo log"}
+
+
+@pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "row",
+    [*cover(VARIANTS), *cover(UNCHECKED, scenarios=PROGRAMS, dtypes=("fp32", "bf16"))],
+    ids=str,
+)
 def test_a_variant_changes_no_bit(row: Row, tmp_path: Path) -> None:
-    check(row, VARIANTS[row.variant], tmp_path)
+    check(row, ALL[row.variant], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", cover(VARIANTS, strength=3), ids=str)
+@pytest.mark.parametrize("row", cover(CORE, strength=3), ids=str)
 def test_any_three_settings_change_no_bit(row: Row, tmp_path: Path) -> None:
-    check(row, VARIANTS[row.variant], tmp_path)
+    check(row, CORE[row.variant], tmp_path)
+
+
+SIZES = (("bf16", 1, 1), ("fp16", 2, 1), ("fp32", 3, 1), ("bf16", 4, 2))
+LONG_ROWS = [
+    Row("goes long", name, stage, *SIZES[(number + stage) % len(SIZES)])
+    for number, name in enumerate(("lossless weights", "both lossless", *EARLY))
+    for stage in ALL[name].stages
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", LONG_ROWS, ids=str)
+def test_a_variant_changes_no_bit_in_200_steps(row: Row, tmp_path: Path) -> None:
+    check(row, ALL[row.variant], tmp_path)
 
 
 @pytest.mark.slow
@@ -81,7 +240,7 @@ def test_any_three_settings_change_no_bit(row: Row, tmp_path: Path) -> None:
     [
         *(("lossless weights", stage) for stage in (1, 2, 3)),
         *(("both lossless", stage) for stage in (1, 3)),
-        *(("hpZ", 3), ("hpZ, lossless weights", 3)),
+        *(("hpZ", 3), ("hpZ, lossless weights", 3), ("all in files", 3)),
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -92,11 +251,26 @@ def test_a_variant_changes_no_bit_on_processes(
     check(row, VARIANTS[variant], tmp_path, is_simulated=False)
 
 
-@pytest.mark.parametrize(
-    "name", ["ratio 0.3", "ratio 0.999", "names on the host", "budget of the device"]
-)
+@pytest.mark.parametrize("name", SHARES)
 def test_a_share_of_the_host_is_a_share(name: str) -> None:
-    engine = zero_core.build(make_model(33), Case(2, zero=VARIANTS[name].zero).config())
+    engine = zero_core.build(make_model(33), Case(2, zero=SHARES[name].zero).config())
     tier: Any = engine.sharded_state.tier
     assert 0 < tier.host_numel < tier.geometry.numel
     engine.close()
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_units_are_updated_before_the_decision_and_undone(name: str) -> None:
+    variant, counts = EARLY[name], {}
+    for clipping in (1e9, 1e-3):
+        case = Case(3, clipping=clipping, zero=variant.zero, top=variant.base_top, width=33)
+        engine = zero_core.build(make_model(33), case.config(), **variant.further)
+        tier: Any = engine.sharded_state.tier
+        train_unread(engine, 0, engine.device, steps=2)
+        parts = [part.tier for part in tier.report() if part.is_host]
+        counts[clipping] = [
+            sum(getattr(p, f"num_{of}") for p in parts) for of in ("kept", "undone")
+        ]
+    (kept, none), (nothing, undone) = counts.values()
+    assert none == nothing == 0 < kept
+    assert undone > 0

@@ -1,10 +1,8 @@
-"""The engine with host kernels for every rule, and with states of 8 and 16 bits.
-
-Several ranks are simulated ones.
-"""
+"""The engine with host kernels for every rule, and with states of 8 and 16 bits."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,16 @@ from torch import nn
 import cpu_adam
 import zero_core
 from cpu_adam import reference
-from tests.host_optimizers import OPTIMIZERS
-from zero_core.testing import SimulatedRanks, batch, make_model, simulate
+from tests.support.host_optimizers import OPTIMIZERS
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    batch,
+    make_model,
+    seeded,
+    simulate,
+    train,
+)
 from zero_offload.rules import codes
 
 STEPS = 4
@@ -30,55 +36,13 @@ ORACLES: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def make_config(name: str, stage: int, dtype: str, **offload: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": name, "params": OPTIMIZERS[name]},
-        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu", **offload}},
-    }
+    optimizer = {"type": name, "params": OPTIMIZERS[name]}
+    zero = {"offload_optimizer": {"device": "cpu", **offload}}
+    return Case(stage, dtype, zero=zero, top={"optimizer": optimizer}).config()
 
 
-def train(engine: zero_core.Engine, steps: range, rank: int) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = engine(**batch(step, 0, rank))["loss"]
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def run(
-    config: dict[str, Any], rank: int, ranks: SimulatedRanks | None = None
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and unrounded weights after `STEPS` steps, all by host kernels."""
-    engine = zero_core.build(make_model(), config, process_group=ranks)
-    tier: Any = engine.sharded_state.tier
-    assert all(part.tier.has_kernel for part in tier.report())
-    losses = train(engine, range(STEPS), rank)
-    weights = engine.full_state_dict(dtype=torch.float32)
-    engine.close()
-    return losses, weights
-
-
-def compare_ratios(ranks: SimulatedRanks) -> list[object]:
-    """Which of the runs differs in a bit from the first of its kind."""
-    wrong: list[object] = []
-    for name in OPTIMIZERS:
-        for dtype, others in (("fp32", ((1, 0.0), (3, 0.3))), ("bf16", ((1, 0.3), (2, 0.3)))):
-            first = None
-            for stage, ratio in ((1, 1.0), *others):
-                found = run(make_config(name, stage, dtype, ratio=ratio), ranks.rank, ranks)
-                first = found if first is None else first
-                same = all(torch.equal(found[1][k], v) for k, v in first[1].items())
-                if found[0] != first[0] or not same:
-                    wrong.append([name, dtype, stage, ratio])
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_neither_ratio_nor_stage_changes_a_bit_under_any_rule(world_size: int) -> None:
-    assert simulate(compare_ratios, world_size) == [[]] * world_size
+def batches(rank: int, steps: range) -> list[dict[str, Any]]:
+    return [batch(step, 0, rank) for step in steps]
 
 
 def lion_in_float64(params: dict[str, nn.Parameter], state: dict[str, torch.Tensor]) -> None:
@@ -94,35 +58,29 @@ def lion_in_float64(params: dict[str, nn.Parameter], state: dict[str, torch.Tens
         state[name] = 0.99 * momentum + (1 - 0.99) * grad
 
 
-def oracle(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same model and batches on one process, with torch.optim or the paper's formula."""
+@pytest.mark.parametrize(("name", "stage"), list(zip(OPTIMIZERS, (2, 1, 3, 0, 2), strict=True)))
+def test_each_rule_follows_its_definition(name: str, stage: int) -> None:
+    engine = zero_core.build(make_model(), make_config(name, stage, "fp32", ratio=0.3))
+    tier: Any = engine.sharded_state.tier
+    assert all(part.tier.has_kernel for part in tier.report())
     model = make_model()
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     settings = {k: v for k, v in OPTIMIZERS[name].items() if k != "adam_w_mode"}
     make: Any = ORACLES.get(name)
     optimizer = None if make is None else make(list(params.values()), **settings)
-    losses, state = [], dict[str, torch.Tensor]()
-    for step in range(STEPS):
-        loss = model(**batch(step, 0, 0))["loss"]
+    expected, momentum = [], dict[str, torch.Tensor]()
+    for inputs in batches(0, range(STEPS)):
+        loss = model(**inputs)["loss"]
         loss.backward()
-        if optimizer is None:
-            lion_in_float64(params, state)
-        else:
-            optimizer.step()
+        lion_in_float64(params, momentum) if optimizer is None else optimizer.step()
         model.zero_grad()
-        losses.append(loss.item())
-    return losses, {n: p.detach() for n, p in params.items()}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_rule_follows_its_definition(name: str) -> None:
-    losses, weights = run(make_config(name, 2, "fp32", ratio=0.3), 0)
-    expected_losses, expected = oracle(name)
+        expected.append(loss.item())
     # A few ulps a step; Lion's sign may turn where its argument is almost zero: two steps of lr.
     atol = 2 * STEPS * OPTIMIZERS[name]["lr"] if name == "Lion" else 2e-6
-    assert losses == pytest.approx(expected_losses, rel=1e-5)
-    for key, value in expected.items():
-        torch.testing.assert_close(weights[key], value, rtol=0, atol=atol)
+    assert train(engine, batches(0, range(STEPS))) == pytest.approx(expected, rel=1e-5)
+    weights = engine.full_state_dict(dtype=torch.float32)
+    for key, value in params.items():
+        torch.testing.assert_close(weights[key], value.detach(), rtol=0, atol=atol)
         assert ((weights[key] - value).abs() > 2e-6).float().mean() < 0.01, key
 
 
@@ -140,32 +98,22 @@ def test_lion_of_the_engine_is_the_kernels_bit_by_bit() -> None:
     assert torch.equal(optimizer.state[param]["exp_avg"], momentum)
 
 
-class Wide(nn.Module):
-    """Large enough that blocks and padding do not show in bytes per parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (x - 0.3).square().mean()
-
-
 def fit(dtype: str, state_dtype: str, steps: int) -> tuple[float, float]:
-    """Final loss, and bytes per parameter that the host tier holds."""
-    torch.manual_seed(0)
-    engine = zero_core.build(
-        Wide(), make_config("AdamW", 2, dtype, state_dtype=state_dtype, ratio=1.0)
-    )
-    inputs = torch.randn(16, 256).to(engine.config.compute_dtype or torch.float32)
+    """Return the final loss, and bytes per parameter that the host tier holds."""
+    # Wide enough that blocks and padding do not show in bytes per parameter.
+    with seeded(0):
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(2)]
+        inputs = torch.randn(16, 256)
+    config = make_config("AdamW", 2, dtype, state_dtype=state_dtype)
+    engine = zero_core.build(nn.Sequential(*layers), config)
     for _ in range(steps):
-        loss = engine(inputs)
+        loss = (
+            (engine(inputs.to(engine.config.compute_dtype or torch.float32)) - 0.3).square().mean()
+        )
         engine.backward(loss)
         engine.step()
     tier: Any = engine.sharded_state.tier
-    held = tier.host_bytes / sum(p.numel() for p in Wide().parameters())
+    held = tier.host_bytes / (2 * 256 * 257)
     engine.close()
     return loss.item(), held
 
@@ -182,41 +130,36 @@ def test_8_bit_states_train_as_fp32_states_do_in_6_bytes(dtype: str, width: floa
     assert wide_bytes == pytest.approx(12, rel=2e-3)
 
 
-def resume(ranks: SimulatedRanks, folder: str) -> list[object]:
+def resume(ranks: SimulatedRanks, folder: Path) -> None:
     """Train, save, go on; load into a fresh engine, go on: compare."""
-    rank = ranks.rank
-    wrong: list[object] = []
-    for state_dtype in ("int8", "bfloat16"):
-        for stage, dtype in ((2, "bf16"), (3, "fp32"), (3, "bf16")):
-            config = make_config("AdamW", stage, dtype, state_dtype=state_dtype, ratio=0.5)
-            engine = zero_core.build(make_model(), config, process_group=ranks)
-            train(engine, range(3), rank)
-            place = str(Path(folder) / f"{state_dtype}-{stage}-{dtype}")
-            engine.save_checkpoint(place)
-            expected = train(engine, range(3, 7), rank), engine.full_state_dict(dtype=torch.float32)
-            other = zero_core.build(make_model(), config, process_group=ranks)
-            train(other, range(20, 22), rank)
-            other.load_checkpoint(place)
-            found = train(other, range(3, 7), rank), other.full_state_dict(dtype=torch.float32)
-            same = all(torch.equal(found[1][k], v) for k, v in expected[1].items())
-            if found[0] != expected[0] or not same:
-                wrong.append([state_dtype, stage, dtype])
-            plain = zero_core.build(
-                make_model(), make_config("AdamW", 1, dtype, ratio=1.0), process_group=ranks
-            )
-            plain.load_checkpoint(place)
-            losses = train(plain, range(3, 7), rank)
-            if not np.allclose(losses, expected[0], rtol=0.02):
-                wrong.append([state_dtype, stage, dtype, losses, expected[0]])
-            for made in (engine, other, plain):
-                made.close()
-    return wrong
+    later = batches(ranks.rank, range(3, 7))
+    for state_dtype, (stage, dtype) in itertools.product(
+        ("int8", "bfloat16"), ((2, "bf16"), (3, "fp32"))
+    ):
+        config = make_config("AdamW", stage, dtype, state_dtype=state_dtype, ratio=0.5)
+        plain = make_config("AdamW", 1, dtype)
+        engine, other, wide = (
+            zero_core.build(make_model(), each, process_group=ranks)
+            for each in (config, config, plain)
+        )
+        train(engine, batches(ranks.rank, range(3)))
+        place = str(folder / f"{state_dtype}-{stage}-{dtype}")
+        engine.save_checkpoint(place)
+        expected = train(engine, later)
+        train(other, batches(ranks.rank, range(20, 22)))
+        other.load_checkpoint(place)
+        assert train(other, later) == expected
+        found, values = (e.full_state_dict(dtype=torch.float32) for e in (other, engine))
+        torch.testing.assert_close(found, values, rtol=0.0, atol=0.0)
+        wide.load_checkpoint(place)
+        assert train(wide, later) == pytest.approx(expected, rel=0.02)
+        for each in (engine, other, wide):
+            each.close()
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_resumed_run_with_compact_states_is_bit_identical(world_size: int, tmp_path: Path) -> None:
-    """And its checkpoint loads into fp32 states at another stage and ratio."""
-    assert simulate(resume, world_size, str(tmp_path)) == [[]] * world_size
+    simulate(resume, world_size, tmp_path)
 
 
 def test_codes_are_those_of_the_kernels_definition() -> None:
@@ -269,7 +212,7 @@ def unfreeze(ranks: SimulatedRanks, folder: str, stage: int, state_dtype: str) -
 
     host: dict[str, Any] = {"ratio": 0.5, "state_dtype": state_dtype}
     saved = build(0, **host)
-    train(saved, range(3), ranks.rank)
+    train(saved, batches(ranks.rank, range(3)))
     saved.save_checkpoint(folder)
     found = []
     for offload, others in (
@@ -278,7 +221,7 @@ def unfreeze(ranks: SimulatedRanks, folder: str, stage: int, state_dtype: str) -
         ({"device": "none"}, range(0)),
     ):
         engine = build(1, **offload)
-        train(engine, others, ranks.rank)  # its states are not the checkpoint's
+        train(engine, batches(ranks.rank, others))  # its states are not the checkpoint's
         engine.load_checkpoint(folder)
         assert engine.states.scalars("blocks.0.up.bias")["num_steps"] == 0
         for number in range(3):  # new, frozen now, trained before and after
@@ -286,7 +229,7 @@ def unfreeze(ranks: SimulatedRanks, folder: str, stage: int, state_dtype: str) -
             value = saved.states.get_full(name)
             value = value.bfloat16().float() if (number, dtype) == (1, "bf16") else value
             assert torch.equal(engine.states.get_full(name), value), name
-        train(engine, range(3, 6), ranks.rank)
+        train(engine, batches(ranks.rank, range(3, 6)))
         found.append(engine.full_state_dict(dtype=torch.float32))
         engine.close()
     torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=0.0)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import cpu_adam
 import zero_core
 import zero_offload
 from zero_core.layout.arithmetic import Segment
-from zero_core.testing import SimulatedRanks, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate
 from zero_offload.memory.direct_io import ALIGNMENT
 from zero_offload.memory.storage import BlockFile
 from zero_offload.param_tier import OffloadedParams
 from zero_offload.steppers import file_stepper
 from zero_offload.tiers.twin import TwinTier
 
-WIDTH, DEPTH, VOCAB = 13, 7, 29
+pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
+WIDTH, DEPTH = 13, 7
 BLOCK_NUMEL = 390
 """Elements of a block of states, so that a shard has several, and some have padding alone."""
 WARMUP, STEPS = 2, 4
@@ -31,26 +32,6 @@ BUFFERS = 3
 """For parameters."""
 STATES = 3
 """fp32 numbers per element: the master weight and Adam's moments."""
-
-
-class _Net(nn.Module):
-    """A root, odd blocks of different sizes, more of them than buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(0):
-            self.embed = nn.Embedding(VOCAB, WIDTH)
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(WIDTH, 17 + n), nn.Tanh(), nn.Linear(17 + n, WIDTH))
-                for n in range(DEPTH)
-            )
-            self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
 class _Kept:
@@ -84,52 +65,29 @@ class _Kept:
         return [self.params.file.blocks, self.states.file]
 
 
-def _config(folder: str, dtype: str, micro_batches: int, schedule: str) -> dict[str, Any]:
-    nvme = {"device": "nvme", "nvme_path": folder}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_batches,
-        "accumulation_schedule": schedule,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "offload_param": {**nvme, "max_in_cpu": 0, "buffer_count": BUFFERS},
-            "offload_optimizer": {**nvme, "buffer_count": 3},
-        },
-        **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
+def _build(
+    folder: Path, dtype: str, micro_batches: int, schedule: str, ranks: SimulatedRanks | None = None
+) -> tuple[zero_core.Engine, _Kept]:
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    zero = {
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {**nvme, "max_in_cpu": 0, "buffer_count": BUFFERS},
+        "offload_optimizer": {**nvme, "buffer_count": 3},
     }
-
-
-def _batches(rank: int) -> Any:
-    generator = torch.Generator().manual_seed(rank)
-    while True:
-        yield torch.randint(VOCAB, (1, 5), generator=generator)
-
-
-def _counted(
-    ranks: SimulatedRanks, config: dict[str, Any]
-) -> tuple[list[float], list[tuple[int, int]], zero_core.Engine]:
-    """Losses, and the bytes that all steps read and wrote, of parameters and states.
-
-    Nothing waits between two steps: forwards begin while states are updated.
-    """
+    top = {"accumulation_schedule": schedule}
     kept = _Kept()
     engine = zero_core.build(
-        *(_Net(), config),
+        make_tower(DEPTH, WIDTH),
+        Case(3, dtype, micro_batches, zero=zero, top=top).config(),
         process_group=ranks,
         param_tier=kept.make_params,
         state_tier=kept.make_states,
     )
-    batches = _batches(ranks.rank)
-    losses = [engine.train_batch(batches) for _ in range(WARMUP)]
-    before = kept.traffic()
-    losses += [engine.train_batch(batches) for _ in range(STEPS)]
-    moved = [
-        (after[0] - first[0], after[1] - first[1])
-        for first, after in zip(before, kept.traffic(), strict=True)
-    ]
-    return [float(loss) for loss in losses], moved, engine
+    return engine, kept
+
+
+def _batches(rank: int) -> Iterator[Tensor]:
+    return (rows(number, rank, WIDTH) for number in itertools.count())
 
 
 def _closed_form(engine: zero_core.Engine, passes: int) -> list[tuple[int, int]]:
@@ -154,15 +112,19 @@ def _updated(segment: Segment, rank: int) -> int:
     return sum(b - a for a, b in used)
 
 
-def _check(ranks: SimulatedRanks, folder: str, dtype: str, micro_batches: int) -> None:
+def _check(ranks: SimulatedRanks, folder: Path, dtype: str, micro_batches: int) -> None:
+    """Nothing waits between two steps: forwards begin while states are updated."""
     found = {}
-    for schedule in ("horizontal", "vertical"):
-        config = _config(folder, dtype, micro_batches, schedule)
-        losses, moved, engine = _counted(ranks, config)
-        passes = micro_batches if schedule == "horizontal" else 1
-        step = _closed_form(engine, passes)
-        assert moved == [(STEPS * read, STEPS * written) for read, written in step], schedule
-        found[schedule] = losses
+    for schedule, passes in (("horizontal", micro_batches), ("vertical", 1)):
+        engine, kept = _build(folder, dtype, micro_batches, schedule, ranks)
+        batches = _batches(ranks.rank)
+        found[schedule] = [engine.train_batch(batches).item() for _ in range(WARMUP)]
+        before = kept.traffic()
+        found[schedule] += [engine.train_batch(batches).item() for _ in range(STEPS)]
+        for first, last, step in zip(
+            before, kept.traffic(), _closed_form(engine, passes), strict=True
+        ):
+            assert [b - a for a, b in zip(first, last, strict=True)] == [STEPS * n for n in step]
         engine.close()
     assert found["vertical"] == found["horizontal"]
 
@@ -178,14 +140,12 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("world_size", "dtype"),
     [(1, "fp32"), pytest.param(2, "fp32", marks=pytest.mark.slow), (2, "bf16")],
 )
-@pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 def test_a_step_moves_the_bytes_of_the_closed_form(
     world_size: int, dtype: str, micro_batches: int, tmp_path: Path
 ) -> None:
-    simulate(_check, world_size, str(tmp_path), dtype, micro_batches)
+    simulate(_check, world_size, tmp_path, dtype, micro_batches)
 
 
-@pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 def test_the_system_moves_whole_blocks_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,12 +160,7 @@ def test_the_system_moves_whole_blocks_of_the_disk(
 
         return run
 
-    kept = _Kept()
-    engine = zero_core.build(
-        *(_Net(), _config(str(tmp_path), "fp32", 4, "vertical")),
-        param_tier=kept.make_params,
-        state_tier=kept.make_states,
-    )
+    engine, kept = _build(tmp_path, "fp32", 4, "vertical")
     batches = _batches(0)
     for _ in range(WARMUP):
         engine.train_batch(batches)

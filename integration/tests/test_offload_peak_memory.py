@@ -16,20 +16,15 @@ import torch
 from torch import accelerator
 
 import zero_core
-from zero_core.testing import RootAndBlocks, late_device, run_alone, simulate
+from zero_core.testing import Case, RootAndBlocks, late_device, run_alone, simulate
 
 WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
 CPU = {"device": "cpu"}
 
 
 def config(dtype: str, micro_steps: int = 1, **zero: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_steps,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
-    }
+    zero["stage3_param_persistence_threshold"] = 0
+    return Case(zero["stage"], dtype, micro_steps, zero=zero).config()
 
 
 def offload(ratio: float) -> dict[str, Any]:

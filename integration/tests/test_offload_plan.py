@@ -10,17 +10,11 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.testing import wide_blocks
+from zero_core.testing import Case, wide_blocks
 
 
-def make_config(stage: int, dtype: str = "fp32", **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        **further,
-    }
+def make_config(stage: int, dtype: str = "fp32", **top: Any) -> dict[str, Any]:
+    return Case(stage, dtype, top=top).config()
 
 
 @pytest.mark.parametrize("stage", range(4))

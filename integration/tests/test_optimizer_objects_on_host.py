@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core import plugins
-from zero_core.testing import LR, Case, SimulatedRanks, batch, make_model, simulate, spawn
+from zero_core import Engine, plugins
+from zero_core.testing import LR, Case, SimulatedRanks, batch, make_model, simulate
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -60,26 +60,25 @@ OBJECTS: dict[str, tuple[Make, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def _build(stage: int, dtype: str, **kwargs: Any) -> zero_core.Engine:
-    named = kwargs.pop("named", ADAMW)
-    config = Case(stage, dtype, zero=HOST).config()
-    config["optimizer"] = {"type": named[0], "params": named[1]}
+def _build(stage: int, dtype: str, named: tuple[str, Any] = ADAMW, **kwargs: Any) -> Engine:
+    optimizer = {"type": named[0], "params": named[1]}
+    config = Case(stage, dtype, zero=HOST, top={"optimizer": optimizer}).config()
     return zero_core.build(kwargs.pop("model", None) or make_model(), config, **kwargs)
 
 
-def _of_object(make: Make, stage: int, dtype: str, **kwargs: Any) -> zero_core.Engine:
+def _of_object(make: Make, stage: int, dtype: str, **kwargs: Any) -> Engine:
     model = make_model()
     optimizer = make([p for p in model.parameters() if p.requires_grad])
     return _build(stage, dtype, model=model, optimizer=optimizer, **kwargs)
 
 
-def _kernels(engine: zero_core.Engine) -> set[bool]:
-    """Whether a kernel computes the update of each part, and not torch."""
+def _kernels(engine: Engine) -> set[bool]:
+    """Return whether a kernel computes the update of each part, and not torch."""
     tier: Any = engine.sharded_state.tier
     return {part.tier.has_kernel for part in tier.report()}
 
 
-def _values(engine: zero_core.Engine, rank: int, counts: tuple[int, ...] = (1, 1, 1)) -> Any:
+def _values(engine: Engine, rank: int, counts: tuple[int, ...] = (1, 1, 1)) -> Any:
     for step, count in enumerate(counts):
         for micro in range(count):
             engine.set_gradient_accumulation_boundary(micro == count - 1)
@@ -88,21 +87,22 @@ def _values(engine: zero_core.Engine, rank: int, counts: tuple[int, ...] = (1, 1
     return engine.full_state_dict(dtype=torch.float32)
 
 
-def _as_named(ranks: SimulatedRanks) -> None:
-    for make, named in OBJECTS.values():
-        for stage, dtype in ((1, "fp32"), (3, "bf16")):
-            engine = _of_object(make, stage, dtype, process_group=ranks)
-            other = _build(stage, dtype, named=named, process_group=ranks)
-            assert _kernels(engine) == {True}
-            found, expected = (_values(each, ranks.rank) for each in (engine, other))
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-            for each in (engine, other):
-                each.close()
+def _as_named(ranks: SimulatedRanks, name: str, stage: int, dtype: str) -> None:
+    make, named = OBJECTS[name]
+    engine = _of_object(make, stage, dtype, process_group=ranks)
+    other = _build(stage, dtype, named=named, process_group=ranks)
+    assert _kernels(engine) == {True}
+    found, expected = (_values(each, ranks.rank) for each in (engine, other))
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    for each in (engine, other):
+        each.close()
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_an_object_has_the_bits_of_the_same_optimizer_by_name(world_size):
-    simulate(_as_named, world_size)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (3, "bf16")])
+def test_an_object_has_the_bits_of_the_same_optimizer_by_name(name, stage, dtype):
+    simulate(_as_named, 2, name, stage, dtype)
 
 
 @pytest.mark.parametrize(
@@ -114,34 +114,34 @@ def test_what_no_kernel_is_known_to_compute_is_torchs(make):
     assert _kernels(_of_object(make, 1, "fp32")) == {False}
 
 
-def _adds_up(rank: int, world_size: int) -> None:
+def _adds_up(ranks: SimulatedRanks, dtype: str) -> None:
     """No micro-steps are configured: the tier keeps gradients, and the loop declares boundaries."""
     counts = (3, 1, 2)
-    for dtype in ("fp32", "bf16"):
-        configured = Case(2, dtype, accumulation=3, zero=HOST).config()
-        expected = _values(zero_core.build(make_model(), configured), rank, counts)
-        if dtype == "fp32":  # on the device, which is held against DDP
-            oracle = zero_core.build(make_model(), Case(2, accumulation=3).config())
-            device = _values(oracle, rank, counts)
-            torch.testing.assert_close(expected, device, rtol=0.0, atol=1e-6)
-        of_first: Any = expected
-        for stage in (2, 3):
-            engine = _build(stage, dtype)
-            found = _values(engine, rank, counts)
-            if dtype == "bf16" and stage == 2:
-                # Configured micro-steps are rounded one by one, declared ones once they are added.
-                gaps = [(found[name] - value).abs().mean() for name, value in expected.items()]
-                assert max(gaps) < LR / 50
-                of_first = found
-            torch.testing.assert_close(found, of_first, rtol=0.0, atol=0.0)
-            before = engine.memory_report()
-            _values(engine, rank, counts)
-            assert engine.memory_report() == before  # no buffer is lost
+
+    def values(case: Case) -> Any:
+        return _values(
+            zero_core.build(make_model(), case.config(), process_group=ranks), ranks.rank, counts
+        )
+
+    expected = values(Case(2, dtype, accumulation=3, zero=HOST))
+    found = values(Case(2, dtype, zero=HOST))
+    if dtype == "fp32":  # on the device, which is held against DDP
+        torch.testing.assert_close(expected, values(Case(2, accumulation=3)), rtol=0.0, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    else:
+        # Configured micro-steps are rounded one by one, declared ones once they are added.
+        gaps = [(found[name] - value).abs().mean() for name, value in expected.items()]
+        assert max(gaps) < LR / 50
+    engine = _build(3, dtype, process_group=ranks)
+    torch.testing.assert_close(_values(engine, ranks.rank, counts), found, rtol=0.0, atol=0.0)
+    before = engine.memory_report()
+    _values(engine, ranks.rank, counts)
+    assert engine.memory_report() == before  # no buffer is lost
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_declared_micro_steps_add_up_where_none_are_configured(world_size):
-    spawn(_adds_up, world_size)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_declared_micro_steps_add_up_where_none_are_configured(dtype):
+    simulate(_adds_up, 2, dtype)
 
 
 def test_without_a_kernel_torch_computes_an_object_and_the_log_says_so(monkeypatch, caplog):

@@ -15,19 +15,14 @@ from zero_core.config import load_config
 from zero_core.plan.choices import AS_CONFIGURED
 from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.plan.result import Choice
-from zero_core.testing import wide_blocks
+from zero_core.testing import Case, wide_blocks
 
 DISK = "/nvme"
 
 
-def make_config(stage: int, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
-        "check_grad_overflow": False,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, **further},
-    }
+def make_config(stage: int, **zero: Any) -> dict[str, Any]:
+    top = {"check_grad_overflow": False, "train_micro_batch_size_per_gpu": 4}
+    return Case(stage, "bf16", zero=zero, top=top).config()
 
 
 def sizes_of(config: dict[str, Any], words: str) -> list[Choice]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -31,36 +31,21 @@ from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.plan.rates import Calibration, Curve, Rates
-from zero_core.testing import spawn
+from zero_core.testing import Case, SimulatedRanks, seeded, simulate, train
 from zero_engine.planning import parse_bytes
 
 GPT2 = GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=300, n_positions=32)
-RATIOS = (0.0, 0.37, 1.0)
 
 
 def make_config(stage: int, dtype: str, **zero: Any) -> dict[str, Any]:
     state_dtype = zero.get("offload_optimizer", {}).get("state_dtype", "float32")
     is_compact = state_dtype != "float32"  # which a kernel alone serves
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": not is_compact}},
-        "zero_optimization": {"stage": stage, **zero},
-    }
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": not is_compact}}
+    return Case(stage, dtype, zero=zero, top={"optimizer": optimizer}).config()
 
 
 def offload(ratio: float, state_dtype: str = "float32") -> dict[str, Any]:
     return {"offload_optimizer": {"device": "cpu", "ratio": ratio, "state_dtype": state_dtype}}
-
-
-def train_steps(engine: zero_core.Engine) -> None:
-    for _ in range(2):
-        ids = torch.arange(64).view(2, 32)
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
-    engine.sharded_state.tier.wait_params(
-        0, engine.layout.local_numel(is_sharded=engine.layout.world_size > 1)
-    )
 
 
 def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
@@ -76,40 +61,39 @@ def memory_of_tier(engine: zero_core.Engine) -> dict[str, dict[str, int]]:
 TIER_KINDS = ("master weights", "optimizer states", "gradient copies")
 
 
-def measure_offload(rank: int, world_size: int, folder: str) -> None:
-    rows = []
-    for stage in range(4):
-        for dtype in ("fp32", "bf16"):
-            for ratio in RATIOS:
-                torch.manual_seed(0)
-                config = make_config(stage, dtype, **offload(ratio))
-                engine = zero_core.build(GPT2LMHeadModel(GPT2), config)
-                train_steps(engine)
-                rows.append([stage, dtype, ratio, "float32", memory_of_tier(engine)])
-    for state_dtype in ("int8", "bfloat16"):
-        for stage, dtype in ((2, "fp32"), (2, "bf16"), (3, "bf16")):
-            torch.manual_seed(0)
-            config = make_config(stage, dtype, **offload(0.37, state_dtype))
-            engine = zero_core.build(GPT2LMHeadModel(GPT2), config)
-            train_steps(engine)
-            rows.append([stage, dtype, 0.37, state_dtype, memory_of_tier(engine)])
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
+def measure_offload(ranks: SimulatedRanks, configs: list[dict[str, Any]]) -> list[Any]:
+    found = []
+    ids = torch.arange(64).view(2, 32)
+    for config in configs:
+        with seeded(0):
+            model = GPT2LMHeadModel(GPT2)
+        engine = zero_core.build(model, config, process_group=ranks)
+        train(engine, [{"input_ids": ids, "labels": ids}] * 2)
+        tier = engine.sharded_state.tier
+        tier.wait_params(0, engine.layout.local_numel(is_sharded=ranks.size > 1))
+        found.append(memory_of_tier(engine))
+        engine.close()
+    return found
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_offload_takes_what_was_planned(world_size: int, tmp_path: Path) -> None:
-    spawn(measure_offload, world_size, str(tmp_path))
-    for rank in range(world_size):
-        for stage, dtype, ratio, state_dtype, held in json.loads(
-            (tmp_path / f"{rank}.json").read_text()
-        ):
-            if rank and state_dtype != "float32":
-                continue  # planned is rank 0's cut; another's blocks begin elsewhere
-            config = make_config(stage, dtype, **offload(ratio, state_dtype))
+def test_offload_takes_what_was_planned(world_size: int) -> None:
+    whole = [
+        make_config(stage, dtype, **offload(ratio))
+        for stage, dtype, ratio in product(range(4), ("fp32", "bf16"), (0.0, 0.37, 1.0))
+    ]
+    compact = [
+        make_config(stage, dtype, **offload(0.37, state_dtype))
+        for state_dtype in ("int8", "bfloat16")
+        for stage, dtype in ((2, "fp32"), (2, "bf16"), (3, "bf16"))
+    ]
+    for rank, found in enumerate(simulate(measure_offload, world_size, whole + compact)):
+        # Planned is rank 0's cut; another's blocks begin elsewhere.
+        for config, held in zip(whole if rank else whole + compact, found, strict=False):
             memory = zero_core.plan(GPT2, config, world_size, device_type="cpu").memory
-            assert memory.host == held["host"], (stage, dtype, ratio, state_dtype)
+            assert memory.host == held["host"], config
             planned = {k: n for k, n in memory.device.items() if k in TIER_KINDS}
-            assert planned == held["device"], (stage, dtype, ratio, state_dtype)
+            assert planned == held["device"], config
 
 
 @pytest.mark.parametrize("is_lossless", [False, True])
@@ -241,15 +225,19 @@ def test_program_ends_with_1_where_nothing_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "message"),
     [
         (["--ranks=0"], "--world-size 0: must be from 1 to"),
         (["--device-memory=much"], "--device-memory much: expected a size such as 24GB"),
         (["--model=nowhere.json"], "cannot read MODEL 'nowhere.json'"),
+        (["--device=h100"], "give --seq-length"),
+        (["--device=abacus", "--seq-length=8"], "known are A10"),
+        (["--device=h100", "--rates=x", "--seq-length=8"], "exclude each other"),
+        (["--batch-size=0"], "--batch-size 0: must be at least 1"),
     ],
 )
-def test_program_refuses_wrong_options(arguments: list[str], message: str) -> None:
-    assert message in refusal_of("plan", *arguments)
+def test_program_refuses_wrong_options(options: list[str], message: str) -> None:
+    assert message in refusal_of("plan", *options)
 
 
 @pytest.mark.parametrize(
@@ -304,11 +292,7 @@ def test_activations_of_hugging_face_models_are_what_a_forward_saves(family: str
     measured = sum(storage.nbytes() for storage in saved.values())
     with torch.device("meta"):
         planned_model, _ = make()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    }
-    planned = zero_core.plan(planned_model, config, 2, example_inputs=inputs)
+    planned = zero_core.plan(planned_model, Case().config(), 2, example_inputs=inputs)
     assert planned.memory.device["activations"] == pytest.approx(measured, rel=0.02)
 
 
@@ -340,16 +324,3 @@ def test_program_predicts_times_by_measured_rates(tmp_path: Path) -> None:
     )
     time = json.loads(said)["configured"]["step_time"]
     assert time["total_s"] == pytest.approx(time["lanes"]["compute"])
-
-
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [
-        (["--device=h100"], "give --seq-length"),
-        (["--device=abacus", "--seq-length=8"], "known are A10"),
-        (["--device=h100", "--rates=x", "--seq-length=8"], "exclude each other"),
-        (["--batch-size=0"], "--batch-size 0: must be at least 1"),
-    ],
-)
-def test_program_refuses_wrong_options_of_times(options: list[str], cause: str) -> None:
-    assert cause in refusal_of("plan", *options)

@@ -13,7 +13,7 @@ from torch import nn
 
 import zero_core
 from zero_core import Plan
-from zero_core.testing import wide_blocks
+from zero_core.testing import Case, wide_blocks
 
 ALL = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 FOUR_BIT = {
@@ -35,13 +35,7 @@ def planned(
     device_type: Any = "cpu",
     **further: Any,
 ) -> Plan:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, **(zero or {})},
-        **further,
-    }
+    config = Case(stage, "bf16", zero=zero or {}).config() | further
     return zero_core.plan(model, config, ranks, ranks_per_node=per_node, device_type=device_type)
 
 

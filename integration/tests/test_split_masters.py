@@ -11,30 +11,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import SimulatedRanks, seeded, simulate
-
-WIDTH, VOCAB = 13, 29
+from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate
 
 
-class _Net(nn.Module):
-    """A root and blocks of odd sizes, whose weights lie exactly between two bf16 numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded(0):
-            self.embed = nn.Embedding(VOCAB, WIDTH)
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-            self.head = nn.Linear(WIDTH, VOCAB)
-        with torch.no_grad():
-            for param in self.parameters():
-                tie = param.view(torch.int32) & -65536 | 0x8000
-                param.copy_(tie.view(torch.float32))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
+def _tied() -> nn.Module:
+    """Return a model whose weights lie exactly between two bf16 numbers."""
+    model = make_tower(3, 13)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_((param.view(torch.int32) & -65536 | 0x8000).view(torch.float32))
+    return model
 
 
 def _weights(engine: Any) -> dict[str, Tensor]:
@@ -47,7 +33,7 @@ def _weights(engine: Any) -> dict[str, Tensor]:
             found[own[id(param)]] = param.detach().clone()
 
     hooks = [m.register_forward_pre_hook(note) for m in engine.module.modules()]
-    engine.backward(engine(torch.arange(12).reshape(2, 6)))
+    engine.backward(engine(rows(0, 0, 13).bfloat16()))
     for hook in hooks:
         hook.remove()
     return found
@@ -76,17 +62,12 @@ def test_ranks_steps_loads_and_exports_round_ties_alike(
     }
     if params is not None:
         places["offload_param"] = {"device": params, "nvme_path": str(tmp_path), "max_in_cpu": 0}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}},
-        "zero_optimization": {"stage": stage, **places},
-    }
-
-    exact = {name: param.detach() for name, param in _Net().named_parameters()}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}}
+    config = Case(stage, "bf16", zero=places, top={"optimizer": optimizer}).config()
+    exact = {name: param.detach() for name, param in _tied().named_parameters()}
 
     def build(ranks: SimulatedRanks) -> Any:
-        return zero_core.build(_Net(), config, process_group=ranks)
+        return zero_core.build(_tied(), config, process_group=ranks)
 
     def train(ranks: SimulatedRanks) -> list[dict[str, Tensor]]:
         engine = build(ranks)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import late_device, run_alone, simulate
+from zero_core.testing import Case, late_device, run_alone, simulate
 from zero_core.testing.models import seeded
 from zero_engine.train.program import take_step
 
@@ -48,14 +48,8 @@ class Corpus:
 
 
 def config(block: dict[str, Any], dtype: str, micro_steps: int, clipping: float) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro_steps,
-        "gradient_clipping": clipping,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {**block, "stage3_param_persistence_threshold": 0},
-    }
+    zero = {**block, "stage3_param_persistence_threshold": 0}
+    return Case(block["stage"], dtype, micro_steps, clipping, zero=zero).config()
 
 
 def train(ranks: Any, settings: dict[str, Any]) -> tuple[list[list[str]], list[Tensor]]:

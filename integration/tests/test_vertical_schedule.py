@@ -2,90 +2,64 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import zero_core
+from tests.support.host_optimizers import OPTIMIZERS
 from zero_core.protocols import ParamTier, Work
-from zero_core.testing import SimulatedRanks, run_on_processes, simulate
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    make_tower,
+    rows,
+    run_on_processes,
+    seeded,
+    simulate,
+)
 from zero_offload import create_param_tier
 
-VOCAB, WIDTH, DEPTH = 64, 16, 3
+VOCAB, WIDTH = 64, 16
+LLAMA = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 3}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    # With dropout, as they have by default.
+    "gpt2": {"n_positions": 32, "n_embd": WIDTH, "n_layer": 3, "n_head": 2},
+    # Two stacks of blocks, tied embeddings and a bias made by the first blocks.
+    "t5": {
+        **dict.fromkeys(("num_layers", "num_heads"), 2),
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": 2 * WIDTH,
+        "decoder_start_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
+    "llama": LLAMA,
+    # The loss has the routers' part, which each block returns beside its output.
+    "mixtral": {**LLAMA, "num_local_experts": 4, "output_router_logits": True},
+}
 
 
-def _gpt2() -> nn.Module:
-    """With dropout, as it is by default."""
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=WIDTH, n_layer=DEPTH, n_head=2)
-    )
-
-
-def _llama() -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=DEPTH,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
-
-
-def _mixtral() -> nn.Module:
-    """The loss has the routers' part, which each block returns beside its output."""
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCAB,
-            hidden_size=WIDTH,
-            intermediate_size=WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            output_router_logits=True,
-        )
-    )
-
-
-def _t5() -> nn.Module:
-    """With dropout, two stacks of blocks, tied embeddings and a bias made by the first blocks."""
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCAB,
-            d_model=WIDTH,
-            d_kv=8,
-            d_ff=2 * WIDTH,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    )
-
-
-MODELS = {"gpt2": _gpt2, "llama": _llama, "mixtral": _mixtral, "t5": _t5}
+def _model(name: str) -> nn.Module:
+    auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+    with seeded(0):
+        config = AutoConfig.for_model(name, vocab_size=VOCAB, **MODELS[name])
+        model: nn.Module = auto.from_config(config)
+    return model.train()
 
 
 def _batches(step: int, rank: int, number: int) -> list[dict[str, Any]]:
-    """Micro-batches of other sizes each, with padding on the left."""
+    """Return micro-batches of other sizes each, with padding on the left, without a cache."""
     found = []
     for micro in range(number):
         generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
@@ -94,59 +68,36 @@ def _batches(step: int, rank: int, number: int) -> list[dict[str, Any]]:
         mask = torch.ones_like(ids)
         mask[0, : 1 + micro] = 0
         labels = ids.masked_fill(mask == 0, -100)
-        found.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        found.append({**inputs, "use_cache": False})
     return found
 
 
-def _without_cache(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Which recomputation would fill twice."""
-    return [{**batch, "use_cache": False} for batch in batches]
-
-
-def _config(stage: int, micro_steps: int = 3, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_steps,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": {},
-        **further,
-    }
-
-
-def _train(
-    ranks: SimulatedRanks | None,
-    model: nn.Module,
-    config: dict[str, Any],
-    steps: int = 3,
-    **parts: Any,
-) -> tuple[list[float], Mapping[str, Tensor]]:
-    engine = zero_core.build(model, config, process_group=ranks, **parts)
-    rank = 0 if ranks is None else ranks.rank
-    losses = [
-        engine.train_batch(
-            _without_cache(_batches(step, rank, engine.gradient_accumulation_steps))
-        ).item()
-        for step in range(steps)
-    ]
-    state = engine.full_state_dict(dtype=torch.float32)
-    engine.close()
-    return losses, state
+def _config(
+    stage: int,
+    micro_steps: int = 3,
+    dtype: str = "fp32",
+    clipping: float = 1.0,
+    zero: Any = None,
+    **top: Any,
+) -> dict[str, Any]:
+    top = {"activation_checkpointing": {}, **top}
+    return Case(stage, dtype, micro_steps, clipping, zero=zero or {}, top=top).config()
 
 
 def _same_bits(
-    ranks: SimulatedRanks | None, name: str, configs: Sequence[dict[str, Any]], **parts: Any
+    ranks: SimulatedRanks, make: Callable[[], nn.Module], configs: list[Any], **parts: Any
 ) -> None:
-    for config in configs:
-        torch.manual_seed(0)
-        models = MODELS[name](), MODELS[name]()
-        models[1].load_state_dict(models[0].state_dict())
-        expected = _train(ranks, models[0].train(), config, **parts)
-        config = config | {"accumulation_schedule": "vertical"}
-        found = _train(ranks, models[1].train(), config, **parts)
-        assert found[0] == expected[0]
-        torch.testing.assert_close(found[1], expected[1], rtol=0.0, atol=0.0)
+    for config, schedule in itertools.product(configs, ("horizontal", "vertical")):
+        config = config | {"accumulation_schedule": schedule}
+        engine = zero_core.build(make(), config, process_group=ranks, **parts)
+        number = engine.gradient_accumulation_steps
+        found = [engine.train_batch(_batches(n, ranks.rank, number)).item() for n in range(3)]
+        values = engine.full_state_dict(dtype=torch.float32)
+        engine.close()
+        if schedule == "horizontal":
+            expected = found, values
+    torch.testing.assert_close((found, values), expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -155,68 +106,55 @@ def _same_bits(
 )
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bits_are_those_of_the_horizontal_schedule(world_size, name):
-    configs = [_config(2), _config(3), _config(3, bf16={"enabled": True})]
-    run_on_processes(_same_bits, world_size, name, configs)
+    configs = [_config(2), _config(3), _config(3, dtype="bf16")]
+    run_on_processes(_same_bits, world_size, partial(_model, name), configs)
 
 
-def _with_own_checkpointing(ranks: SimulatedRanks) -> None:
-    torch.manual_seed(0)
-    models = _gpt2(), _gpt2()
-    models[1].load_state_dict(models[0].state_dict())
-    found = []
-    for model, schedule in zip(models, ("horizontal", "vertical"), strict=True):
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
-        config = _config(3, activation_checkpointing=None, accumulation_schedule=schedule)
-        found.append(_train(ranks, model, config))
-    assert found[0][0] == found[1][0]
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=0.0, atol=0.0)
+def _checkpointed() -> nn.Module:
+    model: Any = _model("gpt2")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def test_bits_are_the_same_with_the_models_own_checkpointing():
-    run_on_processes(_with_own_checkpointing, 2)
+    configs = [_config(3, activation_checkpointing=None)]
+    run_on_processes(_same_bits, 1, _checkpointed, configs)
 
 
-EARLY = {"offload_optimizer": {"device": "cpu", "ratio": 1.0, "update_in_backward": True}}
-OFFLOADS: list[dict[str, Any]] = [
-    {},
-    {"offload_optimizer": {"device": "cpu", "ratio": 1.0}},
-    {"offload_optimizer": {"device": "cpu", "ratio": 0.4}},
-    {"offload_optimizer": {"device": "nvme", "ratio": 1.0}},
-]
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "in backward": {"device": "cpu", "update_in_backward": True},
+    "none": {"device": "none"},
+    "host": {"device": "cpu"},
+    "ratio 0.4": {"device": "cpu", "ratio": 0.4},
+    "files": {"device": "nvme"},
+}
 
 
-def _offloads(ranks: SimulatedRanks, offload: dict[str, Any], folder: str) -> None:
+def _resting(folder: str) -> dict[str, Any]:
     params = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
-    if "offload_optimizer" in offload:
-        offload = {"offload_optimizer": {**offload["offload_optimizer"], "nvme_path": folder}}
-    zero = {
-        "stage": 3,
-        "offload_param": params,
-        "stage3_param_persistence_threshold": 0,
-        **offload,
-    }
+    return {"offload_param": params, "stage3_param_persistence_threshold": 0}
+
+
+def _offloads(ranks: SimulatedRanks, name: str, folder: str) -> None:
+    zero = {**_resting(folder), "offload_optimizer": {**OFFLOADS[name], "nvme_path": folder}}
     configs = [
-        _config(3, zero_optimization=zero),
+        _config(3, zero=zero),
         # Gradients of so many micro-steps are folded while they come.
-        _config(3, 6, zero_optimization=zero, bf16={"enabled": True}),
+        _config(3, 6, "bf16", zero=zero),
         # Units are updated in backward.
-        _config(3, zero_optimization=zero, gradient_clipping=0.0, check_grad_overflow=False),
+        _config(3, clipping=0.0, zero=zero, check_grad_overflow=False),
     ]
-    _same_bits(ranks, "llama", configs, param_tier=create_param_tier)
+    _same_bits(ranks, partial(_model, "llama"), configs, param_tier=create_param_tier)
 
 
 @pytest.mark.parametrize(
-    "offload",
-    [EARLY, *(pytest.param(o, marks=pytest.mark.slow) for o in OFFLOADS)],
-    ids=lambda o: "-".join(map(str, _flat(o))) or "none",
+    "name",
+    ["in backward", *(pytest.param(n, marks=pytest.mark.slow) for n in list(OFFLOADS)[1:])],
 )
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_bits_are_the_same_with_offloaded_parameters_and_states(world_size, offload, tmp_path):
-    run_on_processes(_offloads, world_size, offload, str(tmp_path))
-
-
-def _flat(offload: dict[str, Any]) -> list[Any]:
-    return [value for block in offload.values() for value in block.values()]
+@pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
+def test_bits_are_the_same_with_offloaded_parameters_and_states(world_size, name, tmp_path):
+    simulate(_offloads, world_size, name, str(tmp_path))
 
 
 class _Counting:
@@ -240,14 +178,12 @@ def _fetches(ranks: SimulatedRanks, micro_steps: int, folder: str) -> None:
     def create(**given: Any) -> Any:
         return _Counting(create_param_tier(**given), fetches)
 
-    params = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
-    zero = {"stage": 3, "offload_param": params, "stage3_param_persistence_threshold": 0}
     for schedule in ("horizontal", "vertical"):
-        config = _config(3, micro_steps, zero_optimization=zero, accumulation_schedule=schedule)
-        engine = zero_core.build(_llama(), config, process_group=ranks, param_tier=create)
+        config = _config(3, micro_steps, zero=_resting(folder), accumulation_schedule=schedule)
+        engine = zero_core.build(_model("llama"), config, process_group=ranks, param_tier=create)
         for step in range(3):
             fetches.clear()
-            engine.train_batch(_without_cache(_batches(step, ranks.rank, micro_steps)))
+            engine.train_batch(_batches(step, ranks.rank, micro_steps))
         passes = 1 if schedule == "vertical" else micro_steps
         last = engine.layout.last_block
         assert fetches == {
@@ -257,8 +193,57 @@ def _fetches(ranks: SimulatedRanks, micro_steps: int, folder: str) -> None:
         engine.close()
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("micro_steps", [2, 5])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "micro_steps"), [(1, 2), (2, 5)])
 def test_shards_are_fetched_in_two_passes_per_step(world_size, micro_steps, tmp_path):
     simulate(_fetches, world_size, micro_steps, str(tmp_path))
+
+
+STEPS, SAVED = 100, 60
+
+
+def _go_long(ranks: SimulatedRanks, config: dict[str, Any], folder: Path) -> list[float]:
+    """Load what the horizontal schedule saved into both. Return norms and the skipped steps."""
+    facts = []
+    for schedule in ("horizontal", "vertical"):
+        keys = config | {"accumulation_schedule": schedule}
+        engine = zero_core.build(make_tower(3), keys, process_group=ranks)
+        losses, norms = [], []
+        for step in range(STEPS):
+            inputs = [rows(3 * step + n, ranks.rank)[: 1 + (step + n) % 3] for n in range(3)]
+            losses.append(engine.train_batch(inputs).item())
+            norms.append(engine.get_global_grad_norm() or 0.0)
+            if step == SAVED:
+                engine.save_checkpoint(folder / schedule)
+                engine.load_checkpoint(folder / "horizontal")
+        values = engine.full_state_dict(dtype=torch.float32)
+        facts.append((losses, norms, engine.skipped_steps, values))
+        engine.close()
+    torch.testing.assert_close(facts[1], facts[0], rtol=0.0, atol=0.0, equal_nan=True)
+    return [*norms, float(engine.skipped_steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "stage", "name"),
+    [
+        (*sizes, name)
+        for sizes, name in zip(
+            itertools.product([1, 2, 3], repeat=2), itertools.cycle(OPTIMIZERS), strict=False
+        )
+    ],
+)
+def test_100_steps_have_the_bits_of_the_horizontal_schedule(world_size, stage, name, tmp_path):
+    top: dict[str, Any] = {"optimizer": {"type": name, "params": OPTIMIZERS[name]}}
+    clipping = 0.0
+    for share in ("none", "some", "all"):
+        config = _config(stage, clipping=clipping, **top)
+        *norms, _ = simulate(_go_long, world_size, config, tmp_path / share)[0]
+        num_clipped = sum(norm > clipping > 0.0 for norm in norms)
+        least, most = {"none": (0, 0), "some": (1, STEPS // 2)}.get(share, (STEPS, STEPS))
+        assert least <= num_clipped <= most
+        clipping = sorted(norms)[int(0.9 * STEPS)] if share == "none" else 1e-9
+    # The scale doubles until a step overflows.
+    scale = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 20, "hysteresis": 1}
+    config = _config(stage, clipping=0.0, fp16=scale, **top)
+    *_, num_skipped = simulate(_go_long, world_size, config, tmp_path / "fp16")[0]
+    assert 0 < num_skipped < STEPS

@@ -7,7 +7,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -27,7 +27,7 @@ from zero_core.comm.queues import HostQueues
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import Work
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import SimulatedRanks, late_device, run_alone, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, late_device, run_alone, seeded, simulate
 from zero_core.testing.happens_before import find_races, wait_of
 from zero_core.vertical.partial_grads import HostGradients, PartialGrads
 from zero_offload import OffloadedOptimizer
@@ -92,33 +92,71 @@ class _PinnedAccesses(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _nothing(*_: object) -> None:
+    """Note nothing."""
+
+
+@contextmanager
+def _noted(
+    owner: Any, name: str, before: Callable[..., None] = _nothing, after: Any = _nothing
+) -> Iterator[None]:
+    """Call ``before(*args)`` and ``after(result, *args)`` around each call of a function."""
+    original = getattr(owner, name)
+
+    def run(*args: Any, **keys: Any) -> Any:
+        before(*args)
+        found = original(*args, **keys)
+        after(found, *args)
+        return found
+
+    with mock.patch.object(owner, name, run):
+        yield
+
+
+def _send(*things: object) -> None:
+    for thing in things:
+        late_device.note_handover("send", id(thing))
+
+
+def _receive(*things: object) -> None:
+    for thing in things:
+        late_device.note_handover("receive", id(thing))
+
+
+def _handed(job: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
+    """Return ``job`` for another thread, and an object that is sent at its end."""
+    start, end = object(), object()
+    _send(start)
+
+    def run(*args: Any) -> Any:
+        _receive(start)
+        found = job(*args)
+        _send(end)
+        return found
+
+    return run, end
+
+
 class _Launched(NamedTuple):
     """A job of a queue, whose end its waiters are ordered after."""
 
     work: Work
-    start: object
     end: object
 
     def wait(self) -> None:
         self.work.wait()
-        late_device.note_handover("receive", id(self.end))
+        _receive(self.end)
 
 
-class _HostKernels:
-    """Adds to the trace what it cannot see: kernels of the host, and hand-overs of threads."""
+@contextmanager
+def _host_kernels() -> Iterator[None]:
+    """Add to the trace what it cannot see: kernels of the host, and hand-overs of threads."""
+    ends: dict[int, tuple[Future[Any], object]] = {}  # of jobs, by future
+    entries: dict[tuple[int, int, int], Published] = {}  # the last of each run
+    update, submit, launch = MemoryStepper.update, ThreadPoolExecutor.submit, HostQueues.launch
 
-    def __init__(self) -> None:
-        self._ends: dict[int, tuple[Future[Any], object, object]] = {}  # of jobs, by future
-        self._entries: dict[tuple[int, int, int], Published] = {}  # the last of each run
-
-    def update(
-        self,
-        original: Callable[..., None],
-        stepper: MemoryStepper,
-        chunk: Chunk,
-        grads: GradLedger,
-        grad_scale: float,
-        out: SpanMemory,
+    def noted_update(
+        stepper: MemoryStepper, chunk: Chunk, grads: GradLedger, scale: float, out: SpanMemory
     ) -> None:
         written: list[Tensor] = []
 
@@ -129,167 +167,85 @@ class _HostKernels:
         read = tree_leaves([grads.segments(run.start, run.stop) for run in chunk.runs])
         read = [part for part in read if isinstance(part, Tensor)]
         late_device.note_host_access("update, gradients", reads=read)
-        original(stepper, chunk, grads, grad_scale, noted)
+        update(stepper, chunk, grads, scale, noted)
         late_device.note_host_access("update, parameters", writes=written)
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        originals = {
-            "update": MemoryStepper.update,
-            "square_sum": MemoryStepper.square_sum,
-            "add_up": accumulation.add_up,
-            "submit": ThreadPoolExecutor.submit,
-            "launch": HostQueues.launch,
-            "result": Future.result,
-            "add": Worker.add,
-            "run_next": Worker.run_next,
-            "begin": Progress.begin,
-            "publish": Progress.publish,
-            "wait": Progress.wait,
-            "drain": Progress.drain,
-        }
+    def noted_submit(executor: ThreadPoolExecutor, job: Callable[..., Any], *args: Any) -> Any:
+        run, end = _handed(job)
+        future = submit(executor, run, *args)
+        ends[id(future)] = (future, end)
+        return future
 
-        def square_sum(stepper: MemoryStepper, terms: list[Tensor]) -> float:
-            late_device.note_host_access("square sum", reads=terms)
-            found: float = originals["square_sum"](stepper, terms)
-            return found
+    def noted_launch(queues: HostQueues, job: Callable[[], None], *, is_reduction: bool) -> Any:
+        run, end = _handed(job)
+        return _Launched(launch(queues, run, is_reduction=is_reduction), end)
 
-        def add_up(terms: list[Tensor], out: Tensor) -> None:
-            late_device.note_host_access("fold", reads=terms, writes=[out])
-            originals["add_up"](terms, out)
+    def received_result(found: Any, future: Future[Any], *_: Any) -> None:
+        if id(future) in ends:
+            _receive(ends[id(future)][1])
 
-        def submit(executor: ThreadPoolExecutor, job: Callable[..., Any], *args: Any) -> Any:
-            start, end = object(), object()
-            late_device.note_handover("send", id(start))
+    def begun(found: Any, progress: Progress, runs: Sequence[tuple[int, int]]) -> None:
+        for run, entry in zip(runs, found[0], strict=True):
+            entries[id(progress), *run] = entry
 
-            def run(*args: Any) -> Any:
-                late_device.note_handover("receive", id(start))
-                found = job(*args)
-                late_device.note_handover("send", id(end))
-                return found
+    def waited(found: Any, progress: Progress, start: int, stop: int) -> None:
+        for (owner, low, high), entry in list(entries.items()):
+            if owner == id(progress) and low < stop and start < high:
+                _receive(entry)
 
-            future = originals["submit"](executor, run, *args)
-            self._ends[id(future)] = (future, start, end)
-            return future
-
-        def launch(queues: HostQueues, job: Callable[[], None], *, is_reduction: bool) -> Any:
-            start, end = object(), object()
-            late_device.note_handover("send", id(start))
-
-            def run() -> None:
-                late_device.note_handover("receive", id(start))
-                job()
-                late_device.note_handover("send", id(end))
-
-            launched = originals["launch"](queues, run, is_reduction=is_reduction)
-            return _Launched(launched, start, end)
-
-        def result(future: Future[Any], *args: Any) -> Any:
-            found = originals["result"](future, *args)
-            if id(future) in self._ends:
-                late_device.note_handover("receive", id(self._ends[id(future)][2]))
-            return found
-
-        def add(worker: Worker, *args: Any) -> None:
-            late_device.note_handover("send", id(worker))
-            originals["add"](worker, *args)
-
-        def run_next(worker: Worker) -> None:
-            late_device.note_handover("receive", id(worker))
-            originals["run_next"](worker)
-
-        def begin(progress: Progress, runs: Sequence[tuple[int, int]]) -> Any:
-            found = originals["begin"](progress, runs)
-            for run, entry in zip(runs, found[0], strict=True):
-                self._entries[id(progress), *run] = entry
-            return found
-
-        def publish(progress: Progress, entry: Published, event: torch.Event | None) -> None:
-            late_device.note_handover("send", id(entry))
-            late_device.note_handover("send", id(progress))
-            originals["publish"](progress, entry, event)
-
-        def wait(progress: Progress, start: int, stop: int) -> Any:
-            found = originals["wait"](progress, start, stop)
-            for (owner, low, high), entry in list(self._entries.items()):
-                if owner == id(progress) and low < stop and start < high:
-                    late_device.note_handover("receive", id(entry))
-            return found
-
-        def drain(progress: Progress) -> None:
-            originals["drain"](progress)
-            late_device.note_handover("receive", id(progress))
-
-        with (
+    access = late_device.note_host_access
+    with ExitStack() as stack:
+        for context in (
             _PinnedAccesses(),
-            mock.patch.object(
-                MemoryStepper, "update", lambda *args: self.update(originals["update"], *args)
+            mock.patch.object(MemoryStepper, "update", noted_update),
+            mock.patch.object(ThreadPoolExecutor, "submit", noted_submit),
+            mock.patch.object(HostQueues, "launch", noted_launch),
+            _noted(MemoryStepper, "square_sum", lambda _, terms: access("sum", reads=terms)),
+            _noted(
+                *(accumulation, "add_up"),
+                lambda terms, out: access("fold", reads=terms, writes=[out]),
             ),
-            mock.patch.object(MemoryStepper, "square_sum", square_sum),
-            mock.patch.object(accumulation, "add_up", add_up),
-            mock.patch.object(ThreadPoolExecutor, "submit", submit),
-            mock.patch.object(HostQueues, "launch", launch),
-            mock.patch.object(Future, "result", result),
-            mock.patch.object(Worker, "add", add),
-            mock.patch.object(Worker, "run_next", run_next),
-            mock.patch.object(Progress, "begin", begin),
-            mock.patch.object(Progress, "publish", publish),
-            mock.patch.object(Progress, "wait", wait),
-            mock.patch.object(Progress, "drain", drain),
+            _noted(Future, "result", after=received_result),
+            _noted(Worker, "add", lambda worker, *_: _send(worker)),
+            _noted(Worker, "run_next", _receive),
+            _noted(Progress, "begin", after=begun),
+            _noted(Progress, "publish", lambda progress, entry, _: _send(entry, progress)),
+            _noted(Progress, "wait", after=waited),
+            _noted(Progress, "drain", after=lambda _, progress: _receive(progress)),
         ):
-            yield
+            stack.enter_context(context)
+        yield
 
 
-def _config(dtype: str, zero: dict[str, Any], **rest: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero,
-        **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
-        **rest,
-    }
+def _config(dtype: str, zero: dict[str, Any], accumulation: int = 1, **top: Any) -> dict[str, Any]:
+    stage = zero.get("stage", 0)
+    return Case(stage, dtype, accumulation, zero=zero, top=top).config()
 
 
 OFFLOAD = {"device": "cpu", "pin_memory": True}
+RESTING = {"stage": 3, "offload_param": OFFLOAD, "stage3_param_persistence_threshold": 0}
 CASES = {
     "offloaded": _config("bf16", {"stage": 2, "offload_optimizer": OFFLOAD}),
     "offloaded and clipped": _config(
         "bf16", {"stage": 2, "offload_optimizer": OFFLOAD}, gradient_clipping=1.0
     ),
     "offloaded in fp32": _config("fp32", {"stage": 2, "offload_optimizer": OFFLOAD}),
-    "accumulated": _config(
-        "bf16", {"stage": 2, "offload_optimizer": OFFLOAD}, gradient_accumulation_steps=3
-    ),
+    "accumulated": _config("bf16", {"stage": 2, "offload_optimizer": OFFLOAD}, accumulation=3),
     "folded": _config(
         "bf16",
         {"stage": 2, "offload_optimizer": OFFLOAD},
-        gradient_accumulation_steps=6,
+        accumulation=6,
         gradient_clipping=1.0,
     ),
     "twin": _config("bf16", {"stage": 2, "offload_optimizer": {**OFFLOAD, "ratio": 0.6}}),
-    "parameters too": _config(
-        "bf16",
-        {
-            "stage": 3,
-            "offload_optimizer": OFFLOAD,
-            "offload_param": {"device": "cpu", "pin_memory": True},
-            "stage3_param_persistence_threshold": 0,
-        },
-    ),
-    "parameters alone": _config(
-        "bf16",
-        {
-            "stage": 3,
-            "offload_param": {"device": "cpu", "pin_memory": True},
-            "stage3_param_persistence_threshold": 0,
-        },
-    ),
+    "parameters too": _config("bf16", {**RESTING, "offload_optimizer": OFFLOAD}),
+    "parameters alone": _config("bf16", RESTING),
 }
 
 
 ON_RANKS = {
     "stage 0": _config("bf16", {"stage": 0}),
-    "stage 1": _config("bf16", {"stage": 1}, gradient_accumulation_steps=2),
+    "stage 1": _config("bf16", {"stage": 1}, accumulation=2),
     "stage 2, offloaded": _config("bf16", {"stage": 2, "offload_optimizer": OFFLOAD}),
     "stage 3": _config("bf16", {"stage": 3, "stage3_param_persistence_threshold": 0}),
     "stage 3, offloaded": _config("bf16", {"stage": 3, "offload_optimizer": OFFLOAD}),
@@ -315,7 +271,7 @@ def _train(config: dict[str, Any], *, ranks: SimulatedRanks | None = None) -> No
         net = Net()
     engine = zero_core.build(net.to(device), config, process_group=ranks)
     for step in range(3):
-        for _ in range(config.get("gradient_accumulation_steps", 1)):
+        for _ in range(config["gradient_accumulation_steps"]):
             engine.backward(engine(_batch(step, device)).float().square().mean())
             engine.step()
     engine.close()
@@ -542,8 +498,7 @@ def _check(names: list[str]) -> None:
     for name in chain.from_iterable(repeat(names, NUM_TRIES)):
         if name == names[0] and is_reported and all(is_reported.values()):
             break
-        kernels = _HostKernels()
-        with kernels.noted():
+        with _host_kernels():
             late_device.start_trace()
             PROGRAMS[name]()
             gc.collect()  # memory that a cycle holds is freed within the trace

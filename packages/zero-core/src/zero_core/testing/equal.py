@@ -21,7 +21,7 @@ from zero_core.comm.topology import Ranks
 from zero_core.testing.models import make_model
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import run_on_processes
-from zero_core.testing.scenarios import SCENARIOS
+from zero_core.testing.scenarios import LONG, SCENARIOS
 from zero_core.testing.simulated import simulate
 
 FOLDER = "FOLDER"
@@ -29,7 +29,7 @@ FOLDER = "FOLDER"
 
 
 class Outcome(NamedTuple):
-    """What a run gives on one rank: every loss, and the final values by name."""
+    """What a run gives on one rank: every loss, and the final values and states by name."""
 
     losses: list[float]
     values: dict[str, torch.Tensor]
@@ -44,6 +44,7 @@ class Variant:
         zero: what it adds to ``zero_optimization``.
         base: what the configuration without it has there.
         top: what it adds at the top.
+        base_top: what both configurations have at the top, beside the keys of a scenario.
         further: what it adds to the arguments of ``build()``.
         stages: ZeRO stages that serve it.
         ranks: numbers of ranks that serve it, and how many of them share a node.
@@ -53,6 +54,7 @@ class Variant:
     zero: Mapping[str, Any] = field(default_factory=dict)
     base: Mapping[str, Any] = field(default_factory=dict)
     top: Mapping[str, Any] = field(default_factory=dict)
+    base_top: Mapping[str, Any] = field(default_factory=dict)
     further: Mapping[str, Any] = field(default_factory=dict)
     stages: Sequence[int] = (0, 1, 2, 3)
     ranks: Sequence[tuple[int, int]] = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
@@ -64,7 +66,7 @@ class Row:
     """One equality.
 
     Attributes:
-        scenario: what is done, by its name in `SCENARIOS`.
+        scenario: what is done, by its name in `SCENARIOS` or `LONG`.
         variant: name of what is added.
         stage: ZeRO stage of both sides.
         dtype: of forward and backward: "fp32", "bf16" or "fp16".
@@ -135,11 +137,13 @@ def check(
 
 
 def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
-    base = Variant(base=variant.base, width=variant.width)
+    base = Variant(base=variant.base, base_top=variant.base_top, width=variant.width)
     plain = _run(ranks, row, base, folder / "plain")
     found = _run(ranks, row, variant, folder / "variant")
     for number, (one, other) in enumerate(zip(found.losses, plain.losses, strict=True)):
-        assert one == other, f"{row}: loss {number} of rank {ranks.rank} is {one}, not {other}"
+        assert repr(one) == repr(other), (
+            f"{row}: loss {number} of rank {ranks.rank} is {one}, not {other}"
+        )
     assert found.num_skipped == plain.num_skipped, row
     assert found.values.keys() == plain.values.keys(), row
     for name, value in plain.values.items():
@@ -150,10 +154,10 @@ def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
 
 
 def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Outcome:
-    scenario, more = SCENARIOS[row.scenario]
+    scenario, more = {**SCENARIOS, **LONG}[row.scenario]
     folder.mkdir(exist_ok=True)
     zero = {**variant.base, **variant.zero}
-    top = {**more, **variant.top}
+    top = {**more, **variant.base_top, **variant.top}
     if row.dtype == "fp16":  # some steps overflow, and some do not
         top["fp16"] = {"enabled": True, "hysteresis": 1, "initial_scale_power": 14}
     config = Case(row.stage, row.dtype, zero=zero, top=top).config()
@@ -165,6 +169,9 @@ def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Outcome:
     values = engine.full_state_dict(dtype=torch.float32)
     with engine.gathered() as model:  # the rounded copies, besides the master weights
         values |= {f"gathered {n}": p.detach().clone() for n, p in model.named_parameters()}
+    trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+    for what, name in itertools.product(engine.sharded_state.tier.state_names(), trained):
+        values[f"{what} of {name}"] = engine.states.get_full(name, what)
     found = Outcome(losses, values, engine.skipped_steps)
     engine.close()
     return found

@@ -185,6 +185,39 @@ def _is_copied(engine: Engine, folder: Path) -> list[float]:
     return losses
 
 
+def _repeats_backward(engine: Engine, folder: Path) -> list[float]:
+    # Two backwards a step, of which one gives a NaN on the last rank.
+    losses = []
+    for step in range(4):
+        for micro in range(2):
+            loss = engine(**batch(step, micro, engine.rank))["loss"]
+            losses.append(loss.item())
+            is_spoilt = (step, micro, engine.rank) == (2, 0, engine.world_size - 1)
+            engine.backward(loss * (torch.nan if is_spoilt else 0.5))
+        engine.step()
+    return losses
+
+
+def _goes_long(engine: Engine, folder: Path) -> list[float]:
+    # Each tenth step has an outlier, and one a NaN on the last rank.
+    losses = []
+    for step in range(200):
+        for micro in range(2):
+            loss = engine(**batch(step, micro, engine.rank))["loss"]
+            losses.append(loss.item())
+            is_spoilt = (step, micro, engine.rank) == (150, 1, engine.world_size - 1)
+            engine.backward(loss * (torch.nan if is_spoilt else 1.0 if step % 10 else 256.0))
+            engine.step()
+        losses.append(engine.get_global_grad_norm() or 0.0)
+        if step == 50:
+            losses += _is_edited(engine, folder)
+        if step == 80:
+            engine.save_checkpoint(folder)
+        if step == 100:
+            engine.load_checkpoint(folder)
+    return losses
+
+
 SCENARIOS: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "trains": (_trains, {}),
     "recomputes": (_trains, {"activation_checkpointing": {}}),
@@ -200,4 +233,9 @@ SCENARIOS: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "skips a step": (_skips_a_step, {}),
     "has edited gradients": (_has_edited_gradients, {}),
     "is copied": (_is_copied, {}),
+    "repeats backward": (_repeats_backward, {}),
 }
+LONG: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
+    "goes long": (_goes_long, {"gradient_accumulation_steps": 2, "gradient_clipping": 40.0}),
+}
+"""200 steps and more, of which a tenth is clipped and some are skipped: for rows by name."""
