@@ -100,7 +100,7 @@ def check_values(
     torch.testing.assert_close(found, values, rtol=rtol, atol=atol)
 
 
-def run_each(rank: int, world_size: int, checks: list[Callable[[int, int], None]]) -> None:
+def run_each(rank: int, world_size: int, checks: list[Callable[..., None]], *args: Any) -> None:
     """Run several checks on the same ranks: a rank's start takes longer than most of them."""
     for check in checks:
-        check(rank, world_size)
+        check(rank, world_size, *args)
