@@ -1,6 +1,6 @@
 """The public names of DeepSpeed's modules, read from its source without importing it.
 
-``python tests/support/deepspeed_names.py`` writes the table that `zero_engine.deepspeed.refusal` reads.
+``python tests/support/deepspeed_names.py`` writes the table of `zero_engine.deepspeed.refusal`.
 """
 
 from __future__ import annotations
