@@ -42,7 +42,7 @@ def _flat(value: Any) -> list[Any]:
     return [x for inner in value for x in _flat(inner)] if isinstance(value, list) else [value]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_script_sees_the_same_training(stage: int, tmp_path: Path) -> None:
     for name in ("theirs", "ours"):
         (tmp_path / name).mkdir()
