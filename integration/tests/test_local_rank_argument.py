@@ -99,7 +99,7 @@ def test_option_may_be_declared_by_a_module_that_is_imported(
     if package:
         _write(tmp_path, package, "package/__init__.py")
         _write(tmp_path, DOES_NOT, "package/unused.py")
-    _write(tmp_path, DECLARES, "other.py")  # nobody imports it
+    _write(tmp_path, DECLARES, "unrelated.py")
     assert not _declares(path)
     _write(tmp_path, DECLARES, file)
     assert _declares(path)
