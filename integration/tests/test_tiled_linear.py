@@ -20,11 +20,23 @@ def _whole(ins: int = 7, outs: int = 5) -> nn.Linear:
     return nn.Linear(ins, outs)
 
 
+class _Tiles(nn.Module):
+    """Has the tiles one level below the root, where each becomes a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiled = TiledLinear(7, 5, in_splits=3, out_splits=2, init_linear=_whole())
+        self.head = _whole(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.tiled(x)))
+        return y
+
+
 def _trains(rank: int, world_size: int) -> None:
     values = []
     for stage in (0, 3):
-        tiled = TiledLinear(7, 5, in_splits=3, out_splits=2, init_linear=_whole())
-        engine = make(nn.Sequential(tiled, nn.Tanh(), _whole(5, 1)), stage=stage)
+        engine = make(_Tiles(), stage=stage)
         assert len(engine.core.layout.units) == 1 + 6
         for _ in range(3):
             engine.backward(square(engine, torch.full((2, 7), 1.0 + rank)))
