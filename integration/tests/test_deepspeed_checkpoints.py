@@ -167,7 +167,6 @@ def test_tag_and_latest_are_deepspeeds(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path, "pytorch_model")
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "pytorch_model")
     assert engine.load_checkpoint(tmp_path, tag=7)[0] == str(tmp_path / "7")
-    engine.destroy()
 
 
 def test_load_without_latest_returns_nothing_and_changes_nothing(tmp_path: Path) -> None:
@@ -180,7 +179,6 @@ def test_load_without_latest_returns_nothing_and_changes_nothing(tmp_path: Path)
     for refused in (engine.load_checkpoint, engine.save_16bit_model):
         with pytest.raises(CheckpointError, match="is a URL"):
             refused("memory://run")
-    engine.destroy()
 
 
 def test_client_state_that_is_neither_json_nor_tensor_is_named(tmp_path: Path) -> None:
@@ -194,7 +192,6 @@ def test_client_state_that_is_neither_json_nor_tensor_is_named(tmp_path: Path) -
     for nowhere in ("", None):
         with pytest.raises(ValueError, match="needs a directory"):
             engine.save_checkpoint(nowhere)
-    engine.destroy()
 
 
 def test_small_tensors_of_client_state_and_scheduler_come_back(tmp_path: Path) -> None:
@@ -211,8 +208,6 @@ def test_small_tensors_of_client_state_and_scheduler_come_back(tmp_path: Path) -
     _is_same(found, state)  # dtypes, too
     _is_same(other.lr_scheduler.mean, torch.full((2,), 1.5))
     assert isinstance(engine.lr_scheduler, _Average)
-    for made in (engine, other):
-        made.destroy()
 
 
 # ------------------------------------------------------ in the middle of a step
@@ -255,7 +250,6 @@ def test_checkpoint_within_an_accumulation_warns_once(
     engine.backward(engine(torch.arange(3)))
     engine.save_checkpoint(tmp_path)
     assert "after step 0 and in the middle of the next one" in caplog.text
-    engine.destroy()
 
 
 # ------------------------------------------------------------ DeepSpeed's own
@@ -277,7 +271,6 @@ def test_checkpoint_of_deepspeed_itself_is_told_with_the_way_over(
             engine.load_checkpoint(tmp_path, tag)
         with pytest.raises(CheckpointError, match=match):
             zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag)
-    engine.destroy()
 
 
 # --------------------------------------------------------------- what is left out
@@ -302,7 +295,6 @@ def test_module_alone_leaves_optimizer_scheduler_and_counters(tmp_path: Path) ->
     _is_same(_values(engine), expected)
     assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"), moment)
     assert (engine.global_steps, engine.get_lr()) == (1, [1e-2])
-    engine.destroy()
 
 
 @pytest.mark.parametrize("part", ["optimizer", "lr_scheduler"])
@@ -316,7 +308,6 @@ def test_optimizer_or_scheduler_can_be_left_out(part: str, tmp_path: Path) -> No
     assert has_moments == (part != "optimizer")
     assert engine.lr_scheduler.last_epoch == (3 if part == "optimizer" else 0)
     assert engine.get_lr() == [5e-3]  # of either
-    engine.destroy()
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
@@ -371,7 +362,6 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     assert torch.equal(found["frozen.weight"], own)
     assert torch.equal(found["embed.weight"], expected["embed.weight"])
     assert "frozen.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    engine.destroy()
 
 
 # ------------------------------------------------------------------- whole models
@@ -427,7 +417,6 @@ def test_stage_3_model_is_not_gathered_unless_it_is_asked_for(tmp_path: Path) ->
     engine = _engine(3)
     assert engine.save_16bit_model(tmp_path) is False
     assert not list(tmp_path.iterdir())
-    engine.destroy()
 
 
 def test_fp32_state_dict_of_a_checkpoint_is_read_without_ranks(tmp_path: Path) -> None:

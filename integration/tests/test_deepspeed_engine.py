@@ -68,7 +68,6 @@ def test_returns_engine_optimizer_torchs_loader_and_scheduler() -> None:
     facts = "batch_size", "collate_fn", "dataset", "drop_last"
     assert [getattr(loader, fact) for fact in facts] == [getattr(torchs, fact) for fact in facts]
     assert len(loader) == 4
-    engine.destroy()
 
 
 def test_callables_make_optimizer_and_scheduler() -> None:
@@ -83,7 +82,6 @@ def test_callables_make_optimizer_and_scheduler() -> None:
     assert rates == [[1.0], [0.5], [0.25], [0.125]]
     assert type(engine.basic_optimizer) is torch.optim.SGD
     assert engine.optimizer_name() == "function"  # DeepSpeed's answer, too
-    engine.destroy()
 
 
 def test_scheduler_over_the_given_optimizer_is_stepped() -> None:
@@ -101,7 +99,6 @@ def test_scheduler_over_the_given_optimizer_is_stepped() -> None:
     assert scheduler.get_last_lr() == [1.0 / 3]
     assert shown is not None
     assert shown.param_groups is optimizer.param_groups
-    engine.destroy()
 
 
 def test_own_scheduler_over_the_returned_optimizer_does_not_warn() -> None:
@@ -111,7 +108,6 @@ def test_own_scheduler_over_the_returned_optimizer_does_not_warn() -> None:
         train(engine, 1, step)
         scheduler.step()  # warnings are errors here
     assert engine.get_lr() == [1e-2 / 4]
-    engine.destroy()
 
 
 def test_arguments_of_step_reach_the_scheduler() -> None:
@@ -120,7 +116,6 @@ def test_arguments_of_step_reach_the_scheduler() -> None:
         engine.backward(square(engine, inputs(step)))
         engine.step(lr_kwargs={"metrics": metric})
     assert engine.get_lr() == [1e-2 / 4]
-    engine.destroy()
 
 
 def test_parameters_in_no_group_are_not_trained() -> None:
@@ -131,7 +126,6 @@ def test_parameters_in_no_group_are_not_trained() -> None:
     train(engine, 1)
     assert engine.get_lr() == [0.5, 1e-2]
     assert torch.equal(model[0].weight, before)
-    engine.destroy()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +211,6 @@ def test_facts_of_the_configuration_are_methods() -> None:
             value = getattr(engine, name)()
             if name in attributes.NAMES and not name.endswith("precision_safe_modules"):
                 assert value == getattr(engine._config, name), name
-    engine.destroy()
 
 
 def test_the_configuration_has_deepspeeds_attributes(tmp_path: Path) -> None:
@@ -274,7 +267,6 @@ def test_train_batch_size_can_change_between_steps() -> None:
     assert (engine.global_steps, engine.global_samples) == (2, 4 + 6)
     with pytest.raises(ValueError, match="multiple of 2"):
         engine.set_train_batch_size(5)
-    engine.destroy()
 
 
 def test_what_the_engine_lacks_is_the_models() -> None:
@@ -296,7 +288,6 @@ def test_what_the_engine_lacks_is_the_models() -> None:
     assert engine.float() is engine
     with pytest.raises(RuntimeError, match="set the precision in the configuration"):
         engine.half()
-    engine.destroy()
 
 
 def test_step_is_skipped_when_a_gradient_is_not_finite() -> None:
@@ -308,7 +299,6 @@ def test_step_is_skipped_when_a_gradient_is_not_finite() -> None:
     assert engine.optimizer.overflow
     assert not engine.was_step_applied()
     assert (engine.global_steps, engine.skipped_steps) == (2, 1)
-    engine.destroy()
 
 
 # Powers of two after each step, as DeepSpeed 0.19.8's scalers give them for the same overflows (x).
@@ -345,7 +335,6 @@ def test_backward_of_several_values_is_refused() -> None:
         engine.backward(engine(inputs(0)))
     with pytest.raises(AssertionError, match="scalar tensor"):  # as DeepSpeed's
         engine.scale(engine(inputs(0)))
-    engine.destroy()
 
 
 def test_a_step_needs_a_backward_where_the_optimizer_is_stepped() -> None:
@@ -396,7 +385,6 @@ def test_recomputation_of_the_models_own_choice_changes_no_gradient() -> None:
     for name, param in reference.named_parameters():
         found = safe_get_full_grad(engine.module.inner.get_parameter(name))
         torch.testing.assert_close(found, param.grad)
-    engine.destroy()
 
 
 # -------------------------------------------------------------------- the arguments

@@ -292,7 +292,6 @@ def test_gradient_carries_the_loss_scale_as_in_deepspeed() -> None:
     torch.testing.assert_close(grad, 8.0 * _reference(1)[0].weight.grad, rtol=0.05, atol=1e-3)  # type: ignore[operator]
     utils.safe_set_full_grad(weight, grad)
     torch.testing.assert_close(utils.safe_get_full_grad(weight), grad)
-    engine.destroy()
 
 
 def test_gradients_can_be_replaced_by_a_function() -> None:
@@ -304,7 +303,6 @@ def test_gradients_can_be_replaced_by_a_function() -> None:
     for param, grad in zip(params, before, strict=True):
         expected = None if grad is None else grad + param.numel()
         torch.testing.assert_close(utils.safe_get_full_grad(param), expected)
-    engine.destroy()
 
 
 def test_parameter_of_no_engine_has_nothing_and_cannot_be_set() -> None:
@@ -331,7 +329,6 @@ def test_leaf_modules_are_marked_by_class_name_suffix_and_configuration() -> Non
         utils.set_z3_leaf_modules(model, [nn.Conv1d])
     engine = _engine(3, zero_optimization={"stage": 3, "leaf_module": {"names": ["0"]}})
     assert utils.get_z3_leaf_modules(engine.module) == [engine.module[0]]
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -374,7 +371,6 @@ def test_step_without_a_gradient_is_refused_where_unused_parameters_are(
             engine.core.optimizer.zero_grad()
         else:
             engine.step()
-    engine.destroy()
 
 
 def test_parameter_offload_below_stage_3_has_no_effect_and_a_note(
@@ -387,4 +383,3 @@ def test_parameter_offload_below_stage_3_has_no_effect_and_a_note(
     assert engine.zero_offload_param() is None
     (note,) = (row for row in capsys.readouterr().err.splitlines() if "offload_param" in row)
     assert "used at stage 3 only" in note
-    engine.destroy()

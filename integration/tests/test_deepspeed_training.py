@@ -338,7 +338,6 @@ def test_backward_without_the_loss_scale_is_refused() -> None:
     engine = _outputs(0, fp16={"enabled": True, "initial_scale_power": 4})
     with pytest.raises(RuntimeError, match="Loss scaling is required in fp16"):
         engine(torch.ones(2, 3, dtype=torch.float16))["loss"].backward()
-    engine.destroy()
 
 
 @pytest.mark.parametrize("end", [lambda e: e.destroy(), lambda e: e.core.unwrap()])
@@ -610,7 +609,6 @@ def test_zero_grad_within_an_accumulation_drops_its_part_and_says_so(
             update(optimizer)
     check_values(engine, other)
     assert caplog.text.count("zero_grad() drops the gradient") == (stage >= 2)  # DeepSpeed differs
-    engine.destroy()
 
 
 @pytest.mark.parametrize("is_object", [True, False])
@@ -632,7 +630,6 @@ def test_empty_group_keeps_its_place_in_the_schedule(is_object: bool) -> None:
         schedules[1].step()
         assert engine.get_lr() == schedules[1].get_last_lr()
     check_values(engine, models[1])
-    engine.destroy()
 
 
 def test_at_stage_0_torch_clips_and_the_optimizer_drops_gradients() -> None:
@@ -649,7 +646,6 @@ def test_at_stage_0_torch_clips_and_the_optimizer_drops_gradients() -> None:
         engine.step()
         update(optimizer)
     check_values(engine, other)
-    engine.destroy()
 
 
 def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(
@@ -668,7 +664,6 @@ def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(
         assert engine.core.loss_scale == scale
     assert caplog.text.count("not finite (param.grad was changed to values that are not") == 2
     check_values(engine, masters, atol=1e-3)
-    engine.destroy()
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
@@ -686,4 +681,3 @@ def test_initial_sum_of_a_group_of_adagrad_is_its_constructors_as_in_torch(offlo
         square(alone, inputs(step)).backward()
         update(optimizer)
     check_values(engine, alone)
-    engine.destroy()

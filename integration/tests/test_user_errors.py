@@ -17,7 +17,7 @@ from zero_core import check_config
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.testing import run_alone
 from zero_engine.launch.ranks import fail
-from zero_engine.train.data import prepare_corpus, read_text
+from zero_engine.train.data import read_text
 from zero_engine.train.settings import RunSettings, Start, engine_config, fill_auto, fresh_run
 
 
@@ -39,11 +39,6 @@ def test_data_that_cannot_be_read_is_refused(
         read_text(str(path))
     with pytest.raises(ConfigError, match="found a folder"):
         read_text(str(tmp_path))
-
-
-def test_text_too_short_for_two_windows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="too short for one window of 128"):
-        prepare_corpus("a few words", tmp_path, vocab_size=300, context=128)
 
 
 @pytest.mark.parametrize(
