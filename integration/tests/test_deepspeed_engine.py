@@ -128,6 +128,33 @@ def test_parameters_in_no_group_are_not_trained() -> None:
     assert torch.equal(model[0].weight, before)
 
 
+COSINE = {"total_num_steps": 20, "warmup_num_steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "rates", "first", "later"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 2}, (0.1, 0.1), None, [0.1, 0.1]),
+        ("WarmupLR", {"warmup_num_steps": 2}, (0.1, 0.2), None, [0.1, 0.2]),
+        ("WarmupCosineLR", COSINE, (0.1, 0.2), [0, 0], None),
+    ],
+)
+def test_warm_up_runs_from_its_first_rate_to_each_groups_own(
+    kind: str, params: dict[str, Any], rates: tuple[float, float], first: Any, later: Any
+) -> None:
+    model = net()
+    groups = [{"params": model[2 * i].parameters(), "lr": lr} for i, lr in enumerate(rates)]
+    settings = config(1, scheduler={"type": kind, "params": params})
+    engine = make(model, optimizer=torch.optim.SGD(groups), config=settings)
+    if first is not None:
+        assert [group["lr"] for group in engine.optimizer.param_groups] == first
+        train(engine, 1)
+        check_values(engine, net(), rtol=0, atol=0)
+    if later is not None:
+        train(engine, 3)
+        assert engine.get_lr() == later
+
+
 @pytest.mark.parametrize(
     ("named", "offload", "kind"),
     [("Adam", "none", FusedAdam), ("AdamW", "cpu", DeepSpeedCPUAdam)],
