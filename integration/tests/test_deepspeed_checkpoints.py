@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from tests.support.facade import config, make, run_each
+from tests.support.facade import config, make, on_ranks
 from zero_core import CheckpointError
 from zero_core.testing import spawn
 from zero_engine import deepspeed
@@ -149,7 +149,7 @@ def _save_on_some_ranks(rank: int, folder: str) -> None:
 
 def test_checkpoint_of_two_ranks_loads_on_one_and_on_three(tmp_path: Path) -> None:
     spawn(_save, 2, str(tmp_path))
-    spawn(_load, 1, str(tmp_path))
+    on_ranks(1, [_load], str(tmp_path))
     spawn(_load, 3, str(tmp_path))
 
 
@@ -410,7 +410,7 @@ ON_TWO_RANKS = [
 def test_training_goes_on_and_models_become_whole_at_any_stage(
     world_size: int, further: list[Any], tmp_path: Path
 ) -> None:
-    spawn(run_each, world_size, [_go_on, *further], str(tmp_path))
+    on_ranks(world_size, [_go_on, *further], str(tmp_path))
 
 
 def test_stage_3_model_is_not_gathered_unless_it_is_asked_for(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.support.facade import (
     inputs,
     make,
     net,
-    run_each,
+    on_ranks,
     square,
     train,
     update,
@@ -590,4 +590,4 @@ def _offloads_states(rank: int, world_size: int) -> None:
 
 
 def test_engine_evaluates_reads_and_offloads_states_on_two_ranks() -> None:
-    spawn(run_each, 2, [_evaluates, _read_on_one_rank, _offloads_states])
+    on_ranks(2, [_evaluates, _read_on_one_rank, _offloads_states])

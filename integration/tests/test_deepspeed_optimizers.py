@@ -13,8 +13,8 @@ from zero_engine.deepspeed.ops.lamb import FusedLamb
 from zero_engine.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
 import zero_core
-from tests.support.facade import HOST, config, inputs, make, net, run_each, square, update
-from zero_core.testing import batch, make_model, spawn, train
+from tests.support.facade import HOST, config, inputs, make, net, on_ranks, square, update
+from zero_core.testing import batch, make_model, train
 from zero_engine import deepspeed
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.ops import __compatible_ops__
@@ -218,7 +218,7 @@ def _whole(rank: int, world_size: int) -> None:
 
 
 def test_engine_takes_optimizers_as_objects_and_updates_whole_parameters_by_ones_own() -> None:
-    spawn(run_each, 2, [_in_the_engine, _whole])
+    on_ranks(2, [_in_the_engine, _whole])
 
 
 def test_groups_of_another_optimizer_are_refused_with_accelerates_key() -> None:

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.support.facade import NO_PERSISTENCE, config, make, run_each
+from tests.support.facade import NO_PERSISTENCE, config, make, on_ranks
 from zero_core import CheckpointError
-from zero_core.testing import spawn
 from zero_engine import deepspeed
 from zero_engine.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 
@@ -147,4 +146,4 @@ def _load(rank: int, world_size: int, folder: str) -> None:
 def test_scripts_save_and_read_whole_models_and_load_them_without_the_engine(
     world_size: int, tmp_path: Path
 ) -> None:
-    spawn(run_each, world_size, [_save, _load], str(tmp_path))
+    on_ranks(world_size, [_save, _load], str(tmp_path))

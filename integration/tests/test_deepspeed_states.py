@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.facade import LR, config, inputs, make, run_each, square
-from zero_core.testing import spawn
+from tests.support.facade import LR, config, inputs, make, on_ranks, square
 from zero_engine import deepspeed
 from zero_engine.deepspeed import utils
 
@@ -280,7 +279,7 @@ ON_TWO_RANKS = [
 def test_values_are_those_of_torch_alone_and_a_step_uses_what_was_set(
     world_size: int, further: list[Any]
 ) -> None:
-    spawn(run_each, world_size, [_reads, _writes, *further])
+    on_ranks(world_size, [_reads, _writes, *further])
 
 
 def test_gradient_carries_the_loss_scale_as_in_deepspeed() -> None:

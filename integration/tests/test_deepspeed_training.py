@@ -26,7 +26,7 @@ from tests.support.facade import (
     inputs,
     make,
     net,
-    run_each,
+    on_ranks,
     square,
     train,
     update,
@@ -231,7 +231,7 @@ def _adversaries(rank: int, world_size: int) -> None:
 
 def test_steps_end_where_the_script_ends_them_on_two_ranks() -> None:
     checks = [_shorter_last_step, _without_data, _unmanaged, _coalesced, _adversaries]
-    spawn(run_each, 2, checks)
+    on_ranks(2, checks)
 
 
 # ------------------------------------------------------------------- backward without the engine
@@ -471,7 +471,7 @@ def _specials(rank: int, world_size: int) -> None:
 
 
 def test_backwards_dtypes_and_features_together_train_as_in_torch_on_two_ranks() -> None:
-    spawn(run_each, 2, [_every_backward, _specials])
+    on_ranks(2, [_every_backward, _specials])
 
 
 class _Scaled(nn.Module):

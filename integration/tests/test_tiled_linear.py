@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from zero_engine.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
-from tests.support.facade import make, run_each, square
-from zero_core.testing import spawn
+from tests.support.facade import make, on_ranks, square
 from zero_engine import deepspeed
 
 
@@ -65,7 +64,7 @@ def _copies_shards(rank: int, world_size: int) -> None:
 
 
 def test_tiles_train_and_are_copied_from_shards_on_two_ranks() -> None:
-    spawn(run_each, 2, [_trains, _copies_shards])
+    on_ranks(2, [_trains, _copies_shards])
 
 
 def test_tiles_compute_what_the_whole_layer_does() -> None:

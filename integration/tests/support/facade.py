@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_core.testing import spawn
 from zero_engine import deepspeed
 
 LR, DECAY = 1e-2, 0.1
@@ -104,3 +105,11 @@ def run_each(rank: int, world_size: int, checks: list[Callable[..., None]], *arg
     """Run several checks on the same ranks: a rank's start takes longer than most of them."""
     for check in checks:
         check(rank, world_size, *args)
+
+
+def on_ranks(world_size: int, checks: list[Callable[..., None]], *args: Any) -> None:
+    """Run `run_each` on ranks. A single one is this process: `initialize` makes its group."""
+    if world_size == 1:
+        run_each(0, 1, checks, *args)
+    else:
+        spawn(run_each, world_size, checks, *args)
