@@ -359,12 +359,13 @@ def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content:
         b"\x80\x02" + b"]" * 100,  # no end
         b"(" * 100_000,
         b"",
+        lambda data: data.replace(b"K\x07", b"J\x00\x00\x00\x10"),  # more elements than bytes
     ],
 )
 def test_instructions_that_torch_save_does_not_write_are_refused(
-    pickled: bytes, tmp_path: Path
+    pickled: bytes | Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
-    _with_pickle(tmp_path / "a.pt", pickled)
+    _with_pickle(tmp_path / "a.pt", pickled, torch.zeros(7))
     with pytest.raises(CheckpointError, match=r"a\.pt"):
         load_file(tmp_path / "a.pt")
 
@@ -378,15 +379,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             load_file(tmp_path / f"{name}.pt")
     with pytest.raises(CheckpointError, match="there is no file"):
         load_file(tmp_path / "none.pt")
-
-
-def test_tensor_that_is_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
-    def enlarge(pickled: bytes) -> bytes:
-        return pickled.replace(b"K\x07", b"J\x00\x00\x00\x10")
-
-    _with_pickle(tmp_path / "a.pt", enlarge, torch.zeros(7))
-    with pytest.raises(CheckpointError, match=r"a\.pt"):
-        load_file(tmp_path / "a.pt")
 
 
 def test_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
