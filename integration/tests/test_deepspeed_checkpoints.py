@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
+from tests.support.facade import config, make, on_ranks
 from zero_core import CheckpointError
 from zero_core.testing import spawn
 from zero_engine import deepspeed
@@ -61,17 +62,19 @@ class _Average:
 
 
 def _engine(stage: int, seed: int = 0, mpu: Any = None, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        **more,
-    }
     schedule = None if "scheduler" in more else lambda o: StepLR(o, 2, gamma=0.5)
-    engine, *_ = deepspeed.initialize(
-        model=_Model(seed), config=config, lr_scheduler=schedule, mpu=mpu
-    )
-    return engine
+    sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 1.0}
+    settings = config(stage, **sizes, **more)
+    return make(_Model(seed), config=settings, lr_scheduler=schedule, mpu=mpu)
+
+
+def _values(engine: Any) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = engine.core.full_state_dict()
+    return values
+
+
+def _is_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def _train(engine: Any, steps: range) -> list[float]:
@@ -90,7 +93,7 @@ def _train(engine: Any, steps: range) -> list[float]:
 
 def _go_on(rank: int, world_size: int, folder: str) -> None:
     for stage in (0, 2, 3):
-        place = Path(folder, str(stage))
+        place = Path(folder, f"goes on {stage}")
         first = _engine(stage)
         _train(first, range(3))
         assert first.save_checkpoint(place, client_state={"epoch": 2}) is True
@@ -104,13 +107,6 @@ def _go_on(rank: int, world_size: int, folder: str) -> None:
         assert _train(other, range(3, 6)) == pytest.approx(expected, rel=1e-6)
         assert other.get_lr() == first.get_lr()
         other.destroy()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_as_if_it_had_not_stopped_at_any_stage(
-    world_size: int, tmp_path: Path
-) -> None:
-    spawn(_go_on, world_size, str(tmp_path))
 
 
 def _save(rank: int, world_size: int, folder: str) -> None:
@@ -135,8 +131,7 @@ def _load(rank: int, world_size: int, folder: str) -> None:
     _, client_state = engine.load_checkpoint(folder)
     assert client_state == {}
     expected = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
-    for name, value in engine.core.full_state_dict().items():
-        assert torch.equal(value.float(), expected[name].float()), name
+    _is_same(dict(expected), _values(engine))
     engine.destroy()
     if world_size == 3:
         _save_on_some_ranks(rank, folder)
@@ -154,7 +149,7 @@ def _save_on_some_ranks(rank: int, folder: str) -> None:
 
 def test_checkpoint_of_two_ranks_loads_on_one_and_on_three(tmp_path: Path) -> None:
     spawn(_save, 2, str(tmp_path))
-    spawn(_load, 1, str(tmp_path))
+    on_ranks(1, [_load], str(tmp_path))
     spawn(_load, 3, str(tmp_path))
 
 
@@ -172,21 +167,18 @@ def test_tag_and_latest_are_deepspeeds(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path, "pytorch_model")
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "pytorch_model")
     assert engine.load_checkpoint(tmp_path, tag=7)[0] == str(tmp_path / "7")
-    engine.destroy()
 
 
 def test_load_without_latest_returns_nothing_and_changes_nothing(tmp_path: Path) -> None:
     engine = _engine(1)
-    before = engine.core.full_state_dict()
+    before = _values(engine)
     assert engine.load_checkpoint(tmp_path) == (None, None)
-    after = engine.core.full_state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    _is_same(_values(engine), before)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         engine.load_checkpoint(tmp_path, tag="absent")
     for refused in (engine.load_checkpoint, engine.save_16bit_model):
         with pytest.raises(CheckpointError, match="is a URL"):
             refused("memory://run")
-    engine.destroy()
 
 
 def test_client_state_that_is_neither_json_nor_tensor_is_named(tmp_path: Path) -> None:
@@ -200,34 +192,22 @@ def test_client_state_that_is_neither_json_nor_tensor_is_named(tmp_path: Path) -
     for nowhere in ("", None):
         with pytest.raises(ValueError, match="needs a directory"):
             engine.save_checkpoint(nowhere)
-    engine.destroy()
 
 
-def test_small_tensors_of_a_client_state_come_back(tmp_path: Path) -> None:
+def test_small_tensors_of_client_state_and_scheduler_come_back(tmp_path: Path) -> None:
     state = {
         "best": torch.tensor(0.1, dtype=torch.float64),
         "seen": [torch.tensor([[1, 2]]), (True, torch.zeros(0))],
         "half": {3: torch.tensor([1.5, float("inf")], dtype=torch.bfloat16)},
     }
-    engine = _engine(0)
-    engine.save_checkpoint(tmp_path, client_state=state)
-    _, found = engine.load_checkpoint(tmp_path)
-    torch.testing.assert_close(found, state, rtol=0, atol=0)
-    assert found["best"].dtype == torch.float64
-    assert found["half"][3].dtype == torch.bfloat16
-    engine.destroy()
-
-
-def test_scheduler_whose_state_holds_a_tensor_goes_on(tmp_path: Path) -> None:
     engine, other = _engine(1), _engine(1)
     engine.core.lr_scheduler, other.core.lr_scheduler = _Average(), _Average()
     _train(engine, range(2))
-    engine.save_checkpoint(tmp_path)
-    other.load_checkpoint(tmp_path)
-    assert torch.equal(other.lr_scheduler.mean, torch.full((2,), 1.5))
+    engine.save_checkpoint(tmp_path, client_state=state)
+    _, found = other.load_checkpoint(tmp_path)
+    _is_same(found, state)  # dtypes, too
+    _is_same(other.lr_scheduler.mean, torch.full((2,), 1.5))
     assert isinstance(engine.lr_scheduler, _Average)
-    for made in (engine, other):
-        made.destroy()
 
 
 # ------------------------------------------------------ in the middle of a step
@@ -236,7 +216,7 @@ def test_scheduler_whose_state_holds_a_tensor_goes_on(tmp_path: Path) -> None:
 def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
     accumulation = {"gradient_accumulation_steps": 2}
     for stage in (0, 2, 3):
-        place = f"{folder}/{stage}"
+        place = f"{folder}/within {stage}"
         expected, engine = (_engine(stage, **accumulation) for _ in range(2))
         losses = _train(expected, range(8))
         found = _train(engine, range(5))
@@ -249,10 +229,6 @@ def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
         assert _train(other, range(4, 8)) == losses[4:]
         for made in (expected, engine, other):
             made.destroy()
-
-
-def test_checkpoint_within_an_accumulation_holds_the_step_before_it(tmp_path: Path) -> None:
-    spawn(_save_within_a_step, 2, str(tmp_path))
 
 
 def test_checkpoint_within_an_accumulation_warns_once(
@@ -269,17 +245,11 @@ def test_checkpoint_within_an_accumulation_warns_once(
     with pytest.raises(CheckpointError, match="in the middle of an accumulation"):
         engine.core.save_checkpoint(tmp_path)
     engine.destroy()
-
-
-def test_gradient_is_missed_where_step_is_called_at_boundaries_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = _engine(2, gradient_accumulation_steps=2)  # accelerate drives it so
+    engine = _engine(1, gradient_accumulation_steps=2)  # accelerate steps at boundaries alone
     engine.set_gradient_accumulation_boundary(False)
     engine.backward(engine(torch.arange(3)))
     engine.save_checkpoint(tmp_path)
     assert "after step 0 and in the middle of the next one" in caplog.text
-    engine.destroy()
 
 
 # ------------------------------------------------------------ DeepSpeed's own
@@ -301,7 +271,6 @@ def test_checkpoint_of_deepspeed_itself_is_told_with_the_way_over(
             engine.load_checkpoint(tmp_path, tag)
         with pytest.raises(CheckpointError, match=match):
             zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag)
-    engine.destroy()
 
 
 # --------------------------------------------------------------- what is left out
@@ -311,7 +280,7 @@ def _saved(folder: Path, **options: Any) -> dict[str, Tensor]:
     engine = _engine(3)
     _train(engine, range(3))
     engine.save_checkpoint(folder, **options)
-    values: dict[str, Tensor] = engine.core.full_state_dict()
+    values = _values(engine)
     engine.destroy()
     return values
 
@@ -323,11 +292,9 @@ def test_module_alone_leaves_optimizer_scheduler_and_counters(tmp_path: Path) ->
     weight = engine.module.embed.weight
     moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
     engine.load_checkpoint(tmp_path, load_module_only=True)
-    found = engine.core.full_state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    _is_same(_values(engine), expected)
     assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"), moment)
     assert (engine.global_steps, engine.get_lr()) == (1, [1e-2])
-    engine.destroy()
 
 
 @pytest.mark.parametrize("part", ["optimizer", "lr_scheduler"])
@@ -341,7 +308,6 @@ def test_optimizer_or_scheduler_can_be_left_out(part: str, tmp_path: Path) -> No
     assert has_moments == (part != "optimizer")
     assert engine.lr_scheduler.last_epoch == (3 if part == "optimizer" else 0)
     assert engine.get_lr() == [5e-3]  # of either
-    engine.destroy()
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
@@ -368,27 +334,20 @@ def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(
     other.destroy()
 
 
-def _teachers(rank: int, world_size: int, folder: str) -> None:
+def _without_an_optimizer(rank: int, world_size: int, folder: str) -> None:
+    """A checkpoint of an engine without an optimizer has its values."""
     for stage in (0, 3):
-        config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
-        teacher, other = (
-            deepspeed.initialize(model=_Model(seed), config=config)[0] for seed in (0, 1)
-        )
-        expected = _Model(0).state_dict()
-        assert teacher.save_checkpoint(folder, f"teacher{stage}", {"epoch": 3})
+        settings = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
+        teacher, other = (make(_Model(seed), config=settings) for seed in (0, 1))
+        tag = f"teacher{stage}"
+        assert teacher.save_checkpoint(folder, tag, {"epoch": 3})
         student = _engine(stage, seed=2)
         for engine, options in ((other, {}), (student, {"load_module_only": True})):
-            place, client_state = engine.load_checkpoint(folder, **options)
-            assert place == str(Path(folder, f"teacher{stage}"))
-            assert client_state == {"epoch": 3}
-            found = engine.core.full_state_dict()
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            found = engine.load_checkpoint(folder, **options)
+            assert found == (str(Path(folder, tag)), {"epoch": 3})
+            _is_same(_values(engine), dict(_Model(0).state_dict()))
             engine.destroy()
         teacher.destroy()
-
-
-def test_checkpoint_of_an_engine_without_an_optimizer_has_its_values(tmp_path: Path) -> None:
-    spawn(_teachers, 2, str(tmp_path))
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
@@ -403,7 +362,6 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     assert torch.equal(found["frozen.weight"], own)
     assert torch.equal(found["embed.weight"], expected["embed.weight"])
     assert "frozen.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    engine.destroy()
 
 
 # ------------------------------------------------------------------- whole models
@@ -433,27 +391,32 @@ def _consolidate(rank: int, world_size: int, folder: str) -> None:
         engine.destroy()
 
 
-def test_whole_model_in_the_compute_dtype_is_gathered_on_rank_0(tmp_path: Path) -> None:
-    spawn(_consolidate, 2, str(tmp_path))
-
-
-def _give(rank: int, world_size: int) -> None:
+def _from_a_state_dict(rank: int, world_size: int, folder: str) -> None:
     engine, other = _engine(3, seed=rank), _Model(7)
     engine.load_module_state_dict({"module": other.state_dict()})
-    found = engine.core.full_state_dict()
-    assert all(torch.equal(found[name], value) for name, value in other.state_dict().items())
+    _is_same(_values(engine), dict(other.state_dict()))
     engine.destroy()
 
 
-def test_state_dict_of_a_whole_model_can_be_given_to_the_engine() -> None:
-    spawn(_give, 2)
+ON_TWO_RANKS = [
+    _save_within_a_step,
+    _without_an_optimizer,
+    _consolidate,
+    _from_a_state_dict,
+]
+
+
+@pytest.mark.parametrize(("world_size", "further"), [(1, []), (2, ON_TWO_RANKS)])
+def test_training_goes_on_and_models_become_whole_at_any_stage(
+    world_size: int, further: list[Any], tmp_path: Path
+) -> None:
+    on_ranks(world_size, [_go_on, *further], str(tmp_path))
 
 
 def test_stage_3_model_is_not_gathered_unless_it_is_asked_for(tmp_path: Path) -> None:
     engine = _engine(3)
     assert engine.save_16bit_model(tmp_path) is False
     assert not list(tmp_path.iterdir())
-    engine.destroy()
 
 
 def test_fp32_state_dict_of_a_checkpoint_is_read_without_ranks(tmp_path: Path) -> None:
@@ -461,8 +424,7 @@ def test_fp32_state_dict_of_a_checkpoint_is_read_without_ranks(tmp_path: Path) -
     state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     assert state.keys() == expected.keys()
     assert state["head.weight"] is state["embed.weight"]
-    for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+    _is_same(dict(state), expected)
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(_Model(5), tmp_path / "saved")
     assert torch.equal(model.frozen.weight, expected["frozen.weight"])
     small = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(

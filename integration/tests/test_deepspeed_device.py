@@ -9,17 +9,13 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from tests.support.facade import make
 from zero_engine import deepspeed
-
-_CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-}
 
 
 @pytest.fixture
@@ -28,43 +24,37 @@ def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int
     found: list[int] = []
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     # None of them is there for anything else: build() goes on with the CPU.
-    monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _Torch(found))
+    monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _torch(found))
     yield found
     dist.destroy_process_group()
 
 
-class _Torch:
-    """Stands for torch where the device is chosen."""
-
-    def __init__(self, found: list[int], visible: int = 8) -> None:
-        self.accelerator = Namespace(
-            is_available=lambda: True,
-            device_count=lambda: visible,
-            set_device_index=found.append,
-        )
-
-
-def _initialize(**arguments: object) -> None:
-    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=_CONFIG, **arguments)  # type: ignore[arg-type]
-    engine.destroy()
+def _torch(found: list[int], visible: int = 8) -> Namespace:
+    """Return what stands for torch where the device is chosen."""
+    accelerator = Namespace(
+        is_available=lambda: True,
+        device_count=lambda: visible,
+        set_device_index=found.append,
+    )
+    return Namespace(accelerator=accelerator)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{}, {"dist_init_required": False}, {"args": Namespace(local_rank=-1)}]
+)
 def test_initialize_takes_the_launchers_accelerator(
-    chosen: list[int], monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any], chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
-    for arguments in ({}, {"dist_init_required": False}, {"args": Namespace(local_rank=-1)}):
-        chosen.clear()
-        _initialize(**arguments)
-        assert chosen
-        assert set(chosen) == {3}
+    make(**arguments).destroy()
+    assert set(chosen) == {3}
 
 
 def test_only_accelerator_that_a_rank_sees_is_its_own(
     chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _Torch(chosen, visible=1))
+    monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _torch(chosen, visible=1))
     deepspeed.init_distributed()
     assert chosen == [0]
 
@@ -73,21 +63,16 @@ def test_device_rank_of_the_arguments_wins(
     chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
-    _initialize(args=Namespace(device_rank=5))
+    make(args=Namespace(device_rank=5)).destroy()
     assert chosen[-1] == 5
 
 
-def test_current_accelerator_stays_without_a_launcher(
+def test_accelerator_stays_without_a_launcher_and_is_chosen_in_an_existing_group(
     chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    _initialize()
+    make().destroy()
     assert chosen == []
-
-
-def test_init_distributed_chooses_even_if_there_is_a_process_group(
-    chosen: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     deepspeed.init_distributed()
     assert chosen == [1]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import json
 from typing import Optional, Union
 
 import pytest
-from deepspeed_names import TABLE, deepspeeds_folder, public_names
-from zero_engine.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
+from tests.support.deepspeed_names import TABLE
 from zero_engine import deepspeed
 from zero_engine.deepspeed.errors import NotServedError, Unserved
 
@@ -48,6 +48,10 @@ def test_name_that_deepspeed_does_not_have_cannot_be_imported() -> None:
         "from zero_engine.deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion",
         "from zero_engine.deepspeed.ops.op_builder.builder import OpBuilder, CUDAOpBuilder",
         "from zero_engine.deepspeed.ops.op_builder import InferenceBuilder",
+        "from zero_engine.deepspeed.runtime.config import ADAM_OPTIMIZER, LION_OPTIMIZER\n"
+        "assert (ADAM_OPTIMIZER, LION_OPTIMIZER) == ('adam', 'lion')",
+        "from zero_engine.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer as Optimizer\n"
+        "assert Optimizer is __import__('zero_engine').deepspeed.DeepSpeedOptimizer",
         "from zero_engine.deepspeed.ops.aio import AsyncIOBuilder; AsyncIOBuilder.NAME",
         "from zero_engine.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum\n"
         "assert OffloadDeviceEnum.cpu == 'cpu'",
@@ -63,42 +67,34 @@ def test_scripts_line_of_imports_works(line: str) -> None:
     exec(line, {})
 
 
-_STATES, _SCHEDULES = "utils.tensor_fragment", "runtime.lr_schedules"
-_LEAVES, _LEAF_CLASSES = "utils.z3_leaf_module", "model leaf_module_classes raise_if_not_found"
+_WARMUPS = ["lr_range_test", "1cycle", "warmupLR", "warmupCosineLR"]
+_LEAF_CLASSES = "model leaf_module_classes raise_if_not_found"
+_FUNCTIONS = {
+    **{
+        f"utils.tensor_fragment.safe_{do}_{part}_{what}": " ".join(
+            ["param", *["value"] * (do == "set"), *["optim_state_key"] * (what[0] == "o")]
+        )
+        for do, part, what in itertools.product(
+            ("get", "set"), ("full", "local"), ("fp32_param", "grad", "optimizer_state")
+        )
+    },
+    **{f"runtime.lr_schedules.override_{kind}_params": "args params" for kind in _WARMUPS},
+    "utils.z3_leaf_module.set_z3_leaf_modules": _LEAF_CLASSES,
+    "utils.z3_leaf_module.unset_z3_leaf_modules": _LEAF_CLASSES,
+    "utils.z3_leaf_module.set_z3_leaf_modules_by_name": (
+        "model module_names flag raise_if_not_found"
+    ),
+    "monitor.config.get_monitor_config": "param_dict",
+}
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "parameters"),
-    [
-        *(
-            case
-            for part in ("full", "local")
-            for case in (
-                (_STATES, f"safe_get_{part}_fp32_param", "param"),
-                (_STATES, f"safe_get_{part}_grad", "param"),
-                (_STATES, f"safe_get_{part}_optimizer_state", "param optim_state_key"),
-                (_STATES, f"safe_set_{part}_fp32_param", "param value"),
-                (_STATES, f"safe_set_{part}_grad", "param value"),
-                (_STATES, f"safe_set_{part}_optimizer_state", "param value optim_state_key"),
-            )
-        ),
-        (_LEAVES, "set_z3_leaf_modules", _LEAF_CLASSES),
-        (_LEAVES, "unset_z3_leaf_modules", _LEAF_CLASSES),
-        (_LEAVES, "set_z3_leaf_modules_by_name", "model module_names flag raise_if_not_found"),
-        (_SCHEDULES, "override_lr_range_test_params", "args params"),
-        (_SCHEDULES, "override_1cycle_params", "args params"),
-        (_SCHEDULES, "override_warmupLR_params", "args params"),
-        (_SCHEDULES, "override_warmupCosineLR_params", "args params"),
-        ("monitor.config", "get_monitor_config", "param_dict"),
-    ],
-)
-def test_function_has_its_own_name_and_deepspeeds_parameters(
-    module: str, name: str, parameters: str
-) -> None:
+@pytest.mark.parametrize("path", _FUNCTIONS)
+def test_function_has_its_own_name_and_deepspeeds_parameters(path: str) -> None:
+    module, _, name = path.rpartition(".")
     function = getattr(_module(module), name)
     assert inspect.isfunction(function)
     assert (function.__name__, function.__qualname__) == (name, name)
-    assert list(inspect.signature(function).parameters) == parameters.split()
+    assert " ".join(inspect.signature(function).parameters) == _FUNCTIONS[path]
     assert function.__doc__
 
 
@@ -116,15 +112,14 @@ Optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
 """
 
 
+_USES = ["constant == 'adam'", "'adam' != constant", "not constant", "f'{constant}'", "[*constant]"]
+_USES += ["'adam' in constant", "constant + 1", "constant['a']", "constant < 2"]
+
+
 @pytest.mark.parametrize(
     "use",
     [
-        *(
-            f"{CONSTANT}{use}"
-            for use in ("constant == 'adam'", "'adam' != constant", "not constant")
-        ),
-        *(f"{CONSTANT}{use}" for use in ("f'{constant}'", "'adam' in constant", "constant + 1")),
-        *(f"{CONSTANT}{use}" for use in ("[*constant]", "constant['a']", "constant < 2")),
+        *(f"{CONSTANT}{use}" for use in _USES),
         f"{STAGE_3}Optimizer.step = print",
         f"{STAGE_3}stage3.DeepSpeedZeroOptimizer_Stage3 = dict",
         f"{STAGE_3}isinstance(3, Optimizer)",
@@ -137,12 +132,6 @@ def test_any_use_of_a_name_that_is_not_served_is_refused(use: str) -> None:
         exec(use, {})
 
 
-def test_optimizers_names_are_values_of_the_configuration() -> None:
-    from zero_engine.deepspeed.runtime.config import ADAM_OPTIMIZER, LION_OPTIMIZER
-
-    assert (ADAM_OPTIMIZER, LION_OPTIMIZER) == ("adam", "lion")
-
-
 def test_name_that_is_not_served_may_be_looked_at_and_annotated() -> None:
     found = deepspeed.PipelineModule
     assert found is not None
@@ -151,17 +140,6 @@ def test_name_that_is_not_served_may_be_looked_at_and_annotated() -> None:
     assert "deepspeed.PipelineModule" in repr(found)
     assert (found | None) == (None | found) == Optional[found] == Union[None, found]  # noqa: UP007, UP045
     assert found in (int, found)
-
-
-def test_optimizer_of_an_engine_is_of_deepspeeds_class() -> None:
-    assert DeepSpeedOptimizer is deepspeed.DeepSpeedOptimizer
-
-
-def test_table_has_the_names_of_deepspeed_itself() -> None:
-    folder = deepspeeds_folder()
-    if folder is None:
-        pytest.skip("DeepSpeed is not installed")
-    assert public_names(folder) == NAMES
 
 
 def test_mics_is_refused_with_what_took_its_place() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from zero_engine.deepspeed.ops.lamb import FusedLamb
 from zero_engine.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
 import zero_core
-from zero_core.testing import batch, make_model, spawn
+from tests.support.facade import HOST, config, inputs, make, net, on_ranks, square, update
+from zero_core.testing import batch, make_model, train
 from zero_engine import deepspeed
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.ops import __compatible_ops__
@@ -34,7 +34,6 @@ PAIRS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "DeepSpeedCPULion": (DeepSpeedCPULion, WD, *LION),
     "FusedLion": (FusedLion, WD, *LION),
 }
-HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 def uncorrected(start: torch.Tensor, grads: list[torch.Tensor], *, is_adamw: bool) -> torch.Tensor:
@@ -86,41 +85,34 @@ def test_bias_correction_can_be_off(kind: Any, is_adamw: bool) -> None:
     assert not torch.allclose(found, corrected, rtol=0, atol=1e-3)
 
 
-def _losses(rank: int, config: dict[str, Any], make: Any = None) -> tuple[list[float], Any]:
+def _losses(
+    rank: int, settings: dict[str, Any], kind: Any = None, **options: Any
+) -> tuple[list[float], Any]:
     model = make_model()
-    given = None if make is None else make([p for p in model.parameters() if p.requires_grad])
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, **config}
-    engine = zero_core.build(model, config, optimizer=given)
-    losses = []
-    for step in range(STEPS):
-        loss = engine(**batch(step, 0, rank))["loss"]
-        losses.append(float(loss.detach()))
-        engine.backward(loss)
-        engine.step()
-    return losses, engine
+    trained = [p for p in model.parameters() if p.requires_grad]
+    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, **settings}
+    given = kind(trained, **options) if kind else None
+    engine = zero_core.build(model, settings, optimizer=given)
+    return train(engine, [batch(step, 0, rank) for step in range(STEPS)]), engine
 
 
 def _in_the_engine(rank: int, world_size: int) -> None:
     for stage, name in ((1, "FusedAdam, L2"), (2, "DeepSpeedCPUAdagrad"), (3, "DeepSpeedCPUAdam")):
         kind, options, other, its = PAIRS[name]
         config = {"zero_optimization": {"stage": stage}}
-        found, _ = _losses(rank, config, lambda p, k=kind, o=options: k(p, lr=1e-2, **o))
-        expected, _ = _losses(rank, config, lambda p, k=other, o=its: k(p, lr=1e-2, **o))
+        found, _ = _losses(rank, config, kind, lr=1e-2, **options)
+        expected, _ = _losses(rank, config, other, lr=1e-2, **its)
         assert found == pytest.approx(expected, rel=1e-5), name
         assert found[-1] != pytest.approx(found[0], rel=1e-4)
-
-
-def test_engine_takes_them_as_objects() -> None:
-    spawn(_in_the_engine, 2)
 
 
 @pytest.mark.parametrize("name", sorted(PAIRS))
 def test_offloaded_they_run_on_the_hosts_kernel(name: str) -> None:
     kind, options, other, its = PAIRS[name]
     config = {"zero_optimization": {"stage": 2, **HOST}}
-    found, engine = _losses(0, config, lambda params: kind(params, **options))
+    found, engine = _losses(0, config, kind, **options)
     assert {part.tier.has_kernel for part in engine.sharded_state.tier.report()} == {True}
-    expected, _ = _losses(0, {"zero_optimization": {"stage": 2}}, lambda p: other(p, **its))
+    expected, _ = _losses(0, {"zero_optimization": {"stage": 2}}, other, **its)
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -129,11 +121,9 @@ def test_configuration_may_turn_bias_correction_off(zero: dict[str, Any]) -> Non
     params = {"lr": 1e-3, "bias_correction": False, "weight_decay": 0.1}
     named = {"optimizer": {"type": "AdamW", "params": params}}
     found, _ = _losses(0, {"zero_optimization": {"stage": 1, **zero}, **named})
-    given, _ = _losses(
-        0, {"zero_optimization": {"stage": 1}}, lambda p: DeepSpeedCPUAdam(p, **params)
-    )
+    given, _ = _losses(0, {"zero_optimization": {"stage": 1}}, DeepSpeedCPUAdam, **params)
     assert found == pytest.approx(given, rel=1e-5)
-    corrected, _ = _losses(0, {"zero_optimization": {"stage": 1}}, lambda p: FusedAdam(p, **WD))
+    corrected, _ = _losses(0, {"zero_optimization": {"stage": 1}}, FusedAdam, **WD)
     assert found != pytest.approx(corrected, rel=1e-4)
 
 
@@ -202,23 +192,18 @@ class Normed(torch.optim.Optimizer):
 
 
 def _whole(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
-    models = [copy.deepcopy(plain) for _ in range(2)]
+    plain = net()
     theirs = Normed(plain.parameters())
-    inputs = torch.randn(3, 7)  # the same on all ranks: their mean is one rank's gradient
-    for _ in range(STEPS):
-        theirs.zero_grad()
-        plain(inputs).square().mean().backward()
-        theirs.step()
-    for model, more in zip(models, ({}, {"zero_allow_untested_optimizer": True}), strict=True):
-        config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}, **more}
-        config["gradient_clipping"] = 0.0
-        engine, optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=Normed(model.parameters()), config=config
-        )
+    for _ in range(STEPS):  # the same inputs on all ranks: their mean is one rank's gradient
+        square(plain, inputs(0)).backward()
+        update(theirs)
+    for more in ({}, {"zero_allow_untested_optimizer": True}):
+        model = net()
+        given = Normed(model.parameters())
+        settings = {k: v for k, v in config(3, **more).items() if k != "optimizer"}
+        engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=given, config=settings)
         for _ in range(STEPS):
-            engine.backward(engine(inputs).square().mean())
+            engine.backward(square(engine, inputs(0)))
             engine.step()
         for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
             state = safe_get_full_optimizer_state(param, "average")
@@ -227,13 +212,13 @@ def _whole(rank: int, world_size: int) -> None:
             if param in optimizer.state and "average" in optimizer.state[param]:
                 assert optimizer.state[param]["average"].shape == expected.shape
         engine.destroy()
-    forbidden = {**config, "zero_allow_untested_optimizer": False}
+    forbidden = {**settings, "zero_allow_untested_optimizer": False}
     with pytest.raises(zero_core.ConfigError, match="zero_allow_untested_optimizer is false, and"):
-        deepspeed.initialize(model=plain, optimizer=theirs, config=forbidden)
+        make(plain, optimizer=theirs, config=forbidden)
 
 
-def test_initialize_takes_an_optimizer_of_ones_own_and_updates_whole_parameters() -> None:
-    spawn(_whole, 2)
+def test_engine_takes_optimizers_as_objects_and_updates_whole_parameters_by_ones_own() -> None:
+    on_ranks(2, [_in_the_engine, _whole])
 
 
 def test_groups_of_another_optimizer_are_refused_with_accelerates_key() -> None:

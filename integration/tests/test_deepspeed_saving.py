@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.support.facade import NO_PERSISTENCE, config, make, on_ranks
 from zero_core import CheckpointError
-from zero_core.testing import spawn
 from zero_engine import deepspeed
 from zero_engine.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 
@@ -45,17 +45,12 @@ def _trained(world_size: int) -> dict[str, Tensor]:
 
 
 def _engine(stage: int, rank: int) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_gather_16bit_weights_on_model_save": True,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "gradient_clipping": 0.0,
-    }
-    engine = deepspeed.initialize(model=_model(), config=config)[0]
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}
+    settings = config(
+        optimizer={"type": "SGD", "params": {"lr": LR}},
+        zero_optimization={"stage": stage, **gathers, **NO_PERSISTENCE},
+    )
+    engine = make(_model(), config=settings)
     engine.backward(engine(_ids(rank), labels=_ids(rank)).loss)
     engine.step()
     return engine
@@ -87,12 +82,8 @@ def _save(rank: int, world_size: int, folder: str) -> None:
         state = engine._zero3_consolidated_16bit_state_dict()
         assert (state is None) == (rank != 0)
         place = Path(folder, f"saved-{stage}")
-        engine.module.save_pretrained(
-            place,
-            is_main_process=rank == 0,
-            save_function=Accelerator.save,
-            state_dict=state,
-        )
+        saves = {"is_main_process": rank == 0, "save_function": Accelerator.save}
+        engine.module.save_pretrained(place, **saves, state_dict=state)
         if rank == 0:
             _is_as(load_file(place / "model.safetensors"), expected)
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -116,27 +107,17 @@ def _save(rank: int, world_size: int, folder: str) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_whole_model_is_saved_and_read_by_what_scripts_call(
-    world_size: int, tmp_path: Path
-) -> None:
-    spawn(_save, world_size, str(tmp_path))
-
-
 def _load(rank: int, world_size: int, folder: str) -> None:
     expected = _trained(world_size)
     for stage in (1, 3):
         place = Path(folder, f"checkpoint-{stage}")
         engine = _engine(stage, rank)
         engine.save_checkpoint(place)
-        ranks = range(world_size)
-        expected_files = {f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in ranks} | (
-            {f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in ranks}
-            if stage == 3
-            else {"mp_rank_00_model_states.pt"}
-        )
+        zeros = [f"zero_pp_rank_{r}_mp_rank_00_" for r in range(world_size)]
+        names = {f"{zero}optim_states.pt" for zero in zeros}
+        names |= {f"{zero}model_states.pt" for zero in (zeros if stage == 3 else ["mp_rank_00_"])}
         files = list((place / "global_step1").glob("*.pt"))
-        assert {path.name for path in files} == expected_files
+        assert {path.name for path in files} == names
         assert {json.loads(path.read_text())["values"] for path in files} == {"manifest.json"}
         model = engine.module
         if stage == 3:
@@ -162,7 +143,7 @@ def _load(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_fp32_checkpoint_becomes_the_models_values_and_ends_its_engine(
+def test_scripts_save_and_read_whole_models_and_load_them_without_the_engine(
     world_size: int, tmp_path: Path
 ) -> None:
-    spawn(_load, world_size, str(tmp_path))
+    on_ranks(world_size, [_save, _load], str(tmp_path))

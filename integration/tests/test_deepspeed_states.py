@@ -1,4 +1,4 @@
-"""`safe_get_*` and `safe_set_*` of parameters: what they give is what torch alone computes."""
+"""`safe_get_*` and `safe_set_*` of parameters: what they return is what torch alone computes."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_core.testing import spawn
+from tests.support.facade import LR, config, inputs, make, on_ranks, square
 from zero_engine import deepspeed
 from zero_engine.deepspeed import utils
 
-LR, CLIPPING = 1e-2, 1e-3
+CLIPPING = 1e-3
 
 
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.ModuleList([nn.Linear(3, 7), nn.Linear(7, 3)])
-        self.frozen = nn.Linear(3, 3)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.body:
-            x = torch.tanh(layer(x))
-        y: Tensor = self.frozen(x)
-        return y.square().mean()
-
-
-def _inputs(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+def _model() -> nn.Sequential:
+    """Two trained layers, and a frozen one behind them."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 3)]
+    layers[4].requires_grad_(False)
+    return nn.Sequential(*layers)
 
 
 def _engine(stage: int, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": CLIPPING,
-        **more,
-    }
-    return deepspeed.initialize(model=_Model(), config=config)[0]
+    adam = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}}
+    settings = {"optimizer": adam, "gradient_clipping": CLIPPING, **more}
+    return make(_model(), config=config(stage, **settings))
 
 
-def _reference(world_size: int) -> _Model:
+def _backward(engine: Any, step: int = 0) -> None:
+    dtype = engine.module[4].weight.dtype
+    loss = square(engine, inputs(step, engine.global_rank).to(dtype))
+    engine.backward(loss.float())
+
+
+def _reference(world_size: int) -> nn.Sequential:
     """The model with the mean gradient of all ranks' batches."""
-    model = _Model()
+    model = _model()
     for rank in range(world_size):
-        (model(_inputs(rank)) / world_size).backward()
+        (square(model, inputs(0, rank)) / world_size).backward()
     return model
 
 
-def _pairs(engine: Any, model: _Model) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    for name, param in model.named_parameters():
-        yield engine.module.get_parameter(name), param
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
 
 
-def _read(rank: int, world_size: int) -> None:
-    for stage in (0, 1, 2, 3):
+def _pairs(engine: Any, model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    return zip(engine.module.parameters(), model.parameters(), strict=True)
+
+
+def _joined(part: Tensor) -> Tensor:
+    """Join the parts of all ranks."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    return torch.cat(parts)
+
+
+def _reads(rank: int, world_size: int) -> None:
+    for stage in range(4):
         engine, model = _engine(stage), _reference(world_size)
-        assert utils.safe_get_full_grad(engine.module.body[0].weight) is None
-        engine.backward(engine(_inputs(rank)))
+        assert utils.safe_get_full_grad(engine.module[0].weight) is None
+        _backward(engine)
         for mine, other in _pairs(engine, model):
             grad = utils.safe_get_full_grad(mine)
             if other.grad is None:
@@ -75,7 +75,7 @@ def _read(rank: int, world_size: int) -> None:
             torch.testing.assert_close(grad, other.grad, rtol=1e-5, atol=1e-8)
             torch.testing.assert_close(utils.safe_get_full_fp32_param(mine), other.detach())
             assert utils.safe_get_full_optimizer_state(mine, "exp_avg") is None
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
         engine.step()
         assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
         for mine, other in _pairs(engine, model):
@@ -91,24 +91,18 @@ def _read(rank: int, world_size: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_values_are_those_of_torch_alone(world_size: int) -> None:
-    spawn(_read, world_size)
-
-
-def _write(rank: int, world_size: int) -> None:
+def _writes(rank: int, world_size: int) -> None:
     for stage in (0, 2, 3):
-        engine = _engine(stage, gradient_clipping=0.0)
-        engine.backward(engine(_inputs(rank)))
+        engine, model = _engine(stage, gradient_clipping=0.0), _model()
+        _backward(engine)
         engine.step()
-        model = _Model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-        for _, other in _pairs(engine, model):
-            if other.requires_grad:
-                other.grad = torch.zeros_like(other)
+        optimizer = _adamw(model)
+        for param in model.parameters():
+            if param.requires_grad:
+                param.grad = torch.zeros_like(param)
         optimizer.step()
         generator = torch.Generator().manual_seed(5)
-        engine.backward(engine(_inputs(rank, 1)))
+        _backward(engine, 1)
         for mine, other in _pairs(engine, model):
             value, grad, moment = (torch.rand(other.shape, generator=generator) for _ in range(3))
             utils.safe_set_full_fp32_param(mine, value)
@@ -130,15 +124,10 @@ def _write(rank: int, world_size: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_step_uses_what_was_set(world_size: int) -> None:
-    spawn(_write, world_size)
-
-
-def _local(rank: int, world_size: int) -> None:
+def _local_parts(rank: int, world_size: int) -> None:
     engine = _engine(3)
-    engine.backward(engine(_inputs(rank)))
-    for param in engine.module.body.parameters():
+    _backward(engine)
+    for param in engine.module[:4].parameters():
         for read_all, read_own in (
             (utils.safe_get_full_fp32_param, utils.safe_get_local_fp32_param),
             (utils.safe_get_full_grad, utils.safe_get_local_grad),
@@ -146,80 +135,19 @@ def _local(rank: int, world_size: int) -> None:
             whole, own = read_all(param), read_own(param)
             assert whole is not None
             assert own is not None
-            rows: list[Any] = [None] * world_size
-            dist.all_gather_object(rows, own)
-            assert torch.equal(torch.cat(rows), whole.flatten())
+            assert torch.equal(_joined(own), whole.flatten())
         own = utils.safe_get_local_fp32_param(param)
         assert own is not None
         utils.safe_set_local_fp32_param(param, own + 1)
-        after = utils.safe_get_local_fp32_param(param)
-        assert after is not None
-        assert torch.equal(after, own + 1)
+        torch.testing.assert_close(utils.safe_get_local_fp32_param(param), own + 1, rtol=0, atol=0)
     engine.destroy()
 
 
-def test_local_parts_make_up_the_whole() -> None:
-    spawn(_local, 2)
-
-
-def test_gradient_carries_the_loss_scale_as_in_deepspeed() -> None:
-    engine = _engine(2, fp16={"enabled": True, "loss_scale": 8.0}, gradient_clipping=0.0)
-    engine.backward(engine(_inputs(0).half()).float())
-    weight = engine.module.body[0].weight
-    grad = utils.safe_get_full_grad(weight)
-    assert grad is not None
-    (other,) = (p.grad for n, p in _reference(1).named_parameters() if n == "body.0.weight")
-    assert other is not None
-    torch.testing.assert_close(grad, 8.0 * other, rtol=0.05, atol=1e-3)
-    utils.safe_set_full_grad(weight, grad)
-    torch.testing.assert_close(utils.safe_get_full_grad(weight), grad)
-    engine.destroy()
-    dist.destroy_process_group()
-
-
-def test_gradients_can_be_replaced_by_a_function() -> None:
-    engine = _engine(1)
-    engine.backward(engine(_inputs(0)))
-    params = list(engine.module.parameters())
-    before = [utils.safe_get_full_grad(p) for p in params]
-    utils.safe_update_full_grad_vectorized(params, lambda grad, param: grad + param.numel())
-    for param, grad in zip(params, before, strict=True):
-        found = utils.safe_get_full_grad(param)
-        if grad is None:
-            assert found is None
-        else:
-            torch.testing.assert_close(found, grad + param.numel())
-    engine.destroy()
-    dist.destroy_process_group()
-
-
-def test_parameter_of_no_engine_has_nothing_and_cannot_be_set() -> None:
-    param = nn.Parameter(torch.ones(2))
-    assert utils.safe_get_full_fp32_param(param) is None
-    assert utils.safe_get_full_grad(param) is None
-    with pytest.raises(ValueError, match="belongs to no engine"):
-        utils.safe_set_full_fp32_param(param, torch.zeros(2))
-
-
-def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:
-    model = _Model()
-    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [*model.body, model.frozen]
-    assert utils.get_z3_leaf_modules(model) == [*model.body, model.frozen]
-    assert utils.unset_z3_leaf_modules(model, ["Linear"]) == [*model.body, model.frozen]
-    assert utils.get_z3_leaf_modules(model) == []
-    found, missing = utils.set_z3_leaf_modules_by_suffix(
-        model, ["body.1", "nowhere"], raise_if_not_found=False
-    )
-    assert (found, missing) == ([model.body[1]], ["nowhere"])
-    with pytest.raises(ValueError, match="no module"):
-        utils.set_z3_leaf_modules(model, [nn.Conv1d])
-
-
-def _small_gradient(rank: int, world_size: int) -> None:
+def _small_gradients_in_fp16(rank: int, world_size: int) -> None:
     for stage in (1, 2, 3):
         engine = _engine(stage, fp16={"enabled": True, "initial_scale_power": 16})
-        engine.backward(engine(_inputs(rank).half()).float())
-        for param in engine.module.body.parameters():
+        _backward(engine)
+        for param in engine.module[:4].parameters():
             given = torch.full(param.shape, 0.0015, dtype=torch.float16)
             utils.safe_set_full_grad(param, given)
             found = utils.safe_get_full_grad(param)
@@ -228,74 +156,72 @@ def _small_gradient(rank: int, world_size: int) -> None:
         engine.destroy()
 
 
-def test_small_fp16_gradient_is_set_as_it_is_given() -> None:
-    spawn(_small_gradient, 2)
-
-
-def _states(rank: int, world_size: int) -> None:
+def _parts_of_the_optimizer(rank: int, world_size: int) -> None:
+    """``engine.optimizer`` shows this rank's part of each state, and loads what it saved."""
     for stage in (0, 1, 3):
         engine, model = _engine(stage), _reference(world_size)
         assert not engine.optimizer.state
-        engine.backward(engine(_inputs(rank)))
+        _backward(engine)
         engine.step()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer = _adamw(model)
         optimizer.step()
         packed = engine.optimizer.state_dict()
-        numbers = packed["param_groups"][0]["params"]
         assert packed["param_groups"][0]["lr"] == LR
-        trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
-        for number, name in zip(numbers, trained, strict=True):
-            param = engine.module.get_parameter(name)
-            expected = optimizer.state[model.get_parameter(name)]["exp_avg"]
+        trained = [pair for pair in _pairs(engine, model) if pair[0].requires_grad]
+        numbers = packed["param_groups"][0]["params"]
+        for number, (param, other) in zip(numbers, trained, strict=True):
             own = engine.optimizer.state.get(param, {})
             assert own.keys() == packed["state"].get(number, {}).keys()
             assert own.get("step", torch.tensor(1.0)) == 1
             part = own.get("exp_avg", torch.empty(0))
-            if stage == 0:
-                torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-10)
-                continue
-            rows: list[Any] = [None] * world_size
-            dist.all_gather_object(rows, part)
-            torch.testing.assert_close(torch.cat(rows), expected.flatten(), rtol=1e-4, atol=1e-10)
+            whole = part if stage == 0 else _joined(part)
+            expected = optimizer.state[other]["exp_avg"].reshape(whole.shape)
+            torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-10)
         with pytest.raises(TypeError, match="safe_set_full_optimizer_state"):
             engine.optimizer.state[param] = {}
         with pytest.raises(TypeError, match="safe_set_full_optimizer_state"):
             engine.optimizer.state.clear()
-        assert not engine.optimizer.state.keys() & set(engine.module.frozen.parameters())
+        assert not engine.optimizer.state.keys() & set(engine.module[4].parameters())
         names = {1: "single_partition_of_fp32_groups", 3: "fp32_partitioned_groups_flat"}
         there = [name for name in names.values() if hasattr(engine.optimizer, name)]
         assert there == [names[s] for s in (stage,) if s in names]
         for name in there:
             (own,) = getattr(engine.optimizer, name)
             assert own.dtype == torch.float32
-            rows = [None] * world_size
-            dist.all_gather_object(rows, own)
-            values = [p.flatten() for p in model.parameters() if p.requires_grad]
-            found, expected = torch.cat(rows), torch.cat(values)
-            torch.testing.assert_close(found.sort()[0], expected.sort()[0], rtol=1e-4, atol=1e-6)
-        _follows_after_load(engine, packed, rank)
+            expected = torch.cat([other.flatten() for _, other in trained])
+            found = _joined(own).sort()[0]
+            torch.testing.assert_close(found, expected.sort()[0], rtol=1e-4, atol=1e-6)
+        _follows_after_load(engine, packed)
+        engine.destroy()
+    muon = {"type": "Muon", "params": {"lr": LR, "weight_decay": 0.0}}
+    for stage in (0, 3):
+        engine = _engine(stage, optimizer=muon)
+        for step in range(3):
+            _backward(engine, step)
+            engine.step()
+        packed = engine.optimizer.state_dict()
+        assert {scalars["num_steps"] for scalars in packed["scalars"].values()} <= {0, 3}
+        _follows_after_load(engine, packed, optimizer=muon)
         engine.destroy()
 
 
-def _follows_after_load(engine: Any, packed: dict[str, Any], rank: int, **more: Any) -> None:
-    """A new engine with the weights and the loaded state takes the same next step."""
-    stage = engine.zero_optimization_stage()
+def _follows_after_load(engine: Any, packed: dict[str, Any], **more: Any) -> None:
+    """Check that an engine with the weights and the loaded state takes the same next step."""
     weights = engine.core.full_state_dict()
-    other = _engine(stage, **more)
+    other = _engine(engine.zero_optimization_stage(), **more)
     with other.core.gathered(modifier_rank=0) as module:
         module.load_state_dict(weights)
     packed["param_groups"][0]["lr"] = 3 * LR
     other.optimizer.load_state_dict(packed)
     engine.optimizer.param_groups[0]["lr"] = 3 * LR
     for one in (engine, other):
-        one.backward(one(_inputs(rank, 1)))
+        _backward(one, 1)
         one.step()
     found, expected = other.core.full_state_dict(), engine.core.full_state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    short = {**packed, "param_groups": packed["param_groups"] * 2}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     with pytest.raises(ValueError, match="load what state_dict"):
-        other.optimizer.load_state_dict(short)
+        other.optimizer.load_state_dict({**packed, "param_groups": packed["param_groups"] * 2})
     kept = other.optimizer.state_dict()
     state = packed["state"]
     last = next((n for n in reversed(state) if torch.is_tensor(state[n].get("exp_avg"))), None)
@@ -309,170 +235,150 @@ def _follows_after_load(engine: Any, packed: dict[str, Any], rank: int, **more: 
     other.destroy()
 
 
-def _states_of_muon(rank: int, world_size: int) -> None:
-    muon = {"type": "Muon", "params": {"lr": LR, "weight_decay": 0.0}}
-    for stage in (0, 3):
-        engine = _engine(stage, optimizer=muon)
-        for step in range(3):
-            engine.backward(engine(_inputs(rank, step)))
-            engine.step()
-        packed = engine.optimizer.state_dict()
-        assert {scalars["num_steps"] for scalars in packed["scalars"].values()} <= {0, 3}
-        _follows_after_load(engine, packed, rank, optimizer=muon)
-        engine.destroy()
-
-
-def _all_states(rank: int, world_size: int) -> None:
-    _states(rank, world_size)
-    _states_of_muon(rank, world_size)
-
-
-def test_optimizer_has_this_ranks_part_of_the_state() -> None:
-    spawn(_all_states, 2)
-
-
-def _within_no_sync(rank: int, world_size: int) -> None:
+def _gradients_within_no_sync(rank: int, world_size: int) -> None:
+    """They are the rank's own until the block ends."""
     for stage in (0, 1, 3):
-        engine, model = _engine(stage), _Model()
+        engine, model = _engine(stage), _model()
         for _ in range(2):  # the second time after zero_grad
             with engine.no_sync():
                 for step in range(2):
-                    engine.backward(engine(_inputs(rank, step)))
-                    model(_inputs(rank, step)).backward()
+                    _backward(engine, step)
+                    square(model, inputs(step, rank)).backward()
                     for mine, other in _pairs(engine, model):
                         found = utils.safe_get_full_grad(mine)
-                        if other.grad is None:
-                            assert found is None
-                            continue
-                        torch.testing.assert_close(found, other.grad, rtol=1e-5, atol=1e-8)
+                        assert (found is None) == (other.grad is None)
+                        if found is not None:
+                            torch.testing.assert_close(found, other.grad, rtol=1e-5, atol=1e-8)
             engine.zero_grad()
             model.zero_grad()
         assert not engine.core.states.holds_gradient
+        weight = engine.module[0].weight
         with engine.no_sync():
-            engine.backward(engine(_inputs(rank)))
-            weight = engine.module.body[0].weight
+            _backward(engine)
             if rank == 0:  # as it would be with DDP: this rank's part of the mean
                 utils.safe_set_full_grad(weight, torch.ones(7, 3))
             with pytest.raises(ValueError, match="shape"):
                 utils.safe_set_full_grad(weight, torch.ones(2))
-        own = torch.zeros(7, 3)
-        if rank:
-            model(_inputs(rank)).backward()
-            own = model.get_parameter("body.0.weight").grad
+        square(model, inputs(0, rank)).backward()
+        own = torch.ones(7, 3) if rank == 0 else model[0].weight.grad
         dist.all_reduce(own)
         found = utils.safe_get_full_grad(weight)
-        torch.testing.assert_close(found, (own + 1.0) / world_size, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(found, own / world_size, rtol=1e-5, atol=1e-8)  # type: ignore[operator]
         engine.destroy()
 
 
-def test_gradients_within_no_sync_are_the_ranks_own() -> None:
-    spawn(_within_no_sync, 2)
+ON_TWO_RANKS = [
+    _local_parts,
+    _small_gradients_in_fp16,
+    _parts_of_the_optimizer,
+    _gradients_within_no_sync,
+]
 
 
-def test_view_at_stage_0_stands_for_the_driven_optimizer() -> None:
-    for stage in (0, 1):
-        model = _Model()
-        given = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-        engine, view, *_ = deepspeed.initialize(model=model, optimizer=given, config=config)
-        is_bare = stage == 0
-        assert (view == given) is is_bare
-        assert isinstance(view, torch.optim.AdamW) is is_bare
-        assert (view in {given}) is is_bare
-        assert type(view).__name__ == "DeepSpeedOptimizer"
-        engine.backward(engine(_inputs(0)))
-        view.step()
-        assert engine.global_steps == 1
-        engine.destroy()
-    dist.destroy_process_group()
+@pytest.mark.parametrize(("world_size", "further"), [(1, []), (2, ON_TWO_RANKS)])
+def test_values_are_those_of_torch_alone_and_a_step_uses_what_was_set(
+    world_size: int, further: list[Any]
+) -> None:
+    on_ranks(world_size, [_reads, _writes, *further])
+
+
+def test_gradient_carries_the_loss_scale_as_in_deepspeed() -> None:
+    engine = _engine(2, fp16={"enabled": True, "loss_scale": 8.0}, gradient_clipping=0.0)
+    _backward(engine)
+    weight = engine.module[0].weight
+    grad = utils.safe_get_full_grad(weight)
+    assert grad is not None
+    torch.testing.assert_close(grad, 8.0 * _reference(1)[0].weight.grad, rtol=0.05, atol=1e-3)  # type: ignore[operator]
+    utils.safe_set_full_grad(weight, grad)
+    torch.testing.assert_close(utils.safe_get_full_grad(weight), grad)
+
+
+def test_gradients_can_be_replaced_by_a_function() -> None:
+    engine = _engine(1)
+    _backward(engine)
+    params = list(engine.module.parameters())
+    before = [utils.safe_get_full_grad(p) for p in params]
+    utils.safe_update_full_grad_vectorized(params, lambda grad, param: grad + param.numel())
+    for param, grad in zip(params, before, strict=True):
+        expected = None if grad is None else grad + param.numel()
+        torch.testing.assert_close(utils.safe_get_full_grad(param), expected)
+
+
+def test_parameter_of_no_engine_has_nothing_and_cannot_be_set() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert utils.safe_get_full_fp32_param(param) is None
+    assert utils.safe_get_full_grad(param) is None
+    with pytest.raises(ValueError, match="belongs to no engine"):
+        utils.safe_set_full_fp32_param(param, torch.zeros(2))
+
+
+def test_leaf_modules_are_marked_by_class_name_suffix_and_configuration() -> None:
+    model = _model()
+    layers = [model[0], model[2], model[4]]
+    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == layers
+    assert utils.get_z3_leaf_modules(model) == layers
+    assert utils.unset_z3_leaf_modules(model, ["Linear"]) == layers
+    assert utils.get_z3_leaf_modules(model) == []
+    body = nn.ModuleDict({"body": model})
+    found, missing = utils.set_z3_leaf_modules_by_suffix(
+        body, ["body.2", "nowhere"], raise_if_not_found=False
+    )
+    assert (found, missing) == ([model[2]], ["nowhere"])
+    with pytest.raises(ValueError, match="no module"):
+        utils.set_z3_leaf_modules(model, [nn.Conv1d])
+    engine = _engine(3, zero_optimization={"stage": 3, "leaf_module": {"names": ["0"]}})
+    assert utils.get_z3_leaf_modules(engine.module) == [engine.module[0]]
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_given_optimizer_shows_the_state_until_the_engine_ends(stage: int) -> None:
-    model = _Model()
+    model = _model()
     given = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    own, weight = given.state, model.body[0].weight
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-    engine, view, *_ = deepspeed.initialize(model=model, optimizer=given, config=config)
+    own, weight = given.state, model[0].weight
+    engine, view, *_ = deepspeed.initialize(model=model, optimizer=given, config=config(stage))
+    # At stage 0 the view stands for the optimizer that it drives.
+    assert (view == given, isinstance(view, torch.optim.AdamW), view in {given}) == (
+        stage == 0,
+    ) * 3
+    assert type(view).__name__ == "DeepSpeedOptimizer"
     assert view.optimizer.state[weight] == {}
-    engine.backward(engine(_inputs(0)))
-    engine.step()
+    _backward(engine)
+    view.step()
+    assert engine.global_steps == 1
     found = view.optimizer.state[weight]
     expected = utils.safe_get_full_optimizer_state(weight, "exp_avg")
     assert set(found) == {"step", "exp_avg", "exp_avg_sq"}
     assert torch.equal(found["exp_avg"].flatten(), expected.flatten())
     engine.destroy()
     assert given.state is own
-    dist.destroy_process_group()
 
 
-def test_step_without_a_gradient_is_refused_where_unused_parameters_are() -> None:
-    for stage, is_refused in ((1, True), (2, True), (3, False), (0, False)):
-        engine = _engine(
-            stage, zero_optimization={"stage": stage, "ignore_unused_parameters": False}
-        )
-        unused = engine.module.body[1].bias
-        for is_used in (True, False):
-            unused.requires_grad_(is_used)  # what is frozen for now is not missed
-            engine.backward(
-                engine.module.body[0](_inputs(0)).mean() if is_used else engine(_inputs(0))
-            )
-            if is_used and is_refused:
-                with pytest.raises(
-                    AssertionError, match=r"body\.1\.weight.*ignore_unused_parameters"
-                ):
-                    engine.step()
-                engine.optimizer.zero_grad()
-                engine.core.optimizer.zero_grad()
-            else:
+@pytest.mark.parametrize(("stage", "is_refused"), [(1, True), (2, True), (3, False), (0, False)])
+def test_step_without_a_gradient_is_refused_where_unused_parameters_are(
+    stage: int, is_refused: bool
+) -> None:
+    zero = {"stage": stage, "ignore_unused_parameters": False}
+    engine = _engine(stage, zero_optimization=zero)
+    for is_used in (True, False):
+        engine.module[2].bias.requires_grad_(is_used)  # what is frozen for now is not missed
+        part = engine.module[0] if is_used else engine
+        engine.backward(part(inputs(0)).mean())
+        if is_used and is_refused:
+            with pytest.raises(AssertionError, match=r"2\.weight.*ignore_unused_parameters"):
                 engine.step()
-        engine.destroy()
-    dist.destroy_process_group()
+            engine.optimizer.zero_grad()
+            engine.core.optimizer.zero_grad()
+        else:
+            engine.step()
 
 
-def test_leaf_named_in_the_configuration_is_marked() -> None:
-    zero = {"stage": 3, "leaf_module": {"names": ["body.0"]}}
-    engine = _engine(3, zero_optimization=zero)
-    assert utils.get_z3_leaf_modules(engine.module) == [engine.module.body[0]]
-    engine.destroy()
-    dist.destroy_process_group()
-
-
-def test_parameter_offload_below_stage_3_has_no_effect_and_is_told(
+def test_parameter_offload_below_stage_3_has_no_effect_and_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     offload = {"device": "cpu", "pin_memory": True}
     engine = _engine(2, zero_optimization={"stage": 2, "offload_param": offload})
-    engine.backward(engine(_inputs(0)))
+    _backward(engine)
     engine.step()
     assert engine.zero_offload_param() is None
-    told = [row for row in capsys.readouterr().err.splitlines() if "offload_param" in row]
-    assert len(told) == 1
-    assert "used at stage 3 only" in told[0]
-    engine.destroy()
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_initial_sum_of_a_group_of_adagrad_is_its_constructors_as_in_torch(offload: str) -> None:
-    def groups(model: _Model) -> list[dict[str, Any]]:
-        first = {"params": list(model.body[0].parameters()), "initial_accumulator_value": 0.1}
-        return [first, {"params": list(model.body[1].parameters()), "lr": 0.3}]
-
-    model, alone = _Model(), _Model()
-    given, optimizer = (torch.optim.Adagrad(groups(m), lr=0.1) for m in (model, alone))
-    zero = {"stage": 1, "offload_optimizer": {"device": offload}}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=given, config={**config, "gradient_clipping": 0.0}
-    )
-    for step in range(2):
-        engine.backward(engine(_inputs(0, step)))
-        engine.step()
-        optimizer.zero_grad()
-        alone(_inputs(0, step)).backward()
-        optimizer.step()
-    for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(found, expected)
-    engine.destroy()
-    dist.destroy_process_group()
+    (note,) = (row for row in capsys.readouterr().err.splitlines() if "offload_param" in row)
+    assert "used at stage 3 only" in note

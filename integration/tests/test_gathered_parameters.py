@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 from torch import nn
 
 import zero_core
+from tests.support.facade import config, make, run_each, square, update
 from zero_core.step.param_grads import TrainedParameter
 from zero_core.testing import spawn
+from zero_engine import deepspeed
+from zero_engine.deepspeed import NotServedError, initialize, zero
 from zero_engine.deepspeed.zero.described import ShardedParameter
+from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
 
 
 def _model() -> nn.Module:
@@ -30,22 +35,7 @@ def _config(stage: int) -> dict[str, Any]:
     }
 
 
-def _use(rank: int, world_size: int) -> None:
-    checks = (_before_the_engine, _with_an_engine, _inside_init, _on_other_things)
-    for check in (
-        *checks,
-        _parts_before_the_engine,
-        _what_scripts_ask,
-        _edits_that_would_be_lost,
-        _engine_within_init,
-    ):
-        check(rank, world_size)
-
-
 def _before_the_engine(rank: int, world_size: int) -> None:
-    from zero_engine.deepspeed import zero
-    from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
-
     with zero.Init(config_dict_or_path=_config(3)):
         inner = nn.Linear(2, 2)
         with zero.Init():  # a part of the outer one
@@ -78,8 +68,6 @@ def _before_the_engine(rank: int, world_size: int) -> None:
 
 
 def _parts_before_the_engine(rank: int, world_size: int) -> None:
-    from zero_engine.deepspeed import zero
-
     hpz = {**_config(3), "zero_optimization": {"stage": 3, "zero_hpz_partition_size": world_size}}
     with zero.Init(config_dict_or_path=hpz), zero.Init(config_dict_or_path=hpz):
         layer = nn.Linear(4, 3)
@@ -100,8 +88,6 @@ def _parts_before_the_engine(rank: int, world_size: int) -> None:
 
 
 def _with_an_engine(rank: int, world_size: int) -> None:
-    from zero_engine.deepspeed import zero
-
     for stage in (1, 3):
         with zero.Init():
             model = _model()
@@ -122,8 +108,6 @@ def _with_an_engine(rank: int, world_size: int) -> None:
 
 
 def _inside_init(rank: int, world_size: int) -> None:
-    from zero_engine.deepspeed import NotServedError, zero
-
     class Normalised(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -145,8 +129,6 @@ def _inside_init(rank: int, world_size: int) -> None:
 
 
 def _on_other_things(rank: int, world_size: int) -> None:
-    from zero_engine.deepspeed import NotServedError, zero
-
     plain, buffer = nn.Parameter(torch.ones(2)), torch.ones(2)
     for given in ([], None, plain, [None, plain, buffer], iter([plain])):
         with zero.GatheredParameters(given, modifier_rank=0):
@@ -157,20 +139,11 @@ def _on_other_things(rank: int, world_size: int) -> None:
         zero.Init(param_swapper=object())
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
-)
-def test_parameters_are_whole_within_and_changes_stay(world_size: int) -> None:
-    spawn(_use, world_size)
-
-
 class _Reader(nn.Module):
     """Uses the weight of the block before it."""
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
-        from zero_engine.deepspeed import zero
 
         self.own = nn.Linear(4, 4)
         self.__dict__["other"] = other
@@ -193,31 +166,24 @@ class _Chain(nn.Module):
 
 
 def _read_elsewhere(rank: int, world_size: int) -> None:
-    from zero_engine.deepspeed import NotServedError, zero
-
     torch.manual_seed(0)
     model, batch = _Chain(), torch.randn(2, 4)
     torch.manual_seed(0)
     expected = _Chain()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    config = {**_config(3), "bf16": {"enabled": False}}
-    engine = zero_core.build(model, config)
+    settings = {**_config(3), "bf16": {"enabled": False}}
+    engine = zero_core.build(model, settings)
     for _ in range(2):
         loss = engine(batch)
         engine.backward(loss)
         engine.step()
         wanted = expected(batch)
         wanted.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer)
         torch.testing.assert_close(loss, wanted)
     with pytest.raises(NotServedError, match="after initialize"):
         zero.register_external_parameter(model.blocks[0], model.blocks[1].own.weight)
     engine.close()
-
-
-def test_a_weight_that_another_block_reads_trains_as_in_torch() -> None:
-    spawn(_read_elsewhere, 2)
 
 
 class _Own(nn.Parameter):
@@ -226,15 +192,12 @@ class _Own(nn.Parameter):
 
 def _what_scripts_ask(rank: int, world_size: int) -> None:
     """ds_status, ds_tensor and the like of an engine's parameters, wherever a script asks."""
-    from zero_engine.deepspeed import initialize, zero
-    from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
-
     here = zero.ZeroParamStatus.AVAILABLE
     model = _model()
     model[1].bias = _Own(model[1].bias.detach())
-    config = _config(3)
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    engine = initialize(model=model, config=config)[0]
+    settings = _config(3)
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine = initialize(model=model, config=settings)[0]
     weight, own = engine.module[1].weight, engine.module[1].bias
     assert isinstance(own, _Own)
     seen: list[Any] = []
@@ -286,8 +249,6 @@ def _what_scripts_ask(rank: int, world_size: int) -> None:
 
 
 def _refusals_name_deepspeeds_calls(weight: nn.Parameter) -> None:
-    from zero_engine.deepspeed import zero
-
     reads = r"1\.weight was read.*zero\.GatheredParameters.*zero\.register_external_parameter"
     with pytest.raises(RuntimeError, match=reads):
         weight.norm()
@@ -302,14 +263,12 @@ def _refusals_name_deepspeeds_calls(weight: nn.Parameter) -> None:
 
 
 def _edits_that_would_be_lost(rank: int, world_size: int) -> None:
-    from zero_engine.deepspeed import initialize, zero
-
-    config = _config(3)
-    config["zero_optimization"]["enable_sanity_checks"] = True
-    with zero.Init(config_dict_or_path=config):
+    settings = _config(3)
+    settings["zero_optimization"]["enable_sanity_checks"] = True
+    with zero.Init(config_dict_or_path=settings):
         model = _model()
     for makes_engine in (False, True):
-        engine = initialize(model=model, config=config)[0] if makes_engine else None
+        engine = initialize(model=model, config=settings)[0] if makes_engine else None
         weight = model[1].weight
         with zero.GatheredParameters(weight), torch.no_grad():
             weight.sum()
@@ -326,9 +285,6 @@ def _edits_that_would_be_lost(rank: int, world_size: int) -> None:
 
 
 def _engine_within_init(rank: int, world_size: int) -> None:
-    from zero_engine.deepspeed import initialize, zero
-    from zero_engine.deepspeed.zero.partition_parameters import is_zero_param
-
     with zero.Init():
         with pytest.raises(ValueError, match="hybrid_engine"):
             initialize(model=_model(), config={**_config(3), "hybrid_engine": {"enabled": True}})
@@ -336,8 +292,8 @@ def _engine_within_init(rank: int, world_size: int) -> None:
     assert is_zero_param(later.weight)
     for stage in (0, 3):
         with zero.Init():
-            config = {**_config(stage), "bf16": {"enabled": False}, "gradient_clipping": 0.0}
-            engine = initialize(model=_model(), config=config)[0]
+            sgd = {"type": "SGD", "params": {"lr": 0.1}}
+            engine = make(_model(), config=config(stage, optimizer=sgd))
             later = nn.Linear(2, 2)
         assert is_zero_param(later.weight)
         engine.backward(engine(torch.ones(1, 5)).mean())
@@ -348,3 +304,80 @@ def _engine_within_init(rank: int, world_size: int) -> None:
         for name, value in engine.core.full_state_dict().items():
             torch.testing.assert_close(value, expected.get_parameter(name).detach())
         engine.destroy()
+
+
+def _take_hooks(engine: Any) -> Any:
+    """Ask for the attributes in the order in which TRL's remove_hooks does."""
+    offload = engine.optimizer.parameter_offload
+    named = offload.module.named_parameters(recurse=True)
+    for _, param in itertools.chain(named, offload.module.ds_external_parameters()):
+        param.ds_active_sub_modules.clear()
+    for hook in (*offload.forward_hooks, *offload.backward_hooks):
+        hook.remove()
+    offload.forward_hooks = []
+    offload.backward_hooks = []
+    return offload
+
+
+def _generates_without_hooks(rank: int, world_size: int) -> None:
+    """The model generates with its hooks taken, gets them back and trains on as in torch."""
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, plain = make(_model(), config=config(3, **sgd)), _model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    unwrap = deepspeed.runtime.zero.unwrap_model_for_generation
+    x = torch.ones(2, 5)
+    for _ in range(3):
+        with zero.GatheredParameters(engine.module.parameters()), torch.no_grad():
+            offload = _take_hooks(engine)
+            torch.testing.assert_close(engine.module(x), plain(x))
+            offload._register_deepspeed_module(offload.module)
+        with unwrap(engine) as unwrapped:
+            assert unwrapped is engine
+            assert not offload.forward_hooks
+            torch.testing.assert_close(engine.module[0].weight.detach(), plain[0].weight.detach())
+        assert offload.forward_hooks
+        with pytest.raises(ZeroDivisionError), unwrap(engine):
+            raise ZeroDivisionError
+        assert offload.forward_hooks
+        loss, wanted = square(engine, x), square(plain, x)
+        torch.testing.assert_close(loss, wanted)
+        engine.backward(loss)
+        engine.step()
+        wanted.backward()
+        update(optimizer)
+    engine.destroy()
+    engine = make(_model(), stage=2)
+    assert not hasattr(engine.optimizer, "parameter_offload")
+    engine.destroy()
+
+
+CHECKS = [
+    _before_the_engine,
+    _with_an_engine,
+    _inside_init,
+    _on_other_things,
+    _parts_before_the_engine,
+    _what_scripts_ask,
+    _edits_that_would_be_lost,
+    _engine_within_init,
+    _read_elsewhere,
+    _generates_without_hooks,
+]
+
+
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
+def test_parameters_are_whole_within_and_changes_stay(world_size: int) -> None:
+    spawn(run_each, world_size, CHECKS)
+
+
+def test_init_that_cannot_begin_leaves_none_active() -> None:
+    wrong: Any = "no group"
+    with pytest.raises(ValueError, match="not registered"):
+        zero.Init(data_parallel_group=wrong).__enter__()
+    assert not zero.Init.is_active()
+    with zero.Init():
+        made = nn.Linear(2, 2)
+    assert is_zero_param(made.weight)

@@ -14,15 +14,23 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.deepspeed_files import (
+    GROUP,
+    SHAPES,
+    STATES,
+    deepspeed_classes,
+    instance,
+    model_states,
+    values,
+    write_stage_2,
+)
 from zero_core import CheckpointError
 from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read_weights
 from zero_core.errors import CheckpointCorruptError
@@ -40,9 +48,6 @@ from zero_engine.deepspeed_import.source import MASTER
 from zero_engine.deepspeed_import.torch_files import Record, load_file
 from zero_engine.deepspeed_import.universal import read_universal
 from zero_engine.deepspeed_import.writing import write_source
-
-GROUP = {"lr": 0.01, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "fused": True}
-STATES = (MASTER, "exp_avg", "exp_avg_sq")
 
 
 class Model(nn.Module):
@@ -63,124 +68,11 @@ class Model(nn.Module):
         return y
 
 
-SHAPES = {"first.weight": (3, 2), "first.bias": (3,), "last": (2,)}
-
-
-@contextmanager
-def deepspeed_classes() -> Iterator[dict[str, type]]:
-    """Stand-ins of DeepSpeed's classes, importable while files are written."""
-    found: dict[str, type] = {}
-    for path in (
-        "deepspeed.utils.tensor_fragment.fragment_address",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    ):
-        module, _, name = path.rpartition(".")
-        found[name] = type(name, (), {"__module__": module})
-    with pytest.MonkeyPatch.context() as patch:
-        for name, cls in found.items():
-            parts = cls.__module__.split(".")
-            for length in range(1, len(parts)):
-                parent = ".".join(parts[:length])
-                patch.setitem(sys.modules, parent, ModuleType(parent))
-            stand_in = ModuleType(cls.__module__)
-            setattr(stand_in, name, cls)
-            patch.setitem(sys.modules, cls.__module__, stand_in)
-        yield found
-
-
 @pytest.fixture
 def classes() -> Iterator[dict[str, type]]:
     """`deepspeed_classes` during a test."""
     with deepspeed_classes() as found:
         yield found
-
-
-def instance(cls: type, **attributes: Any) -> Any:
-    made = cls()
-    vars(made).update(attributes)
-    return made
-
-
-def values() -> dict[str, dict[str, Tensor]]:
-    """Return distinct values of every state by parameter."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: {state: torch.rand(shape, generator=generator) for state in STATES}
-        for name, shape in SHAPES.items()
-    }
-
-
-def model_states(**more: Any) -> dict[str, Any]:
-    last = torch.ones(2, dtype=torch.bfloat16)
-    module = {
-        "frozen": torch.arange(3.0),
-        "last": last,
-        "tied": last,
-        "seen": torch.tensor(5),
-        "first.weight": torch.zeros(3, 2, dtype=torch.bfloat16),
-        "first.bias": torch.zeros(3, dtype=torch.bfloat16),
-    }
-    return {
-        "module": module,
-        "buffer_names": ["seen"],
-        "optimizer": None,
-        "shared_params": {"tied": "last"},
-        "param_shapes": [{n: torch.Size(s) for n, s in SHAPES.items()}],
-        "lr_scheduler": {"last_batch_iteration": 3},
-        "global_steps": 4,
-        "skipped_steps": 1,
-        "global_samples": 32,
-        "ds_config": {"optimizer": {"type": "AdamW"}},
-        "ds_version": "0.19.8",
-        "mp_world_size": 1,
-        "epoch": (7, {"best": torch.tensor([0.5])}),
-        **more,
-    }
-
-
-def write_stage_2(folder: Path, classes: dict[str, type], num_ranks: int) -> None:
-    """Write a checkpoint of stage 2: see [Note: DeepSpeed's partitions]."""
-    folder.mkdir(parents=True)
-    torch.save(model_states(), folder / "mp_rank_00_model_states.pt")
-    folder.parent.joinpath("latest").write_text(folder.name)
-    scaler = instance(
-        classes["DynamicLossScaler"],
-        cur_scale=64.0,
-        cur_iter=9,
-        last_overflow_iter=2,
-        scale_window=4,
-        cur_hysteresis=2,
-        dtype=torch.half,
-    )
-    whole = {s: torch.cat([v[s].reshape(-1) for v in values().values()]) for s in STATES}
-    part = -(-whole[MASTER].numel() // num_ranks)
-    for rank in range(num_ranks):
-        addresses, start = {}, 0
-        for name, by_state in values().items():
-            stop = start + by_state[MASTER].numel()
-            low, high = max(start, rank * part), min(stop, (rank + 1) * part)
-            if low < high:
-                addresses[name] = instance(
-                    classes["fragment_address"], numel=high - low, start=low - rank * part
-                )
-            start = stop
-        mine = {
-            state: flat[rank * part : (rank + 1) * part].clone() for state, flat in whole.items()
-        }
-        state = {
-            "loss_scaler": scaler,
-            "dynamic_loss_scale": True,
-            "base_optimizer_state": {
-                "state": {0: {"step": 4, **{s: mine[s] for s in STATES[1:]}}},
-                "param_groups": [{**GROUP, "params": [0]}],
-            },
-            "single_partition_of_fp32_groups": [mine[MASTER]],
-            "zero_stage": 2,
-            "partition_count": [num_ranks],
-            "param_slice_mappings": [addresses],
-        }
-        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": state}, folder / name)
 
 
 def read_into(source: Path, output: Path, frozen: tuple[str, ...] = ()) -> Path:
@@ -250,25 +142,31 @@ def test_command_writes_what_the_engine_loads(
 # ------------------------------------------------------------------------------ stage 0
 
 
-def test_names_of_stage_0_in_fp32_follow_from_shapes_or_are_asked_for(tmp_path: Path) -> None:
-    expected = values()
-    order = ["last", "first.weight", "first.bias"]  # the model's
-    module = {**model_states()["module"], **{n: expected[n][MASTER] for n in order}}
-    module["tied"] = module["last"]
-    state = {
-        i: {"step": torch.tensor(4.0), **{s: expected[n][s] for s in STATES[1:]}}
-        for i, n in enumerate(order)
-    }
-    saved = {"state": state, "param_groups": [{**GROUP, "params": [0, 1, 2]}]}
-    folder = tmp_path / "global_step4"
+def _write_stage_0(folder: Path, module: dict[str, Tensor], optimizer: Any, **more: Any) -> None:
     folder.mkdir()
-    (tmp_path / "latest").write_text(folder.name)
-    content = model_states(module=module, optimizer=saved, shared_params=None, param_shapes=None)
+    folder.parent.joinpath("latest").write_text(folder.name)
+    absent = {"shared_params": None, "param_shapes": None}
+    content = model_states(module=module, optimizer=optimizer, **absent, **more)
     torch.save(content, folder / "mp_rank_00_model_states.pt")
+
+
+def _by_number(order: list[str], step: Any = 4) -> dict[int, dict[str, Any]]:
+    return {
+        i: {"step": step, **{s: values()[n][s] for s in STATES[1:]}} for i, n in enumerate(order)
+    }
+
+
+def test_names_of_stage_0_in_fp32_follow_from_shapes_or_are_asked_for(tmp_path: Path) -> None:
+    order = ["last", "first.weight", "first.bias"]  # the model's
+    module = {**model_states()["module"], **{n: values()[n][MASTER] for n in order}}
+    module["tied"] = module["last"]
+    state = _by_number(order, torch.tensor(4.0))
+    saved = {"state": state, "param_groups": [{**GROUP, "params": [0, 1, 2]}]}
+    _write_stage_0(tmp_path / "global_step4", module, saved)
     with pytest.raises(CheckpointError, match=r"\['frozen', 'first.bias'\] have the shape \(3,\)"):
         read_into(tmp_path, tmp_path / "out")
     read_into(tmp_path, tmp_path / "out", frozen=("frozen",))
-    check_values(tmp_path / "out", expected)
+    check_values(tmp_path / "out", values())
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
@@ -276,59 +174,38 @@ def test_names_of_stage_0_in_16_bits_follow_from_master_weights(
     is_flat: bool, tmp_path: Path
 ) -> None:
     expected = values()
-    order = (
-        ["first.bias", "last", "first.weight"]
-        if not is_flat
-        else ["last", "first.weight", "first.bias"]
-    )
-    rounded = {n: expected[n][MASTER].bfloat16() for n in order}
-    module = {**model_states()["module"], **rounded, "tied": rounded["last"]}
+    order = ["last", "first.weight", "first.bias"]
+    masters: dict[str, Any]
     if is_flat:
         whole = {s: torch.cat([expected[n][s].reshape(-1) for n in order]) for s in STATES}
         state = {0: {"step": 4, **{s: whole[s] for s in STATES[1:]}}}
-        masters: dict[str, Any] = {"fp32_groups_flat": [whole[MASTER]]}
+        masters = {"fp32_groups_flat": [whole[MASTER]]}
     else:
-        state = {
-            i: {"step": 4, **{s: expected[n][s] for s in STATES[1:]}} for i, n in enumerate(order)
-        }
+        order = ["first.bias", "last", "first.weight"]
+        state = _by_number(order)
         masters = {"fp32_groups": [[expected[n][MASTER] for n in order]]}
-    groups = [{**GROUP, "params": list(state)}]
-    inner = {"state": state, "param_groups": groups}
+    rounded = {n: expected[n][MASTER].bfloat16() for n in order}
+    module = {**model_states()["module"], **rounded, "tied": rounded["last"]}
+    inner = {"state": state, "param_groups": [{**GROUP, "params": list(state)}]}
     saved = {"dynamic_loss_scale": False, "optimizer_state_dict": inner, **masters}
-    folder = tmp_path / "global_step4"
-    folder.mkdir()
-    content = model_states(module=module, optimizer=saved, shared_params=None, param_shapes=None)
-    torch.save(content, folder / "mp_rank_00_model_states.pt")
-    read_into(folder, tmp_path / "out")
+    _write_stage_0(tmp_path / "global_step4", module, saved)
+    read_into(tmp_path / "global_step4", tmp_path / "out")
     check_values(tmp_path / "out", expected)
 
 
-def _write_stage_0(folder: Path, masters: list[list[Tensor]], weights: dict[str, Tensor]) -> None:
-    """Write a checkpoint of stage 0 in bf16 with the groups ``masters``."""
-    indices = iter(range(100))
-    groups = [{**GROUP, "params": [next(indices) for _ in group]} for group in masters]
-    flat = [master for group in masters for master in group]
-    state = {
-        i: {"step": 4, "exp_avg": torch.full_like(master, i), "exp_avg_sq": torch.ones_like(master)}
-        for i, master in enumerate(flat)
-    }
-    inner = {"state": state, "param_groups": groups}
-    saved = {"optimizer_state_dict": inner, "fp32_groups": masters}
-    content = model_states(
-        module=weights, buffer_names=[], optimizer=saved, shared_params=None, param_shapes=None
-    )
-    folder.mkdir()
-    torch.save(content, folder / "mp_rank_00_model_states.pt")
-
-
-@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("groups", [[[0, 1]], [[0], [1]]])
 def test_master_weights_that_round_to_several_parameters_are_refused(
-    num_groups: int, tmp_path: Path
+    groups: list[list[int]], tmp_path: Path
 ) -> None:
     weights = {f"ln{i}.weight": torch.ones(4, dtype=torch.bfloat16) for i in range(3)}
     masters = [torch.full((4,), 1.001), torch.full((4,), 1.002)]
-    groups = [masters] if num_groups == 1 else [[master] for master in masters]
-    _write_stage_0(tmp_path / "t", groups, weights)
+    state = {i: {"step": 4, **dict.fromkeys(STATES[1:], torch.ones(4))} for i in range(2)}
+    inner = {"state": state, "param_groups": [{**GROUP, "params": group} for group in groups]}
+    saved = {
+        "optimizer_state_dict": inner,
+        "fp32_groups": [[masters[i] for i in group] for group in groups],
+    }
+    _write_stage_0(tmp_path / "t", weights, saved, buffer_names=[])
     with pytest.raises(CheckpointError, match=r"rounds to the weights of 3 .*'ln0.weight'"):
         read_source(tmp_path / "t", ())
     with pytest.raises(CheckpointError, match="rounds to the weights of 2"):
@@ -428,26 +305,24 @@ class _Call:
         return self.call
 
 
-def _hostile(folder: Path) -> dict[str, tuple[Any, str]]:
-    mark = str(folder / "mark")
-    return {
-        "command": (_Call(os.system, f"touch {mark}"), "posix.system"),
-        "within a list": ([{"a": (1, _Call(os.mkdir, mark))}], "posix.mkdir"),
-        "eval": (_Call(eval, f"open({mark!r}, 'w')"), "builtins.eval|names eval"),
-        "open": (_Call(open, mark, "w"), "io.open"),
-        "import": (_Call(__import__, "antigravity"), "__import__"),
-        "subprocess": (_Call(subprocess.Popen, ["touch", mark]), "Popen"),
-        "a path": (Path(mark), "pathlib"),
-    }
-
-
-@pytest.mark.parametrize("name", _hostile(Path()))
-def test_file_that_names_anything_else_is_refused_with_its_name(name: str, tmp_path: Path) -> None:
-    content, match = _hostile(tmp_path)[name]
-    path = tmp_path / "states.pt"
-    torch.save({"module": content}, path)
+@pytest.mark.parametrize(
+    ("hostile", "match"),
+    [
+        (lambda mark: _Call(os.system, f"touch {mark}"), "posix.system"),
+        (lambda mark: [{"a": (1, _Call(os.mkdir, mark))}], "posix.mkdir"),
+        (lambda mark: _Call(eval, f"open({mark!r}, 'w')"), "builtins.eval|names eval"),
+        (lambda mark: _Call(open, mark, "w"), "io.open"),
+        (lambda mark: _Call(__import__, "antigravity"), "__import__"),
+        (lambda mark: _Call(subprocess.Popen, ["touch", mark]), "Popen"),
+        (Path, "pathlib"),
+    ],
+)
+def test_file_that_names_anything_else_is_refused_with_its_name(
+    hostile: Callable[[str], Any], match: str, tmp_path: Path
+) -> None:
+    torch.save({"module": hostile(str(tmp_path / "mark"))}, tmp_path / "states.pt")
     with pytest.raises(CheckpointError, match=match):
-        load_file(path)
+        load_file(tmp_path / "states.pt")
     assert not (tmp_path / "mark").exists()
 
 
@@ -461,14 +336,17 @@ def test_objects_of_deepspeed_are_records_of_what_was_pickled(
     assert "deepspeed.utils.tensor_fragment" not in type(found).__module__
 
 
-def _with_pickle(path: Path, pickled: bytes) -> None:
-    """Write a file of torch.save's form with other instructions."""
-    torch.save({}, path)
+def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content: Any = ()) -> None:
+    """Write a file of torch.save's form with other instructions, or with changed ones."""
+    path.parent.mkdir(exist_ok=True)
+    torch.save(content, path)
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in entries.items():
-            archive.writestr(name, pickled if name.endswith("data.pkl") else data)
+            if name.endswith("data.pkl"):
+                data = pickled if isinstance(pickled, bytes) else pickled(data)
+            archive.writestr(name, data)
 
 
 @pytest.mark.parametrize(
@@ -481,12 +359,13 @@ def _with_pickle(path: Path, pickled: bytes) -> None:
         b"\x80\x02" + b"]" * 100,  # no end
         b"(" * 100_000,
         b"",
+        lambda data: data.replace(b"K\x07", b"J\x00\x00\x00\x10"),  # more elements than bytes
     ],
 )
 def test_instructions_that_torch_save_does_not_write_are_refused(
-    pickled: bytes, tmp_path: Path
+    pickled: bytes | Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
-    _with_pickle(tmp_path / "a.pt", pickled)
+    _with_pickle(tmp_path / "a.pt", pickled, torch.zeros(7))
     with pytest.raises(CheckpointError, match=r"a\.pt"):
         load_file(tmp_path / "a.pt")
 
@@ -500,17 +379,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             load_file(tmp_path / f"{name}.pt")
     with pytest.raises(CheckpointError, match="there is no file"):
         load_file(tmp_path / "none.pt")
-
-
-def test_tensor_that_is_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
-    torch.save(torch.zeros(7), tmp_path / "a.pt")
-    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
-        entries = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
-        for name, data in entries.items():
-            archive.writestr(name, data.replace(b"K\x07", b"J\x00\x00\x00\x10"))
-    with pytest.raises(CheckpointError, match=r"b\.pt"):
-        load_file(tmp_path / "b.pt")
 
 
 def test_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
@@ -555,7 +423,6 @@ def test_reader_has_no_network(tmp_path: Path) -> None:
         os._exit(0 if leave_network() else 1)
     if os.wait()[1] != 0:
         pytest.skip("this system permits no network namespace, which the reader says")
-    (tmp_path / "global_step4").mkdir()
     _with_pickle(tmp_path / "global_step4" / "mp_rank_00_model_states.pt", _ENDLESS)
     request = {"place": str(tmp_path / "global_step4"), "frozen": [], "parent": os.getpid()}
     command = [sys.executable, "-P", "-m", "zero_engine.deepspeed_import.child"]
@@ -577,7 +444,6 @@ def test_reader_has_no_network(tmp_path: Path) -> None:
 
 
 def test_file_that_asks_for_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "global_step4").mkdir()
     # bytearray(2**38): more than the limit of the reader's process.
     huge = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (2**38).to_bytes(5, "little") + b"\x85R."
     _with_pickle(tmp_path / "global_step4" / "mp_rank_00_model_states.pt", huge)

@@ -60,18 +60,18 @@ def test_script_that_does_not_declare_it_is_not_given_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "output"),
-    [(DECLARES, ["--no-local-rank"], "1 -1 None\n"), (DOES_NOT, ["--local-rank"], "")],
+    ("text", "before", "after", "output"),
+    [
+        (DECLARES, ["--no-local-rank"], [], "1 -1 None\n"),
+        (DOES_NOT, ["--local-rank"], [], ""),
+        (DECLARES, [], ["--local_rank=7"], "1 7 None\n"),
+    ],
 )
-def test_option_decides_whatever_the_script_declares(
-    tmp_path: Path, text: str, options: list[str], output: str
+def test_what_the_user_gives_decides_whatever_the_script_declares(
+    tmp_path: Path, text: str, before: list[str], after: list[str], output: str
 ) -> None:
-    assert _run_as_rank(*options, str(_write(tmp_path, text))).stdout == output
-
-
-def test_number_that_the_user_gives_is_kept(tmp_path: Path) -> None:
-    done = _run_as_rank(str(_write(tmp_path, DECLARES)), "--local_rank=7")
-    assert done.stdout == "1 7 None\n"
+    script = _write(tmp_path, text)
+    assert _run_as_rank(*before, str(script), *after).stdout == output
 
 
 def _declares(script: Path) -> bool:
@@ -79,42 +79,30 @@ def _declares(script: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("line", "file"),
+    ("script", "package", "file"),
     [
-        ("from options import parser", "options.py"),
-        ("import package.options", "package/options.py"),
-        ("import package.options", "package/__init__.py"),
-        ("from package import options", "package/options.py"),
-        ("from package import parser", "package/__init__.py"),
+        ("from options import parser", "", "options.py"),
+        ("import package.options", "", "package/options.py"),
+        ("import package.options", "", "package/__init__.py"),
+        ("from package import options", "", "package/options.py"),
+        ("from package import parser", "", "package/__init__.py"),
+        ("import package", "from .options import parser", "package/options.py"),
+        ("import package", "from . import options", "package/options.py"),
+        ("import package", "from ..options import parser", "options.py"),
+        ("import package", "from ..other import parser", "other/__init__.py"),
     ],
 )
-def test_option_may_be_declared_by_a_module_beside_the_script(
-    tmp_path: Path, line: str, file: str
+def test_option_may_be_declared_by_a_module_that_is_imported(
+    tmp_path: Path, script: str, package: str, file: str
 ) -> None:
-    script = _write(tmp_path, line)
-    assert not _declares(script)
+    path = _write(tmp_path, script)
+    if package:
+        _write(tmp_path, package, "package/__init__.py")
+        _write(tmp_path, DOES_NOT, "package/unused.py")
+    _write(tmp_path, DECLARES, "unrelated.py")
+    assert not _declares(path)
     _write(tmp_path, DECLARES, file)
-    assert _declares(script)
-
-
-@pytest.mark.parametrize(
-    ("line", "file"),
-    [
-        ("from .options import parser", "package/options.py"),
-        ("from . import options", "package/options.py"),
-        ("from ..options import parser", "options.py"),
-        ("from ..other import parser", "other/__init__.py"),
-    ],
-)
-def test_relative_import_is_of_the_package_of_its_module(
-    tmp_path: Path, line: str, file: str
-) -> None:
-    script = _write(tmp_path, "import package")
-    _write(tmp_path, line, "package/__init__.py")
-    _write(tmp_path, DOES_NOT, "package/unused.py")
-    assert not _declares(script)
-    _write(tmp_path, DECLARES, file)
-    assert _declares(script)
+    assert _declares(path)
 
 
 # As a program of transformers' HfArgumentParser.
@@ -132,11 +120,6 @@ def test_field_of_a_dataclass_is_an_option_of_hugging_faces_parser(tmp_path: Pat
     assert not _declares(script), "nobody makes an option of it"
     _write(tmp_path, "from options import Options\nhf.HfArgumentParser(Options)")
     assert _declares(script)
-
-
-def test_module_beside_the_script_that_is_not_imported_does_not_count(tmp_path: Path) -> None:
-    _write(tmp_path, DECLARES, "other.py")
-    assert not _declares(_write(tmp_path, DOES_NOT))
 
 
 def test_module_is_found_as_python_finds_it(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.testing import spawn
+from tests.support.facade import run_each, update
+from zero_core.testing import PeakMemory, spawn
 from zero_core.testing.quantized import Adapted
 from zero_engine.deepspeed.zero.partition_parameters import GatheredParameters
 from zero_engine.deepspeed.zero.partitioned import (
@@ -133,19 +135,14 @@ def _closes_as_it_was(rank: int, world_size: int) -> None:
     scale = copy.deepcopy(model.scale)  # parked last, and opened last
     with torch.no_grad():
         torch._foreach_zero_([scale])  # of one element, and past what refuses writes
-    with pytest.raises(RuntimeError, match="written to"), gathered_params([weight, bias, scale]):
-        pass
+    with pytest.raises(RuntimeError, match="written to"):
+        gathered_params([weight, bias, scale]).__enter__()
     assert is_partitioned(weight)
     assert is_partitioned(bias)
     with gathered_params([weight], modifier_rank=0):
         weight.data = torch.ones(6, 3)
     with gathered_params([weight]):
         assert torch.equal(weight, torch.ones(6, 3))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_it_closes_as_it_was_whatever_was_done_while_open(world_size: int) -> None:
-    spawn(_closes_as_it_was, world_size)
 
 
 def _change(rank: int, world_size: int) -> None:
@@ -207,9 +204,8 @@ def _copy(rank: int, world_size: int) -> None:
     copied = copy.deepcopy(model)
     assert _is_all_partitioned(copied)
     assert copied.head.weight is copied.embed.weight is not model.embed.weight
-    with gathered_params(
-        set(copied.parameters()), modifier_rank=0
-    ):  # in an order of the rank's own
+    in_any_order = set(copied.parameters())
+    with gathered_params(in_any_order, modifier_rank=0):
         for param in copied.parameters():
             param.data.zero_()
     with gathered_params(model.parameters()):
@@ -254,8 +250,7 @@ def _train(rank: int, world_size: int) -> None:
         engine.step()
         wanted = expected(batch)
         wanted.backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
+        update(optimizers[1])
         torch.testing.assert_close(loss, wanted)
     engine.close()
 
@@ -353,39 +348,30 @@ def _refuse(rank: int, world_size: int) -> None:
     model = _make_sharded()
     weight, scale = model.blocks[0].weight, model.scale
 
-    def add_in_place() -> None:
-        nonlocal weight
-        weight += 1
-
-    def assign() -> None:
-        weight.data = torch.zeros(5, 5)
-
     actions: list[Callable[[], object]] = [
         lambda: pickle.dumps(weight),
         lambda: _draw_within(scale, weight),
         lambda: weight.detach().normal_(),
         lambda: scale.__setitem__((), 1.0),
         lambda: torch.add(torch.ones(5, 5), 1, out=weight),
-        add_in_place,
-        assign,
+        lambda: weight.__iadd__(1),
+        lambda: setattr(weight, "data", torch.zeros(5, 5)),
     ]
     for number, action in enumerate(actions):
         expected = "single memory location" if number == 2 else "while it is sharded"
         with torch.no_grad(), pytest.raises(RuntimeError, match=expected):
             action()
-    unknown = pytest.raises(ValueError, match=f"expected a rank below {world_size}")
-    with unknown, gathered_params([weight], modifier_rank=world_size):
-        raise AssertionError("it is refused before its body has run")
+    with pytest.raises(ValueError, match=f"expected a rank below {world_size}"):
+        gathered_params([weight], modifier_rank=world_size).__enter__()
     assert is_partitioned(weight)
     scale.data.fill_(1.0)  # torch lets it through: it is seen when the value is wanted
-    with (
-        pytest.raises(RuntimeError, match="written to while it is sharded"),
-        gathered_params([scale]),
-    ):
-        pass
+    with pytest.raises(RuntimeError, match="written to while it is sharded"):
+        gathered_params([scale]).__enter__()
 
 
 def _disagree(rank: int, world_size: int) -> None:
+    if world_size == 1:
+        return
     model = _make_sharded()
     differ = pytest.raises(zero_core.RankMismatchError, match="different shapes")
     with differ, gathered_params([model.low], modifier_rank=0):
@@ -431,19 +417,61 @@ def _load_quantized(rank: int, world_size: int) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
-)
-def test_parameters_sharded_from_the_start(world_size: int) -> None:
-    spawn(_all_of_it, world_size)
+CHECKS = [
+    _read,
+    _closes_as_it_was,
+    _change,
+    _convert,
+    _copy,
+    _mix,
+    _train,
+    _shard_existing,
+    _left_by_engines,
+    _initialize,
+    _load_quantized,
+    _refuse,
+    _disagree,
+]
 
 
-def _all_of_it(rank: int, world_size: int) -> None:
-    for check in (_read, _change, _convert, _copy, _mix, _train, _shard_existing, _left_by_engines):
-        check(rank, world_size)
-    _initialize(rank, world_size)
-    _load_quantized(rank, world_size)
-    _refuse(rank, world_size)
-    if world_size > 1:
-        _disagree(rank, world_size)
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_parameters_sharded_from_the_start_are_read_changed_copied_and_built(
+    world_size: int,
+) -> None:
+    spawn(run_each, world_size, CHECKS)
+
+
+WIDTH, DEPTH = 1024, 25
+UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
+MODEL_BYTES = DEPTH * UNIT_BYTES  # 105 MB
+# What the process does besides: threads, messages between ranks, the allocator's fragments.
+SLACK_BYTES = 8 * 1024**2
+
+
+def _measure(rank: int, world_size: int) -> None:
+    """Values are written between construction and build, one module at a time."""
+    with zero_core.deferred_init():  # what torch and gloo allocate when first used is there before
+        small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zero_core.build(small, CONFIG).close()
+    with PeakMemory() as peak:
+        with partitioned_init():
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+        for number, layer in enumerate(model):
+            with gathered_params(layer.parameters(), modifier_rank=0):
+                if rank == 0:
+                    layer.weight.data.fill_(number)
+    parts = MODEL_BYTES / world_size
+    bound = parts + 2 * UNIT_BYTES + SLACK_BYTES
+    assert bound < parts + MODEL_BYTES / 3, "a whole model would be seen"
+    assert 0.9 * parts <= peak.nbytes <= bound, "what is there is seen, and no more is there"
+    with PeakMemory() as peak:
+        engine = zero_core.build(model, CONFIG)
+    kept = engine.memory_report()["parameters"]
+    assert peak.nbytes <= kept + 2 * UNIT_BYTES + SLACK_BYTES, ("built", rank, peak.nbytes, kept)
+    with engine.gathered():
+        assert all(bool((x.weight == number).all()) for number, x in enumerate(model))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_no_rank_holds_the_whole_model_when_values_are_written_before_there_is_an_engine() -> None:
+    spawn(_measure, 3)

@@ -41,17 +41,11 @@ def _train_all(rank: int, world_size: int, examples: dict[str, Any], folder: str
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses of both steps of every example, trained on two ranks that are two nodes."""
     folder = tmp_path_factory.mktemp("losses")
-    printed = {
-        name: run_here("config", "--example", name).replace("/local_nvme", str(folder))
-        for name in EXAMPLES
+    printed = {name: run_here("config", "--example", name) for name in EXAMPLES}
+    examples = {
+        name: json.loads(text.replace("/local_nvme", str(folder))) for name, text in printed.items()
     }
-    spawn(
-        _train_all,
-        2,
-        {name: json.loads(text) for name, text in printed.items()},
-        str(folder),
-        ranks_per_node=1,
-    )
+    spawn(_train_all, 2, examples, str(folder), ranks_per_node=1)
     found: dict[str, list[float]] = json.loads((folder / "0.json").read_text(encoding="utf-8"))
     return found
 

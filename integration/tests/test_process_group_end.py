@@ -100,36 +100,21 @@ def test_rank_that_dies_does_not_keep_the_others_from_ending(tmp_path: Path) -> 
     assert done.returncode in (1, 9), done.stderr
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """The options of each process group that is asked for; none is made."""
-    found: list[dict[str, object]] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *_args, **options: found.append(options))
+def test_timeout_is_the_environments_in_minutes_and_must_be_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[dict[str, object]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_args, **options: made.append(options))
     # Engines of other tests of this process may have left one.
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.delenv("RANK", raising=False)
-    return found
-
-
-def test_timeout_is_the_environments_in_minutes(
-    made: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="DEEPSPEED_TIMEOUT = 'soon'"):
+        deepspeed.init_distributed()
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", "7")
     deepspeed.init_distributed()
     deepspeed.init_distributed(timeout=timedelta(seconds=5))
     monkeypatch.delenv("DEEPSPEED_TIMEOUT")
     deepspeed.init_distributed()
-    assert [options.get("timeout") for options in made] == [
-        timedelta(minutes=7),
-        timedelta(seconds=5),
-        None,
-    ]
-
-
-def test_timeout_that_is_no_number_is_refused(
-    made: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "soon")
-    with pytest.raises(ConfigError, match="DEEPSPEED_TIMEOUT = 'soon'"):
-        deepspeed.init_distributed()
-    assert not made
+    found = [options.get("timeout") for options in made]
+    assert found == [timedelta(minutes=7), timedelta(seconds=5), None]

@@ -12,7 +12,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import _CheckpointFrame, checkpoint
 
+from tests.support.facade import update
 from zero_core.testing import LR, spawn
+from zero_engine import deepspeed
+from zero_engine.deepspeed import zero
 
 VOCAB = 12_000  # a head of more elements than the smallest tail
 CONFIG = {
@@ -35,8 +38,6 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        from zero_engine.deepspeed import zero
-
         hidden, weight, bias = ctx.saved_tensors
         _look(hidden, weight, bias)
         with zero.GatheredParameters([weight, bias]):
@@ -45,8 +46,6 @@ class _Head(torch.autograd.Function):
 
 def _look(hidden: Tensor, weight: Tensor, bias: Tensor) -> None:
     """Note what a library that serves DeepSpeed reads, in ``_Head.found``."""
-    from zero_engine.deepspeed import zero
-
     if hasattr(weight, "ds_status"):
         missing = [p for p in (weight, bias) if p.ds_status != zero.ZeroParamStatus.AVAILABLE]
         _Head.found.append((missing, weight.ds_id, weight.ds_shape, bias.ds_numel))
@@ -72,8 +71,6 @@ class _Model(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        from zero_engine.deepspeed import zero
-
         hidden = self.embed(ids)
         for block in self.blocks:
             hidden = hidden + torch.tanh(block(hidden))
@@ -85,8 +82,6 @@ class _Model(nn.Module):
 
 
 def _trains(rank: int, world_size: int) -> None:
-    from zero_engine import deepspeed
-
     get_inputs = vars(_CheckpointFrame).get("get_inputs")
     names = set(dir(Tensor))  # of which torch.compile takes each for an attribute of every tensor
     for is_tied, is_recomputed in itertools.product((True, False), repeat=2):
@@ -99,10 +94,9 @@ def _trains(rank: int, world_size: int) -> None:
         assert set(dir(Tensor)) == names
         for step in range(2):
             ids = torch.arange(8) * (step + 2 + rank) % 13
-            optimizer.zero_grad()
             wanted = expected(ids)
             wanted.backward()
-            optimizer.step()
+            update(optimizer)
             loss = engine(ids)
             engine.backward(loss)
             engine.step()

@@ -17,37 +17,28 @@ from zero_core import check_config
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.testing import run_alone
 from zero_engine.launch.ranks import fail
-from zero_engine.train.data import prepare_corpus, read_text
+from zero_engine.train.data import read_text
 from zero_engine.train.settings import RunSettings, Start, engine_config, fill_auto, fresh_run
 
 
-def test_missing_data_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.txt: expected a text file, found nothing"):
-        read_text(str(tmp_path / "nowhere.txt"))
-
-
-def test_folder_as_data_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (None, r"some\.txt: expected a text file, found nothing"),
+        (b" \n", "the file is empty"),
+        ("abc é".encode("latin-1"), r"not UTF-8 text \(byte 4"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused(
+    content: bytes | None, match: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=match):
+        read_text(str(path))
     with pytest.raises(ConfigError, match="found a folder"):
         read_text(str(tmp_path))
-
-
-def test_empty_data_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "empty.txt"
-    path.write_text(" \n")
-    with pytest.raises(ConfigError, match="the file is empty"):
-        read_text(str(path))
-
-
-def test_data_that_is_not_utf_8_is_refused_with_the_place(tmp_path: Path) -> None:
-    path = tmp_path / "latin.txt"
-    path.write_bytes("abc é".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 4"):
-        read_text(str(path))
-
-
-def test_text_too_short_for_two_windows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="too short for one window of 128"):
-        prepare_corpus("a few words", tmp_path, vocab_size=300, context=128)
 
 
 @pytest.mark.parametrize(

@@ -21,30 +21,19 @@ from torch import nn
 STEPS, ACCUMULATION = 4, 2
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 12), nn.Linear(12, 6)])
-        self.head = nn.Linear(6, 1, bias=False)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x).float().square().mean()
+def make_model():
+    layers = [nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 1, bias=False)]
+    return nn.Sequential(*layers)
 
 
 def make_config(stage, dtype):
+    adam = {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}
+    warmup = {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}
     return {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": ACCUMULATION,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 3},
-        },
+        "optimizer": {"type": "AdamW", "params": adam},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
         "bf16": {"enabled": dtype == "bf16"},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -66,7 +55,7 @@ def main():
     warnings.simplefilter("ignore")
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    model = Model()
+    model = make_model()
     engine, _, _, scheduler = deepspeed.initialize(
         args=args,
         model=model,
@@ -78,12 +67,12 @@ def main():
     for number in range(STEPS * ACCUMULATION):
         generator = torch.Generator().manual_seed(10 * number + rank)
         inputs = torch.randn(3, 6, generator=generator).to(dtype)
-        loss = engine(inputs.to(engine.device))
+        loss = engine(inputs.to(engine.device)).float().square().mean()
         seen["returned"].append(engine.backward(loss).item())
         seen["losses"].append(loss.item())
         is_boundary = engine.is_gradient_accumulation_boundary()
         if is_boundary and args.stage > 0:
-            seen["grads"].append(numbers(safe_get_full_grad(model.layers[0].weight)))
+            seen["grads"].append(numbers(safe_get_full_grad(model[0].weight)))
         engine.step()
         counts = [engine.micro_steps, engine.global_steps, engine.global_samples]
         seen["counts"].append([is_boundary, *counts, engine.skipped_steps])
@@ -91,7 +80,7 @@ def main():
             seen["norms"].append(float(engine.get_global_grad_norm()))
             seen["rates"].append([*engine.get_lr(), *scheduler.get_last_lr()])
     if args.stage > 0:
-        weight = model.layers[1].weight
+        weight = model[2].weight
         seen["master"] = numbers(safe_get_full_fp32_param(weight))
         seen["moment"] = numbers(safe_get_full_optimizer_state(weight, "exp_avg"))
     engine.save_checkpoint(str(args.folder / "saved"), client_state={"epoch": 3})
@@ -99,23 +88,16 @@ def main():
     seen["tag"] = (args.folder / "saved" / "latest").read_text()
     seen["loaded"] = [path is not None, client_state["epoch"]]
     seen["missing"] = list(engine.load_checkpoint(str(args.folder / "nowhere")))
+    answers = """
+        train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+        zero_optimization_stage zero_optimization_partition_gradients
+        zero_optimization_partition_weights bfloat16_enabled fp16_enabled gradient_clipping get_mom
+        optimizer_name scheduler_name scheduler_params zero_allow_untested_optimizer
+    """
     seen["facts"] = [
-        engine.train_batch_size(),
-        engine.train_micro_batch_size_per_gpu(),
-        engine.gradient_accumulation_steps(),
-        engine.zero_optimization_stage(),
-        engine.zero_optimization_partition_gradients(),
-        engine.zero_optimization_partition_weights(),
-        engine.bfloat16_enabled(),
-        engine.fp16_enabled(),
-        engine.gradient_clipping(),
-        engine.get_mom(),
-        engine.optimizer_name(),
-        engine.scheduler_name(),
-        engine.scheduler_params(),
+        *(getattr(engine, name)() for name in answers.split()),
         [name for name, _ in engine.named_parameters()],
         engine.dp_world_size,
-        engine.zero_allow_untested_optimizer(),
         [list(p.shape) if args.stage < 3 else None for p in engine.parameters()],
     ]
     if rank == 0:

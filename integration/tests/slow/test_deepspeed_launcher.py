@@ -56,18 +56,19 @@ def _ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[dict[str, Any],
 @pytest.mark.parametrize(
     "options",
     [
-        ["--num_nodes", "1", "--num_gpus", "2", "--master_port", "PORT"],
-        ["--include", "localhost:1,0", "--hostfile=/dev/null", "--ssh-port=22"],
-        ["-e", "worker-1:1,2@worker-0", "-H", "hosts", "--no_local_rank", "--save_pid"],
+        "--num_nodes 1 --num_gpus 2 --master_port PORT",
+        "--include localhost:1,0 --hostfile=/dev/null --ssh-port=22",
+        "-e worker-1:1,2@worker-0 -H hosts --no_local_rank --save_pid",
     ],
 )
 def test_options_start_the_ranks_that_deepspeed_would(
-    script: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+    script: Path, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(script.parent)
     port = str(free_port())
-    words = [port if word == "PORT" else word for word in options]
-    done = run_forked("run", *words, script.name, "--epochs", "3", "--num_gpus=7")
+    done = run_forked(
+        "run", *options.replace("PORT", port).split(), script.name, "--epochs", "3", "--num_gpus=7"
+    )
     ranks = _ranks(done)
     assert [rank["RANK"] for rank, _ in ranks] == ["0", "1"]
     assert {rank["WORLD_SIZE"] for rank, _ in ranks} == {"2"}
@@ -161,17 +162,21 @@ def test_several_hosts_are_told_each_ones_command(script: Path) -> None:
 
 @pytest.mark.usefixtures("own_environment")
 @pytest.mark.parametrize(
-    ("options", "is_alone"),
+    ("options", "is_alone", "num_ranks"),
     [
-        ([], True),
-        (["--nproc-per-node=4"], True),
-        (["--num_gpus=2"], True),
-        (["--master_port=29511"], False),
-        (["--master_addr=127.0.0.1"], False),
+        ([], True, "1"),
+        (["--nproc-per-node=4"], True, "4"),
+        (["--num_gpus=2"], True, "2"),
+        (["--master_port=29511"], False, "1"),
+        (["--master_addr=127.0.0.1"], False, "1"),
     ],
 )
 def test_run_on_one_machine_takes_a_free_port_and_no_host_file_of_deepspeeds(
-    script: Path, options: list[str], is_alone: bool, monkeypatch: pytest.MonkeyPatch
+    script: Path,
+    options: list[str],
+    is_alone: bool,
+    num_ranks: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Namespace] = []
     monkeypatch.setattr("zero_engine.script.run.run_ranks", started.append)
@@ -182,9 +187,7 @@ def test_run_on_one_machine_takes_a_free_port_and_no_host_file_of_deepspeeds(
     run_program(["deepspeed", str(script)])
     one, by_deepspeed = started
     assert one.standalone == is_alone
-    assert one.nproc_per_node == {"--nproc-per-node=4": "4", "--num_gpus=2": "2"}.get(
-        "".join(options), "1"
-    )
+    assert one.nproc_per_node == num_ranks
     assert by_deepspeed.nproc_per_node == "3"
 
 
@@ -192,34 +195,31 @@ def test_run_on_one_machine_takes_a_free_port_and_no_host_file_of_deepspeeds(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--autotuning", "run"], "zero-engine plan"),
-        (["--bind_cores_to_rank"], "--numa-binding=node"),
-        (["--bind_core_list=0-3"], "--numa-binding=node"),
-        (["--force_multi"], "this machine alone"),
-        (["--num_gpus=0"], "expected a whole number >= 1, found 0"),
-        (["--num_gpus=1", "--include=localhost"], "exclude each other"),
-        (["--include=localhost", "--exclude=localhost"], "exclude each other"),
-        (["--include=elsewhere"], "there is no host 'elsewhere' among localhost"),
-        (["--include=localhost:a"], "expected HOST"),
-        (["--exclude=localhost"], "leaves no slot"),
-        (["--num_nodes=2"], "--nnodes=2"),
-        (["--nproc-per-node=2", "--num_gpus=2"], "--nproc-per-node is torchrun's"),
-        (["--nnodes=2", "--num_gpus=2"], "--nnodes is torchrun's"),
-        (["--hostfile=nowhere"], "--hostfile nowhere: there is no such file"),
-        (["-H", "hosts", "--num_nodes=3"], "the host file names 2"),
-        (
-            ["-H", "hosts", "--no_ssh"],
-            "needs --node_rank, this machine's position in worker-0, worker-1",
-        ),
-        (["-H", "hosts", "--no_ssh", "--node_rank=2"], "expected 0 to 1"),
-        (["-H", "hosts", "-i", "worker-0:2"], "worker-0 has no slot 2: it has 2"),
+        ("--autotuning run", "zero-engine plan"),
+        ("--bind_cores_to_rank", "--numa-binding=node"),
+        ("--bind_core_list=0-3", "--numa-binding=node"),
+        ("--force_multi", "this machine alone"),
+        ("--num_gpus=0", "expected a whole number >= 1, found 0"),
+        ("--num_gpus=1 --include=localhost", "exclude each other"),
+        ("--include=localhost --exclude=localhost", "exclude each other"),
+        ("--include=elsewhere", "there is no host 'elsewhere' among localhost"),
+        ("--include=localhost:a", "expected HOST"),
+        ("--exclude=localhost", "leaves no slot"),
+        ("--num_nodes=2", "--nnodes=2"),
+        ("--nproc-per-node=2 --num_gpus=2", "--nproc-per-node is torchrun's"),
+        ("--nnodes=2 --num_gpus=2", "--nnodes is torchrun's"),
+        ("--hostfile=nowhere", "--hostfile nowhere: there is no such file"),
+        ("-H hosts --num_nodes=3", "the host file names 2"),
+        ("-H hosts --no_ssh", "needs --node_rank, this machine's position in worker-0, worker-1"),
+        ("-H hosts --no_ssh --node_rank=2", "expected 0 to 1"),
+        ("-H hosts -i worker-0:2", "worker-0 has no slot 2: it has 2"),
     ],
 )
 def test_option_that_cannot_be_served_says_what_to_do(
-    script: Path, options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    script: Path, options: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(script.parent)
-    assert message in _refusal(*options, script.name)
+    assert message in _refusal(*options.split(), script.name)
 
 
 @pytest.mark.parametrize(

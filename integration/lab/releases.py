@@ -1,7 +1,7 @@
-"""Runs ``tests/scars.py`` with releases of DeepSpeed, on two ranks on the CPU.
+"""Runs `scars.py` with releases of DeepSpeed, on two ranks on the CPU.
 
-    python integration/compat/releases.py                   each scar in the release it was seen in
-    python integration/compat/releases.py --release 0.19.8  all scars in this one
+    python integration/lab/releases.py                   each scar in the release it was seen in
+    python integration/lab/releases.py --release 0.19.8  all scars in this one
 
 Each release is installed without its dependencies into a folder of its own, and each scar has
 processes of its own. What a release looks for in vain on a CPU beside today's torch and NumPy has
@@ -20,10 +20,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from scars import NUMBERS, SEEN, SOMETIMES, run_all
+
 HERE = Path(__file__).resolve()
-TESTS = HERE.parents[1] / "tests"
-sys.path.insert(0, str(TESTS))
-from scars import NUMBERS, SEEN, SOMETIMES, run_all  # noqa: E402
 
 LIMIT_S = 900  # operators of a release are compiled in its first program, for minutes
 

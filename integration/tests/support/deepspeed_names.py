@@ -1,6 +1,6 @@
 """The public names of DeepSpeed's modules, read from its source without importing it.
 
-``python deepspeed_names.py`` writes the table that `zero_engine.deepspeed.refusal` reads.
+``python tests/support/deepspeed_names.py`` writes the table of `zero_engine.deepspeed.refusal`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zero_engine.deepspeed.served import ALIASES
 
-HOME = Path(__file__).parents[1] / "src" / "zero_engine"
+HOME = Path(__file__).parents[2] / "src" / "zero_engine"
 TABLE = HOME / "deepspeed" / "deepspeed_names.json"
 
 

@@ -1,9 +1,8 @@
 """Trainings in which releases of DeepSpeed were wrong without an error, by number of the issue.
 
 Each is a program for two ranks over ``import deepspeed`` as DeepSpeed has it, and compares with
-plain torch in one process, which takes all ranks' samples. ``test_scars.py`` runs them with this
-engine, ``integration/compat/releases.py`` with releases of DeepSpeed. ``integration/lab/evidence/
-scars.md`` says what was seen.
+plain torch in one process, which takes all ranks' samples. `releases.py` runs them with releases
+of DeepSpeed. ``evidence/scars.md`` says what was seen.
 """
 
 from __future__ import annotations

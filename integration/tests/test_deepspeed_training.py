@@ -1,0 +1,683 @@
+"""Trainings under `zero_engine.deepspeed` have the losses and values of torch's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+from zero_engine.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from tests.support.facade import (
+    HOST,
+    NO_PERSISTENCE,
+    adamw,
+    by_torch,
+    check_values,
+    config,
+    inputs,
+    make,
+    net,
+    on_ranks,
+    square,
+    train,
+    update,
+)
+from zero_core.testing import Case, batch, make_model, rows, run_ddp, spawn
+from zero_engine import deepspeed
+from zero_engine.deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_grad,
+    safe_set_full_fp32_param,
+    safe_set_local_grad,
+)
+
+STEPS = 4
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+LOSS = {"fp32": 4e-6, "bf16": 0.07}
+VALUE = {"fp32": 2e-6, "bf16": 0.04}
+
+# ------------------------------------------------------------------- who ends a step
+
+
+def _like_ddp(rank: int, world_size: int) -> None:
+    """DeepSpeed clips at 1.0 by default. accelerate declares the boundary and steps there alone."""
+    for dtype, stage in (("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 3)):
+        case = Case(stage, dtype, accumulation=2, clipping=1.0)
+        expected = run_ddp(case, rank, STEPS)
+        for is_declared in (False, True):
+            settings = case.config()
+            del settings["gradient_clipping"]
+            model = make_model()
+            engine = make(model, model_parameters=model.parameters(), config=settings)
+            losses = []
+            for step, micro in itertools.product(range(STEPS), range(2)):
+                if is_declared:
+                    engine.set_gradient_accumulation_boundary(is_boundary=micro == 1)
+                loss = engine(**batch(step, micro, rank))["loss"]
+                assert engine.backward(loss).item() == pytest.approx(loss.item() / 2)
+                losses.append(loss.item())
+                if not is_declared or micro == 1:
+                    engine.step()
+            assert losses == pytest.approx(expected.losses, rel=0, abs=LOSS[dtype])
+            for name, param in model.named_parameters():
+                if param.requires_grad:
+                    gap = safe_get_full_fp32_param(param) - expected.values[name]  # type: ignore[operator]
+                    assert gap.abs().max() <= VALUE[dtype], name
+            assert engine.global_steps == STEPS
+            assert engine.global_samples == STEPS * 2 * 2 * world_size
+            engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_follows_ddp_with_clipping_at_1_by_default(world_size: int) -> None:
+    spawn(_like_ddp, world_size)
+
+
+def _shorter_last_step(rank: int, world_size: int) -> None:
+    model, reference = net(), net()
+    optimizer, given = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model))
+    engine = make(model, optimizer=given, config=config(3, gradient_accumulation_steps=3))
+    numbers = itertools.count()
+    for length in (3, 1, 3):  # an epoch of four micro-steps ends early
+        for micro in range(length):
+            number = next(numbers)
+            engine.set_gradient_accumulation_boundary(micro == length - 1)
+            loss = square(engine, inputs(number, rank)) / length
+            engine.backward(loss, scale_wrt_gas=False)
+            for other in range(world_size):
+                (square(reference, inputs(number, other)) / length / world_size).backward()
+        engine.step()
+        update(optimizer)
+    check_values(engine, reference)
+    engine.destroy()
+
+
+def _without_data(rank: int, world_size: int) -> None:
+    """`idle_step` stands for a batch whose loss is zero, as DeepSpeed's scripts have it."""
+    for stage in range(4):
+        values = []
+        for is_idle in (False, True):
+            engine = make(config=config(stage, gradient_accumulation_steps=2))
+            for micro in range(6):
+                has_data = rank < world_size - 1 or micro % 2 == 0
+                if is_idle and not has_data:
+                    engine.idle_step()
+                    continue
+                loss = square(engine, inputs(micro, rank))
+                engine.backward(loss if has_data else loss * 0.0)
+                engine.step()
+            assert engine.global_steps == 3
+            values.append(engine.core.full_state_dict())
+            engine.destroy()
+        torch.testing.assert_close(*values, rtol=0, atol=0)
+
+
+class _Asks:
+    """A scheduler that asks for the boundary within ``step()``."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.seen = engine, []
+
+    def step(self) -> None:
+        self.seen.append(self.engine.is_gradient_accumulation_boundary())
+
+    def get_last_lr(self) -> list[float]:
+        return [0.0]
+
+
+def _unmanaged(rank: int, world_size: int) -> None:
+    expected = by_torch(world_size, [1, 3, 2], over=2)
+    for stage, device in [*((stage, "none") for stage in range(4)), (1, "cpu"), (3, "cpu")]:
+        settings = config(
+            managed_gradient_accumulation=False,
+            gradient_accumulation_steps=2,
+            check_grad_overflow=False,  # without clipping: units may be updated in backward
+            zero_optimization={"stage": stage, "offload_optimizer": {"device": device}},
+        )
+        engine = make(config=settings)
+        engine.core.lr_scheduler = asks = _Asks(engine)
+        numbers = itertools.count()
+        for count in (1, 3, 2):
+            for _ in range(count):
+                engine.backward(square(engine, inputs(next(numbers), rank)))
+                assert not engine.is_gradient_accumulation_boundary()
+            engine.optimizer.step()  # Fabric's loop calls it
+            assert engine.was_step_applied()
+        assert asks.seen == [True] * 3
+        assert (engine.global_steps, engine.global_samples) == (3, 6 * 2 * world_size)
+        check_values(engine, expected, rtol=1e-6)
+        for call in (
+            lambda e: e.coalesce_grad_reduction().__enter__(),
+            lambda e: e.set_gradient_accumulation_boundary(True),
+        ):
+            with pytest.raises(RuntimeError, match="managed_gradient_accumulation = false"):
+                call(engine)
+        engine.destroy()
+
+
+def _coalesced(rank: int, world_size: int) -> None:
+    expected = by_torch(world_size, [3, 1, 2])
+    for stage in range(4):
+        engine = make(stage=stage)
+        numbers = itertools.count()
+        for count in (3, 1, 2):
+            with engine.coalesce_grad_reduction():
+                for _ in range(count):
+                    engine.backward(square(engine, inputs(next(numbers), rank)))
+                with pytest.raises(RuntimeError, match="step after it"):
+                    engine.step()
+            engine.step()
+            sent = [row for row in engine.core.comm_report() if row.collective == "reduce_scatter"]
+            assert sum(row.num_calls for row in sent) <= len(engine.core.layout.units)
+        check_values(engine, expected, rtol=1e-6)
+        with engine.no_sync(), pytest.raises(AssertionError, match="inside no_sync"):
+            engine.step()
+        engine.set_train_batch_size(2 * world_size * 2)
+        with pytest.raises(RuntimeError, match="a block is a whole step"):
+            engine.coalesce_grad_reduction().__enter__()
+        engine.set_train_batch_size(2 * world_size)
+        for outer in (engine.no_sync, engine.coalesce_grad_reduction):
+            with outer(), pytest.raises(RuntimeError, match="leave one out"):
+                engine.coalesce_grad_reduction().__enter__()
+        engine.destroy()
+
+
+def _adversaries(rank: int, world_size: int) -> None:
+    """A generator and a discriminator, whose gradient of the other's loss is dropped."""
+    bce = nn.functional.binary_cross_entropy_with_logits
+
+    def pair() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), net(1)
+
+    dropped = (
+        lambda engine: engine.zero_grad(),
+        lambda engine: engine.optimizer.zero_grad(),
+        lambda engine: engine.module.zero_grad(),
+    )
+    for drop, stage in itertools.product(dropped, range(4)):
+        plain, optimizers = pair(), []
+        optimizers = [adamw(m) for m in plain]
+        engines = [make(m, stage=stage) for m in pair()]
+        for step in range(STEPS):
+            noise, real = (torch.cat([inputs(step + n, r) for r in (0, 1)]) for n in (0, 50))
+            mine = slice(2 * rank, 2 * rank + 2)
+            for trained in (0, 1):
+                optimizers[trained].zero_grad()
+                drop(engines[trained])
+                for (g, d), part in ((plain, slice(0, 4)), (engines, mine)):
+                    yes = torch.ones(2 * world_size, 1)[part]
+                    if trained == 0:
+                        loss = bce(d(g(noise[part])), yes)
+                    else:
+                        fake = d(g(noise[part]).detach())
+                        loss = bce(d(real[part]), yes) + bce(fake, torch.zeros_like(yes))
+                    (engines[trained].backward if g is engines[0] else Tensor.backward)(loss)
+                optimizers[trained].step()
+                engines[trained].step()
+        for model, engine in zip(plain, engines, strict=True):
+            check_values(engine, model, rtol=1e-4, atol=1e-5)
+            engine.destroy()
+
+
+def test_steps_end_where_the_script_ends_them_on_two_ranks() -> None:
+    checks = [_shorter_last_step, _without_data, _unmanaged, _coalesced, _adversaries]
+    on_ranks(2, checks)
+
+
+# ------------------------------------------------------------------- backward without the engine
+
+MICRO_STEPS = 4
+
+
+class _Outputs(nn.Module):
+    """Two outputs, one made of the other, as Hugging Face's loss and logits are."""
+
+    def __init__(self, *, is_reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.is_reentrant = is_reentrant
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x.requires_grad_()
+        if self.is_reentrant is None:
+            y = self.first(x)
+        else:
+            y = checkpoint(self.first, x, use_reentrant=self.is_reentrant)
+        y = self.second(y.tanh()) * self.frozen
+        return {"loss": y.square().mean(), "logits": y}
+
+
+def _both(found: dict[str, Tensor]) -> Tensor:
+    return found["loss"] + found["logits"].sum()
+
+
+def _plain(engine: Any, x: Tensor) -> None:
+    _both(engine(x)).backward()
+
+
+def _scaled(engine: Any, x: Tensor) -> None:
+    engine.scale(_both(engine(x))).backward()
+
+
+def _own(engine: Any, x: Tensor) -> None:
+    engine.backward(_both(engine(x)))
+
+
+def _two_losses(engine: Any, x: Tensor) -> None:
+    found = engine(x)
+    found["loss"].backward(retain_graph=True)
+    engine.backward(found["logits"].sum())
+
+
+def _outputs(stage: int, *, is_reentrant: bool | None = None, **more: Any) -> Any:
+    settings = config(stage, optimizer=SGD, gradient_accumulation_steps=MICRO_STEPS, **more)
+    return make(_Outputs(is_reentrant=is_reentrant), config=settings)
+
+
+def _check_average(engine: Any, *ways: Callable[[Any, Tensor], None]) -> None:
+    """DeepSpeed divides each backward by the number of micro-steps, whoever calls it."""
+    model = _Outputs()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for number in range(2 * MICRO_STEPS):
+        ways[number % len(ways)](engine, inputs(number, engine.global_rank))
+        engine.step()
+        for rank in range(engine.world_size):
+            (_both(model(inputs(number, rank))) / MICRO_STEPS / engine.world_size).backward()
+        if number % MICRO_STEPS == MICRO_STEPS - 1:
+            update(optimizer)
+    check_values(engine, model)
+    engine.destroy()
+
+
+def _every_backward(rank: int, world_size: int) -> None:
+    for stage in (0, 2, 3):
+        for ways in ((_plain,), (_scaled,), (_own,), (_plain, _scaled, _own)):
+            _check_average(_outputs(stage), *ways)
+        for is_reentrant in (False, True):
+            _check_average(_outputs(stage, is_reentrant=is_reentrant), _plain)
+    _check_average(_outputs(0), _two_losses)
+
+
+def test_loss_may_come_through_the_engine_of_another_model() -> None:
+    made = _outputs(2), _outputs(2)
+    before = made[0].module.second.weight.detach().clone()
+    made[0].backward(sum(engine(torch.ones(2, 3))["loss"] for engine in made))
+    after = []
+    for engine in made:
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        after.append(safe_get_full_fp32_param(engine.module.second.weight))
+        engine.destroy()
+    torch.testing.assert_close(*after)
+    assert not torch.equal(before, after[0])
+
+
+def test_parameter_unfrozen_later_is_averaged_too() -> None:
+    model = _Outputs()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model.first.requires_grad_(False)
+    settings = config(gradient_accumulation_steps=MICRO_STEPS)
+    engine = make(model, optimizer=optimizer, config=settings)
+    model.first.requires_grad_(True)
+    _check_average(engine, _plain)
+
+
+def test_backward_without_the_loss_scale_is_refused() -> None:
+    engine = _outputs(0, fp16={"enabled": True, "initial_scale_power": 4})
+    with pytest.raises(RuntimeError, match="Loss scaling is required in fp16"):
+        engine(torch.ones(2, 3, dtype=torch.float16))["loss"].backward()
+
+
+@pytest.mark.parametrize("end", [lambda e: e.destroy(), lambda e: e.core.unwrap()])
+def test_ended_engine_divides_no_gradient(end: Callable[[Any], Any]) -> None:
+    engine, seen = _outputs(0), []
+    end(engine)
+    engine.module.second.bias.register_hook(lambda grad: seen.append(grad.clone()))
+    engine.module(torch.ones(2, 3))["logits"].sum().backward()
+    torch.testing.assert_close(seen, [torch.full((2,), 2.0)])
+
+
+# ------------------------------------------------------------------- models and configurations
+
+
+class _Special(nn.Module):
+    """Blocks with what broke engines in silence: adapters of another dtype, a buffer of angles
+    that bf16 cannot hold, a second call past the engine."""
+
+    def __init__(self, dtype: torch.dtype, adapters: torch.dtype | None, has_angles: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dtype = dtype
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.adapters = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(3))
+        self.head = nn.Linear(7, 1)
+        if has_angles:
+            self.register_buffer("angles", 1000 * torch.linspace(1, 2, 7).sqrt())
+        if adapters is not None:
+            self.requires_grad_(False)
+            self.adapters.to(adapters).requires_grad_(True)
+            self.blocks.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "angles"):
+            x = x * self.angles.float().sin()
+        x = x.to(self.dtype)
+        for block, adapter in zip(self.blocks, self.adapters, strict=True):
+            y = block(x)
+            x = torch.tanh(y + adapter(x.to(adapter.weight.dtype)).to(y.dtype))
+        return self.head(x).float().square().mean()
+
+
+@dataclass(frozen=True)
+class Special:
+    """A training that plain torch in fp32 follows."""
+
+    stage: int
+    dtype: torch.dtype = torch.float32
+    zero: dict[str, Any] = field(default_factory=dict)
+    top: dict[str, Any] = field(default_factory=dict)
+    adapters: torch.dtype | None = None
+    has_angles: bool = False
+    is_autocast: bool = False
+    calls_module: bool = False
+    halves: bool = False
+    """Each rank halves its part of the gradients by name before the step."""
+
+    @property
+    def accumulation(self) -> int:
+        return 1 if self.halves else 2
+
+
+BF16 = torch.bfloat16
+SPECIAL = {
+    "hpZ and the optimizer on the host": Special(3, zero={"zero_hpz_partition_size": 2, **HOST}),
+    "edited gradients and the optimizer on the host": Special(3, zero=HOST, halves=True),
+    "gradients summed in fp32": Special(1, BF16, top={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "buffers in fp32": Special(2, BF16, has_angles=True),
+    "fixed loss scale without ZeRO": Special(0, torch.float16),
+    "adapters in fp32 beside bf16": Special(3, BF16, adapters=torch.float32),
+    "mixed dtypes under autocast": Special(3, adapters=torch.float32, is_autocast=True),
+    "a second call past the engine": Special(2, BF16, calls_module=True),
+}
+
+
+def _train_special(engine: Any, case: Special, rank: int) -> list[float]:
+    norms = []
+    for step, micro in itertools.product(range(3), range(case.accumulation)):
+        is_last = micro == case.accumulation - 1
+        with torch.autocast("cpu", BF16) if case.is_autocast else nullcontext():
+            loss = engine(rows(10 * step + micro, rank))
+            if case.calls_module:
+                loss = loss + engine.module(rows(100 + step, rank))
+        engine.backward(loss)
+        if case.halves:
+            for param in engine.module.parameters():
+                safe_set_local_grad(param, safe_get_local_grad(param) / 2)
+        engine.step()
+        if is_last:
+            norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+def _specials(rank: int, world_size: int) -> None:
+    for name, case in SPECIAL.items():
+        settings = config(
+            case.stage,
+            gradient_accumulation_steps=case.accumulation,
+            optimizer=SGD,
+            bf16={"enabled": case.dtype == BF16},
+            fp16={"enabled": case.dtype == torch.float16, "loss_scale": 128},
+            zero_optimization={"stage": case.stage, **NO_PERSISTENCE, **case.zero},
+            **case.top,
+        )
+        engine = make(_Special(case.dtype, case.adapters, case.has_angles), config=settings)
+        norms = _train_special(engine, case, rank)
+        plain = _Special(torch.float32, case.adapters, case.has_angles).float()
+        start = [p.detach().clone() for p in plain.parameters()]
+        optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+        expected = []
+        for step in range(3):
+            for micro, other in itertools.product(range(case.accumulation), range(world_size)):
+                loss = plain(rows(10 * step + micro, other))
+                if case.calls_module:
+                    loss = loss + plain(rows(100 + step, other))
+                (loss / (2 * world_size)).backward()
+            grads = [p.grad for p in plain.parameters() if p.grad is not None]
+            expected.append(nn.utils.get_total_norm(grads).item())
+            update(optimizer)
+        is_coarse = case.dtype != torch.float32 or case.is_autocast
+        bound = 0.06 if is_coarse else 2e-3
+        assert norms == pytest.approx(expected, rel=bound), name
+        found = engine.core.full_state_dict(dtype=torch.float32)
+        moved, gap = [], []
+        for (key, param), before in zip(plain.named_parameters(), start, strict=True):
+            if param.requires_grad:
+                gap.append((found[key] - param.detach()).norm())
+                moved.append((param.detach() - before).norm())
+        assert torch.stack(gap).norm() <= bound * torch.stack(moved).norm(), name
+        engine.destroy()
+
+
+def test_backwards_dtypes_and_features_together_train_as_in_torch_on_two_ranks() -> None:
+    on_ranks(2, [_every_backward, _specials])
+
+
+class _Scaled(nn.Module):
+    """A block that may multiply by the parameter of another one, too."""
+
+    def __init__(self, *others: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(5, 5), nn.Parameter(torch.full((5,), 1.3))
+        self.others = others  # a tuple: no submodules
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self, *self.others):
+            x = x * block.scale
+        y: Tensor = self.linear(x)
+        return y
+
+
+class _Similar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first = _Scaled()
+        self.blocks = nn.Sequential(_Scaled(first), first)
+        self.logit_scale = nn.Parameter(torch.tensor(2.6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(x)
+        return (y * self.logit_scale).square().mean()
+
+
+def _small_parameters(rank: int, world_size: int) -> None:
+    for threshold, further in ((100_000, {}), (10, {}), (10, HOST)):
+        plain = _Similar()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, **further}
+        engine = make(_Similar(), config=config(optimizer=SGD, zero_optimization=zero))
+        for step in range(3):
+            for other in range(world_size):
+                (plain(inputs(step, other, width=5)) / world_size).backward()
+            update(optimizer)
+            engine.backward(engine(inputs(step, rank, width=5)))
+            engine.step()
+            for (name, param), expected in zip(
+                engine.module.named_parameters(), plain.parameters(), strict=True
+            ):
+                is_small = expected.numel() <= threshold
+                assert (param.ds_status == ZeroParamStatus.AVAILABLE) == is_small, name
+                if is_small:
+                    torch.testing.assert_close(param.detach(), expected.detach())
+        scale = engine.module.logit_scale
+        with deepspeed.zero.GatheredParameters([scale], modifier_rank=0):
+            scale.data.fill_(rank)
+        assert scale.item() == 0
+        safe_set_full_fp32_param(scale, torch.tensor(0.5))
+        assert scale.item() == 0.5
+        engine.destroy()
+
+
+def test_small_parameters_read_their_values_at_stage_3() -> None:
+    spawn(_small_parameters, 3)
+
+
+_GIVEN: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "parameters": lambda model: {"model_parameters": model.parameters()},
+    "groups": lambda model: {"model_parameters": [{"params": list(model.parameters())}]},
+    "optimizer": lambda model: {"optimizer": _fused(model.parameters())},
+    "callable": lambda model: {"optimizer": _fused, "model_parameters": model.parameters()},
+}
+
+
+def _fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+@pytest.mark.parametrize(("stage", "given"), [*itertools.product(range(4), _GIVEN)])
+def test_parameter_that_the_optimizer_has_is_frozen_and_unfrozen_as_in_torch(
+    stage: int, given: str
+) -> None:
+    plain, model = net(), net()
+    optimizer = _fused(plain.parameters())
+    model[0].requires_grad_(False)
+    engine = make(model, stage=stage, **_GIVEN[given](model))
+    assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
+    for phase, is_frozen in enumerate((True, False, True, False)):
+        for module in (plain, engine.module):
+            module[0].requires_grad_(not is_frozen)
+        losses = train(engine, 2, first=2 * phase)
+        for step in range(2):
+            loss = square(plain, inputs(2 * phase + step))
+            assert loss.item() == losses[step]
+            loss.backward()
+            update(optimizer)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_channels_last_model_trains_and_changes_engines_as_in_torch(stage: int) -> None:
+    def convolutions() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    plain, model = convolutions(), convolutions()
+    for phase in range(2):
+        optimizer = _fused(plain.parameters())  # as of the next engine
+        optimizer.zero_grad()
+        engine = make(model, stage=stage, optimizer=_fused(model.parameters()))
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(phase))
+        engine.backward(square(engine, x))
+        engine.step()
+        square(plain, x).backward()
+        optimizer.step()
+        for param, own in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(safe_get_full_fp32_param(own), param)  # type: ignore[arg-type]
+            if stage == 0:
+                states = engine.optimizer.state[own], optimizer.state[param]
+                assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"])
+    engine.destroy()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_zero_grad_within_an_accumulation_drops_its_part_and_says_so(
+    stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, other = make(config=config(stage, gradient_accumulation_steps=2)), net()
+    optimizer = adamw(other)
+    for number in range(2 * STEPS):
+        engine.backward(square(engine, inputs(number)))
+        engine.step()
+        if number % 2 == 0:
+            engine.zero_grad()
+        else:
+            (square(other, inputs(number)) / 2).backward()
+            update(optimizer)
+    check_values(engine, other)
+    assert caplog.text.count("zero_grad() drops the gradient") == (stage >= 2)  # DeepSpeed differs
+
+
+@pytest.mark.parametrize("is_object", [True, False])
+def test_empty_group_keeps_its_place_in_the_schedule(is_object: bool) -> None:
+    models = net(), net()
+    groups = [[{"params": [], "lr": 0.5}, {"params": [*m.parameters()]}] for m in models]
+    optimizers = [torch.optim.AdamW(g, lr=1e-2, weight_decay=0.1) for g in groups]
+    schedules = [LambdaLR(o, [lambda s: 0.5**s, lambda s: 1 / (1 + s)]) for o in optimizers]
+    if is_object:
+        given = {"optimizer": optimizers[0], "lr_scheduler": schedules[0]}
+    else:
+        lambdas = schedules[0].lr_lambdas
+        given = {"model_parameters": groups[0], "lr_scheduler": lambda o: LambdaLR(o, lambdas)}
+    engine = make(models[0], stage=2, **given)
+    for step in range(STEPS):
+        train(engine, 1, step)
+        square(models[1], inputs(step)).backward()
+        update(optimizers[1])
+        schedules[1].step()
+        assert engine.get_lr() == schedules[1].get_last_lr()
+    check_values(engine, models[1])
+
+
+def test_at_stage_0_torch_clips_and_the_optimizer_drops_gradients() -> None:
+    engine, other = make(config=config(gradient_clipping=1.0)), net()
+    optimizer = adamw(other)
+    for step in range(STEPS):
+        engine.backward(square(engine, inputs(step)))
+        square(other, inputs(step)).backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (engine, other)]
+        assert torch.equal(*norms)
+        if step == 1:
+            engine.optimizer.zero_grad()
+            optimizer.zero_grad()
+        engine.step()
+        update(optimizer)
+    check_values(engine, other)
+
+
+def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
+    engine, masters = make(config=config(fp16=fp16)), net().half().float()
+    optimizer = adamw(masters)
+    for value, scale in ((0.5, 16), (math.inf, 8), (math.nan, 4), (-0.25, 4)):
+        for param, master in zip(engine.parameters(), masters.parameters(), strict=True):
+            param.grad = torch.full_like(param, value)
+            master.grad = torch.full_like(master, value / engine.core.loss_scale)
+        if math.isfinite(value):
+            optimizer.step()
+        engine.step()
+        assert engine.core.loss_scale == scale
+    assert caplog.text.count("not finite (param.grad was changed to values that are not") == 2
+    check_values(engine, masters, atol=1e-3)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_initial_sum_of_a_group_of_adagrad_is_its_constructors_as_in_torch(offload: str) -> None:
+    def groups(model: Any) -> Iterator[dict[str, Any]]:
+        yield {"params": list(model[0].parameters()), "initial_accumulator_value": 0.1}
+        yield {"params": list(model[2].parameters()), "lr": 0.3}
+
+    model, alone = net(), net()
+    given, optimizer = (torch.optim.Adagrad(list(groups(m)), lr=0.1) for m in (model, alone))
+    zero = {"stage": 1, "offload_optimizer": {"device": offload}}
+    engine = make(model, optimizer=given, config=config(zero_optimization=zero))
+    train(engine, 2)
+    for step in range(2):
+        square(alone, inputs(step)).backward()
+        update(optimizer)
+    check_values(engine, alone)
