@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedTransport, run_ranks
+from support.simulated_ranks import Network, SimulatedTransport, run_ranks
 
 import zero_comm
 from zero_comm.footprint import comm_footprint

@@ -16,10 +16,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from real_ranks import DTYPES, SHAPES, Outcomes, Scenario, counted, message, outcomes_of, values_of
+from support.real_ranks import DTYPES, SHAPES, Outcomes, Scenario, counted, message, outcomes_of, values_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from toy_training import batch, gap, gradients, make_model, train, weights
+from support.toy_training import batch, gap, gradients, make_model, train, weights
 
 from zero_comm import BlockFormat, LocoSettings, ddp_comm_hook
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from real_ranks import SHAPES, Outcomes, Scenario, counted, message, outcomes_of
+from support.real_ranks import SHAPES, Outcomes, Scenario, counted, message, outcomes_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from toy_training import batch, gap, make_model, train, weights
+from support.toy_training import batch, gap, make_model, train, weights
 
 import zero_comm
 from zero_comm import fsdp2

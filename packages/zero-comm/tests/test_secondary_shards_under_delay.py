@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import TIMEOUT_S, Deferred, Network, SimulatedTransport, run_ranks
+from support.simulated_ranks import TIMEOUT_S, Deferred, Network, SimulatedTransport, run_ranks
 from torch import Tensor
 
 from zero_comm import create_collectives

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedTransport, run_ranks
+from support.simulated_ranks import Network, SimulatedTransport, run_ranks
 
 from zero_comm import create_collectives
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedTransport, run_ranks
+from support.simulated_ranks import Network, SimulatedTransport, run_ranks
 from torch import Tensor
 
 from zero_comm.collectives.feedback import ErrorFeedback, LocoSettings
