@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_cases import Bfloat16, assert_same_bits, copies, make_arrays, make_capsule
+from support.kernel_cases import Bfloat16, assert_same_bits, copies, make_arrays, make_capsule
 
 import cpu_adam
 

@@ -6,12 +6,12 @@ import copy
 from functools import partial
 
 import pytest
-from kernel_cases import make_arrays
-from rule_cases import assert_rule_is_reference, make_split
+from support.kernel_cases import make_arrays
+from support.rule_cases import assert_rule_is_reference, make_split
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import (  # noqa: E402
+from support.torch_cases import (  # noqa: E402
     assert_states_equal,
     bf16_bits,
     make_params,

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import make_params, one_rank, resume, save, set_grads, train  # noqa: E402
+from support.torch_cases import make_params, one_rank, resume, save, set_grads, train  # noqa: E402
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam  # noqa: E402
@@ -393,7 +393,7 @@ class TestWhatCannotBeUsed:
 class TestAdamStepOnTensors:
     @pytest.fixture
     def tensors(self):
-        from kernel_cases import make_arrays
+        from support.kernel_cases import make_arrays
 
         return {name: torch.from_numpy(array) for name, array in make_arrays(50).items()}
 

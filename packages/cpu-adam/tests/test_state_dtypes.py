@@ -8,7 +8,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import assert_states_equal, bf16_bits, make_params, resume, save, set_grads, train  # noqa: E402
+from support.torch_cases import (  # noqa: E402
+    assert_states_equal,
+    bf16_bits,
+    make_params,
+    resume,
+    save,
+    set_grads,
+    train,
+)
 
 import cpu_adam  # noqa: E402
 from cpu_adam import CPUAdam, convert_state, reference  # noqa: E402

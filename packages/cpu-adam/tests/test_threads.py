@@ -12,14 +12,14 @@ import warnings
 
 import numpy as np
 import pytest
-from kernel_cases import (
+from support.kernel_cases import (
     assert_kernel_is_reference,
     assert_same_bits,
     copies,
     make_arrays,
     run_kernel,
 )
-from rule_cases import narrow
+from support.rule_cases import narrow
 
 import cpu_adam
 
@@ -36,7 +36,7 @@ def big():
 
 @pytest.fixture(scope="module")
 def expected(big):
-    from kernel_cases import HYPER
+    from support.kernel_cases import HYPER
 
     result = copies(big)
     run_kernel(result, num_threads=1, **HYPER)
