@@ -52,9 +52,9 @@ class Target:
             stack.enter_context(mock.patch.dict(os.environ, ZERO_COMM_BACKEND=self.name))
             if self.isa:
                 stack.enter_context(use_isa(self.isa))
-            if self.is_interpreted:  # NumPy warns of the NaN and the overflow that are meant
+            if self.is_interpreted:  # NumPy warns of NaN and overflow, which are meant, and of uses
                 stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore", RuntimeWarning)
+                warnings.simplefilter("ignore")
             yield
 
     def for_all(self, check: Callable[[Any], None], examples: st.SearchStrategy[Any]) -> None:
