@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
-from kernel_cases import HYPER
+from support.kernel_cases import HYPER
 
 import cpu_adam
 from cpu_adam import _isa

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_cases import Bfloat16, assert_same_bits, copies, make_arrays, make_capsule
+from support.kernel_cases import (
+    Bfloat16,
+    as_argument,
+    assert_same_bits,
+    copies,
+    make_arrays,
+    make_capsule,
+)
+from support.rule_cases import UPDATES, assert_same
 
 import cpu_adam
 
-NAMES = ["master", "grad", "exp_avg", "exp_avg_sq", "out"]
-FLOAT32_ONLY = ["master", "exp_avg", "exp_avg_sq"]
-WRITTEN = ["master", "exp_avg", "exp_avg_sq", "out"]
+NUMEL = 300  # several blocks of 8-bit moments
+WRONG_DTYPES = ("f8", "i4", "c8", "u2", "?", ">f4", "O")
+OPTIONAL = ("out", "remainder")
+NOT_FINITE = (float("nan"), float("inf"), -float("inf"), 10**400)
+
+
+@pytest.fixture(params=list(UPDATES))
+def update(request):
+    return UPDATES[request.param]
 
 
 @pytest.fixture
@@ -18,80 +32,76 @@ def arrays():
     return {**make_arrays(20), "out": np.zeros(20, np.float32)}
 
 
-def refuse(arrays, hyper, error, match, **changes):
+def arrays_of(update):
+    arrays = update.make(NUMEL)
+    return {**arrays, "out": np.zeros(NUMEL, np.float32)} if update.has_out else arrays
+
+
+def refuse_update(update, error, match, *, arrays=None, **changes):
     """The call raises, and no array has changed."""
-    arguments = {**arrays, **hyper, **changes}
+    arrays = arrays_of(update) if arrays is None else arrays
+    arguments = {name: as_argument(array) for name, array in arrays.items()}
     before = copies(arrays)
-    with pytest.raises(error, match=match):
-        cpu_adam.adam_step(**arguments)
-    for name, array in arrays.items():
-        assert_same_bits(array, before[name])
+    with pytest.raises(error, match=match) as caught:
+        getattr(cpu_adam, update.function)(**{**arguments, **update.options, **changes})
+    assert_same(arrays, before)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [3.0, "text", [1.0] * 20, object(), b"bytes"])
-def test_something_that_is_no_array(arrays, hyper, name, value):
-    # A list as a gradient is several gradients.
-    place = r"\[0\]" if name == "grad" and isinstance(value, list) else ""
-    message = f"^{name}{place}: expected a .*, a NumPy array"
-    refuse(arrays, hyper, TypeError, message, **{name: value})
+def refuse(arrays, hyper, error, match, **changes):
+    refuse_update(UPDATES["adam_step"], error, match, arrays=arrays, **hyper | changes)
 
 
-@pytest.mark.parametrize("name", FLOAT32_ONLY)
-def test_none_for_a_required_array(arrays, hyper, name):
-    refuse(arrays, hyper, TypeError, f"^{name}: expected", **{name: None})
+def test_an_argument_that_is_no_array_of_its_types_is_refused(update):
+    for name, array in arrays_of(update).items():
+        for wrong in (3.0, np.float64(3.0), "text", [1.0] * NUMEL, object(), b"bytes"):
+            # A list as a gradient is several gradients.
+            place = r"\[0\]" if name == "grad" and isinstance(wrong, list) else ""
+            refuse_update(update, TypeError, f"^{name}{place}: expected a", **{name: wrong})
+        if name not in OPTIONAL:
+            refuse_update(update, TypeError, f"^{name}: expected", **{name: None})
+        others = [np.zeros(array.shape, dtype) for dtype in WRONG_DTYPES]
+        if name not in ("grad", "out", "param"):  # which may be of 16 bits, or are
+            others.append(np.zeros(array.shape, np.float16))
+            if array.dtype != np.uint16:
+                others.append(Bfloat16(np.zeros(array.shape, np.uint16)))
+        for wrong in others:
+            refuse_update(update, TypeError, f"^{name}: dtype", **{name: wrong})
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["f8", "i4", "c8", "u2", "?", ">f4", "O"])
-def test_wrong_dtype(arrays, hyper, name, dtype):
-    refuse(arrays, hyper, TypeError, f"^{name}: dtype", **{name: np.zeros(20, dtype)})
+def test_an_array_of_another_shape_or_layout_is_refused(update):
+    for place, (name, array) in enumerate(arrays_of(update).items()):
+        for shape in [(299,), (301,), (0,), (), (15, 20), (300, 1), (3, 1)] if place else []:
+            wrong = as_argument(np.zeros(shape, array.dtype))
+            refuse_update(update, ValueError, f"^{name}: must have", **{name: wrong})
+        if array.dtype == np.uint16:
+            continue  # exported by a type that has no strides and flags
+        gaps, frozen = np.zeros(2 * array.size, array.dtype)[::2], array.copy()
+        refuse_update(update, ValueError, f"^{name}: must be contiguous", **{name: gaps})
+        frozen.flags.writeable = False
+        if name == "grad":
+            arguments = {n: as_argument(a) for n, a in arrays_of(update).items()}
+            getattr(cpu_adam, update.function)(**{**arguments, "grad": frozen, **update.options})
+        else:
+            refuse_update(update, ValueError, f"^{name}: .*read-only", **{name: frozen})
 
 
-@pytest.mark.parametrize("name", FLOAT32_ONLY)
-def test_16_bit_state(arrays, hyper, name):
-    wrong = np.zeros(20, np.float16)
-    refuse(arrays, hyper, TypeError, f"^{name}: dtype must be float32; got", **{name: wrong})
-    refuse(arrays, hyper, TypeError, f"^{name}: dtype", **{name: Bfloat16(np.zeros(20, "u2"))})
-
-
-@pytest.mark.parametrize("name", NAMES[1:])
-@pytest.mark.parametrize("shape", [(19,), (21,), (0,), (), (4, 5), (20, 1)])
-def test_wrong_shape(arrays, hyper, name, shape):
-    wrong = np.zeros(shape, np.float32)
-    refuse(arrays, hyper, ValueError, f"^{name}: must have master's shape", **{name: wrong})
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gaps_in_memory(arrays, hyper, name):
-    wrong = np.zeros(40, np.float32)[::2]
-    refuse(arrays, hyper, ValueError, f"^{name}: must be contiguous", **{name: wrong})
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_read_only_memory_that_is_written(arrays, hyper, name):
-    wrong = np.zeros(20, np.float32)
-    wrong.flags.writeable = False
-    refuse(arrays, hyper, ValueError, f"^{name}: .*read-only", **{name: wrong})
-
-
-def test_a_read_only_gradient_is_fine(arrays, hyper):
-    arrays["grad"].flags.writeable = False
-    cpu_adam.adam_step(**arrays, **hyper)
-
-
-@pytest.mark.parametrize("first", WRITTEN)
-@pytest.mark.parametrize("second", NAMES)
-@pytest.mark.parametrize("shift", [0, 1, 19])
-def test_overlapping_memory(arrays, hyper, first, second, shift):
-    if first == second:
-        return
-    memory = np.zeros(40, np.float32)
-    changes = {first: memory[:20], second: memory[shift : shift + 20]}
-    with pytest.raises(ValueError, match="their memory overlaps") as caught:
-        cpu_adam.adam_step(**{**arrays, **changes, **hyper})
-    assert first in str(caught.value)
-    assert second in str(caught.value)
+def test_memory_that_is_written_may_not_overlap(update):
+    arrays = arrays_of(update)
+    for first, one in arrays.items():
+        for second, other in arrays.items():
+            for offset in (0, one.nbytes - one.itemsize):
+                if first == "grad" or first == second:
+                    continue
+                memory = np.zeros(8 * NUMEL, np.uint8)
+                views = {
+                    first: memory[: one.nbytes].view(one.dtype),
+                    second: memory[offset : offset + other.nbytes].view(other.dtype),
+                }
+                changes = {name: as_argument(view) for name, view in views.items()}
+                said = refuse_update(update, ValueError, "their memory overlaps", **changes)
+                assert first in said
+                assert second in said
 
 
 def test_neighbouring_memory_is_fine(hyper):
@@ -99,24 +109,26 @@ def test_neighbouring_memory_is_fine(hyper):
     cpu_adam.adam_step(*memory[:80].reshape(4, 20), out=memory[80:], **hyper)
 
 
-@pytest.mark.parametrize("name", ["lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale"])
-class TestHyperparameters:
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400])
-    def test_not_finite(self, arrays, hyper, name, value):
-        refuse(arrays, hyper, ValueError, f"^{name}: ", **{name: value})
+def test_a_number_that_is_not_finite_none_or_out_of_range_is_refused(update):
+    for name in {*update.options, "grad_scale"} - {"step"}:
+        out_of_range = 1e39 if name in ("grad_scale", "dampening") else -1e-3
+        for wrong in (*NOT_FINITE, 1e39, out_of_range):
+            refuse_update(update, ValueError, f"^{name}: ", **{name: wrong})
+        for wrong in ("0.1", None, [0.1], b"1", 1j):
+            refuse_update(update, TypeError, f"^{name}: expected a number", **{name: wrong})
+    refuse_update(update, ValueError, "^num_threads: must be at least 1", num_threads=0)
+    refuse_update(update, TypeError, "^num_threads: expected", num_threads=1.5)
+    if "step" in update.options:
+        for step in (0, -1):
+            refuse_update(update, ValueError, "^step: counts from 1", step=step)
+        for step in (1.0, "1", None):
+            refuse_update(update, TypeError, "^step: expected an integer", step=step)
+    for name in {"beta1", "beta2"} & set(update.options):
+        refuse_update(update, ValueError, f"^{name}: must be in", **{name: 1.0})
 
-    @pytest.mark.parametrize("value", ["0.1", None, [0.1], b"1", 1j])
-    def test_no_number(self, arrays, hyper, name, value):
-        refuse(arrays, hyper, TypeError, f"^{name}: expected a number", **{name: value})
 
-    def test_out_of_range(self, arrays, hyper, name):
-        value = 1e39 if name == "grad_scale" else -1e-3
-        refuse(arrays, hyper, ValueError, f"^{name}: ", **{name: value})
-
-
-@pytest.mark.parametrize("name", ["beta1", "beta2"])
-def test_beta_of_one(arrays, hyper, name):
-    refuse(arrays, hyper, ValueError, f"^{name}: must be in", **{name: 1.0})
+def test_as_many_threads_as_one_likes(arrays, hyper):
+    cpu_adam.adam_step(**arrays, **hyper, num_threads=10**30)
 
 
 def test_products_that_fp32_cannot_hold(arrays, hyper):
@@ -124,20 +136,27 @@ def test_products_that_fp32_cannot_hold(arrays, hyper):
     refuse(arrays, hyper, ValueError, "^weight_decay: ", lr=1e30, weight_decay=1e30, step=9999)
 
 
-@pytest.mark.parametrize("step", [0, -1])
-def test_step_below_one(arrays, hyper, step):
-    refuse(arrays, hyper, ValueError, "^step: counts from 1", step=step)
+@pytest.mark.parametrize("function", ["adam_step_8bit", "adam_step_bf16"])
+def test_a_compact_master_is_either_split_or_fp32(function):
+    split, whole = (UPDATES[f"{function}, {kind} master"] for kind in ("split", "fp32"))
+    arrays = arrays_of(split)
+    del arrays["remainder"]
+    refuse_update(split, ValueError, "^remainder: .* needs one", arrays=arrays)
+    extra = {"remainder": np.zeros(NUMEL, np.int16)}
+    refuse_update(whole, ValueError, "^remainder: an fp32 param", **extra)
+    refuse_update(split, ValueError, "^out: a bf16 param", out=np.zeros(NUMEL, np.float32))
 
 
-@pytest.mark.parametrize("step", [1.0, "1", None])
-def test_step_that_is_no_integer(arrays, hyper, step):
-    refuse(arrays, hyper, TypeError, "^step: expected an integer", step=step)
+def test_a_seed_that_makes_no_sense_is_refused():
+    for seed, error in ((-1, ValueError), (2**64, ValueError), (0.5, TypeError)):
+        refuse_update(UPDATES["adam_step_bf16, split master"], error, "^seed: ", seed=seed)
 
 
-def test_num_threads(arrays, hyper):
-    refuse(arrays, hyper, ValueError, "^num_threads: must be at least 1", num_threads=0)
-    refuse(arrays, hyper, TypeError, "^num_threads: expected", num_threads=1.5)
-    cpu_adam.adam_step(**arrays, **hyper, num_threads=10**30)
+def test_what_sgd_and_adagrad_cannot_do():
+    sgd = UPDATES["sgd_step"]
+    refuse_update(sgd, ValueError, "^momentum_buffer: has no use", momentum=0.0)
+    refuse_update(sgd, ValueError, "^nesterov: ", nesterov=True)
+    refuse_update(UPDATES["adagrad_step"], ValueError, "^eps: ", eps=-1)
 
 
 class Exporter:
@@ -167,18 +186,13 @@ class TestDLPack:
         for is_old in (False, True):
             version = None if is_old else (1, 1)
             actual = copies(arrays)
-            cpu_adam.adam_step(
-                **{
-                    name: Exporter(
-                        lambda array=array, version=version: make_capsule(
-                            array, code=2, version=version
-                        ),
-                        is_old=is_old,
-                    )
-                    for name, array in actual.items()
-                },
-                **hyper,
-            )
+            exported = {
+                name: Exporter(
+                    lambda a=array, v=version: make_capsule(a, code=2, version=v), is_old=is_old
+                )
+                for name, array in actual.items()
+            }
+            cpu_adam.adam_step(**exported, **hyper)
             for name, array in actual.items():
                 assert_same_bits(array, expected[name])
 

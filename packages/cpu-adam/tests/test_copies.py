@@ -7,8 +7,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from kernel_cases import as_argument, copies
-from rule_cases import UPDATES, assert_same, run
+from support.kernel_cases import as_argument, copies
+from support.rule_cases import UPDATES, assert_same, run
 
 import cpu_adam
 from cpu_adam import reference

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -48,3 +50,16 @@ def test_other_quotients_are_rounded_correctly():
     random = np.random.default_rng(0)
     a, b = random.integers(2**23, 2**24, (2, 250_000)).astype(np.float32)
     np.testing.assert_array_equal(divide(a, b), a / b)
+
+
+def test_fma_of_the_reference_rounds_once():
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(300).astype(np.float32) for _ in range(2))
+    c = -(a * b) * (1 + rng.choice([0, 2**-24, 2**-23, -(2**-24)], 300)).astype(np.float32)
+    fused = fma(a, b, c)
+    for x, y, z, got in zip(a, b, c, fused, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        error = abs(Fraction(float(got)) - exact)
+        for direction in (-np.inf, np.inf):
+            other = np.nextafter(got, np.float32(direction))
+            assert error <= abs(Fraction(float(other)) - exact)

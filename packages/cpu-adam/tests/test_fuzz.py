@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_cases import HYPER, Bfloat16, make_capsule
+from support.kernel_cases import HYPER, Bfloat16, make_capsule
 
 import cpu_adam
 from cpu_adam import _isa

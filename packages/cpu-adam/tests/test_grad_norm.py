@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from kernel_cases import as_argument, spread
-from rule_cases import narrow
+from support.kernel_cases import as_argument, spread
+from support.rule_cases import narrow
 
 import cpu_adam
 from cpu_adam import reference

@@ -6,8 +6,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from kernel_cases import as_argument, copies, spread
-from rule_cases import OPTIONS, UPDATES, assert_same, make_rule, narrow
+from support.kernel_cases import as_argument, copies, spread
+from support.rule_cases import OPTIONS, UPDATES, assert_same, make_rule, narrow
 
 import cpu_adam
 from cpu_adam import reference

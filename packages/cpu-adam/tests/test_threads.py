@@ -12,16 +12,8 @@ import warnings
 
 import numpy as np
 import pytest
-from kernel_cases import (
-    assert_kernel_is_reference,
-    assert_same_bits,
-    copies,
-    make_arrays,
-    run_kernel,
-)
-from rule_cases import narrow
-
-import cpu_adam
+from support.kernel_cases import HYPER, assert_same_bits, copies, make_arrays, run_kernel
+from support.rule_cases import narrow
 
 # Several grains of work, the last one odd.
 NUMEL = 300_001
@@ -36,8 +28,6 @@ def big():
 
 @pytest.fixture(scope="module")
 def expected(big):
-    from kernel_cases import HYPER
-
     result = copies(big)
     run_kernel(result, num_threads=1, **HYPER)
     return result
@@ -46,10 +36,6 @@ def expected(big):
 def assert_all_same(actual, expected):
     for name in expected:
         assert_same_bits(actual[name], expected[name])
-
-
-def test_many_threads_match_the_reference(big, hyper):
-    assert_kernel_is_reference(big, np.float16, num_threads=3, **hyper)
 
 
 @pytest.mark.parametrize("out_dtype", [np.float32, np.float16, np.uint16])
@@ -71,7 +57,7 @@ def test_a_copy_too_large_for_the_caches_is_the_same(isa, out_dtype, hyper):
         assert not out[start + numel :].any()
 
 
-@pytest.mark.parametrize("num_threads", [2, 3, 5, 16, 64])
+@pytest.mark.parametrize("num_threads", [2, 3, 16, 64])
 def test_the_thread_count_does_not_change_the_bits(big, expected, hyper, num_threads):
     for _ in range(3):
         actual = copies(big)
@@ -174,10 +160,6 @@ def test_no_openmp_runtime_is_loaded():
         "assert 'libgomp' not in maps and 'libomp' not in maps and 'libiomp' not in maps"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_available_isas_is_a_tuple():
-    assert isinstance(cpu_adam.available_isas(), tuple)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads have no affinity here")

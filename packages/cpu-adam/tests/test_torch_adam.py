@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import make_params, set_grads, train  # noqa: E402
+from support.torch_cases import make_params, set_grads, train  # noqa: E402
 
 from cpu_adam import CPUAdam  # noqa: E402
 

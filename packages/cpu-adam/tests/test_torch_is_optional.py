@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from kernel_cases import copies, make_arrays, run_kernel
+from support.kernel_cases import copies, make_arrays, run_kernel
 
 from cpu_adam import _threads
 

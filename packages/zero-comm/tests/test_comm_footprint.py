@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedTransport, run_ranks
+from support.simulated_ranks import (
+    FOUR_BIT,
+    QGZ,
+    QWZ,
+    Network,
+    SimulatedTransport,
+    hpz,
+    make_collectives,
+    run_ranks,
+)
 
 import zero_comm
 from zero_comm.footprint import comm_footprint
@@ -14,8 +23,6 @@ from zero_comm.quantizer.message import HEADER_NBYTES
 
 WORLD_SIZE = 4
 PER_NODE = 2
-QWZ = {"zero_quantized_weights": True}
-QGZ = {"zero_quantized_gradients": True}
 LOCO = {"zeropp_loco_param": {}}
 
 
@@ -44,9 +51,9 @@ def test_message_bytes_are_those_of_a_quantized_buffer(format: str, numel: int) 
     "config",
     [
         {**QWZ, **QGZ},
-        {**QWZ, **QGZ, **LOCO, "zero_hpz_partition_size": 2},
-        {**QGZ, "zero_hpz_partition_size": 2},
-        {**QWZ, **QGZ, "zero_quantized_weights_format": "int4_difference"},
+        {**QWZ, **QGZ, **LOCO, **hpz(2)},
+        {**QGZ, **hpz(2)},
+        {**FOUR_BIT, **QGZ},
     ],
 )
 def test_bytes_sent_and_kept_are_those_of_real_collectives(config: dict[str, Any]) -> None:
@@ -57,14 +64,7 @@ def test_bytes_sent_and_kept_are_those_of_real_collectives(config: dict[str, Any
         return network.between[rank], network.within[rank]
 
     def program(transport: SimulatedTransport) -> tuple[list[tuple[int, int]], dict[str, int]]:
-        made = zero_comm.create_collectives(
-            transport,
-            rank=transport.rank,
-            world_size=WORLD_SIZE,
-            config=config,
-            ranks_per_node=PER_NODE,
-            frozen=(),
-        )
+        made = make_collectives(transport, config, PER_NODE)
         full = torch.ones(WORLD_SIZE * numel, dtype=dtype)
         shard = torch.ones(numel, dtype=dtype)
         for version in range(2):  # a difference needs an earlier version

@@ -1,6 +1,7 @@
 """The factory: its entry point, the settings it reads, the settings it refuses."""
 
 import ast
+import re
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -8,15 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedTransport, run_ranks
+from support.simulated_ranks import (
+    FOUR_BIT,
+    QGZ,
+    QWZ,
+    Network,
+    SimulatedTransport,
+    hpz,
+    make_collectives,
+    run_ranks,
+)
 
 import zero_comm
 from zero_comm import create_collectives
 from zero_comm.collectives.quantized import QuantizedCollectives
 from zero_comm.quantizer.message import Packing
-
-QWZ = {"zero_quantized_weights": True}
-QGZ = {"zero_quantized_gradients": True}
 
 
 def make(
@@ -39,9 +46,7 @@ def sent_nbytes(config: dict[str, Any], numel: int = 4096) -> tuple[int, int]:
     network = Network(2, 1)
 
     def program(transport: SimulatedTransport) -> None:
-        made = create_collectives(
-            transport, rank=transport.rank, world_size=2, config=config, ranks_per_node=1, frozen=()
-        )
+        made = make_collectives(transport, config, 1)
         out = torch.empty(2 * numel)
         made.all_gather(out, torch.randn(numel), unit=0, version=0, backward=False).wait()
         if transport.rank == 0:
@@ -89,18 +94,19 @@ def test_a_full_block_with_everything_else_off_is_accepted() -> None:
     assert isinstance(make(config)[1], QuantizedCollectives)
 
 
-def test_one_rank_gets_the_native_collectives() -> None:
-    transport, collectives = make(
-        {**QWZ, **QGZ, "zero_hpz_partition_size": 2}, world_size=1, ranks_per_node=1
-    )
-    assert collectives is transport
-
-
 @pytest.mark.parametrize(
-    "config", [{}, {"zero_quantized_weights": False}, {"zero_quantized_checksum": True}]
+    ("config", "world_size"),
+    [
+        ({}, 4),
+        ({"zero_quantized_weights": False}, 4),
+        ({"zero_quantized_checksum": True}, 4),
+        ({**QWZ, **QGZ, **hpz(2)}, 1),
+    ],
 )
-def test_a_config_that_asks_for_nothing_gets_the_native_collectives(config: dict[str, Any]) -> None:
-    transport, collectives = make(config)
+def test_one_rank_or_a_config_that_asks_for_nothing_gets_the_native_collectives(
+    config: dict[str, Any], world_size: int
+) -> None:
+    transport, collectives = make(config, world_size=world_size, ranks_per_node=1)
     assert collectives is transport
 
 
@@ -119,54 +125,50 @@ def test_a_config_that_asks_for_nothing_gets_the_native_collectives(config: dict
         ("zero_quantized_weights_format", "int2"),
         ("zero_quantized_gradients_within_node", "int4_difference"),
         ("zero_quantized_gradients_between_nodes", 4),
+        ("zeropp_loco_param.err_beta", 1.5),
+        ("zeropp_loco_param.err_beta", "x"),
+        ("zeropp_loco_param.reset_T", 0),
+        ("zeropp_loco_param.reset_T", 2.0),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused_by_its_key(key: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"zero_optimization\.{key} "):
-        make({**QWZ, **QGZ, key: value})
+    outer, _, inner = key.partition(".")
+    with pytest.raises(ValueError, match=rf"zero_optimization\.{re.escape(key)} "):
+        make({**QWZ, **QGZ, outer: {inner: value} if inner else value})
 
 
 @pytest.mark.parametrize(
-    "loco", [{"err_beta": 1.5}, {"err_beta": "x"}, {"reset_T": 0}, {"reset_T": 2.0}]
-)
-def test_settings_of_error_feedback_are_refused_by_their_keys(loco: dict[str, Any]) -> None:
-    (key,) = loco
-    with pytest.raises(ValueError, match=rf"zero_optimization\.zeropp_loco_param\.{key} "):
-        make({**QGZ, "zeropp_loco_param": loco})
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(-1, 4), (4, 4)])
-def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="rank must"):
-        make(QWZ, rank=rank, world_size=world_size)
-
-
-@pytest.mark.parametrize("ranks_per_node", [0, 3])
-def test_nodes_that_do_not_divide_the_ranks_are_refused(ranks_per_node: int) -> None:
-    with pytest.raises(ValueError, match="ranks_per_node must divide the 4 ranks"):
-        make(QWZ, ranks_per_node=ranks_per_node)
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
+    ("layout", "said"),
     [
-        ({"zero_hpz_partition_size": 4}, "zero_hpz_partition_size = 4 has no effect"),
-        ({**QWZ, "zero_quantized_weights_format": "int4_difference"}, "has no effect with one"),
+        ({"rank": -1}, "rank must"),
+        ({"rank": 4}, "rank must"),
+        ({"ranks_per_node": 0}, "ranks_per_node must divide the 4 ranks"),
+        ({"ranks_per_node": 3}, "ranks_per_node must divide the 4 ranks"),
+    ],
+)
+def test_a_layout_that_makes_no_sense_is_refused(layout: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(QWZ, **layout)
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "per_node", "said"),
+    [
+        (hpz(4), 4, 4, "zero_hpz_partition_size = 4 has no effect"),
+        (FOUR_BIT, 4, 4, "has no effect with one"),
+        (hpz(2), 4, 1, "backward's gathers leave the node"),
+        (hpz(2), 6, 3, "backward's gathers leave the node"),
     ],
 )
 def test_what_does_less_than_it_promises_is_said(
-    config: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+    config: dict[str, Any],
+    world_size: int,
+    per_node: int,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    make(config, ranks_per_node=4)
+    make(config, world_size=world_size, ranks_per_node=per_node)
     assert said in caplog.text
-
-
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 1), (6, 3)])
-def test_a_partition_across_nodes_is_said(
-    world_size: int, ranks_per_node: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    make({"zero_hpz_partition_size": 2}, world_size=world_size, ranks_per_node=ranks_per_node)
-    assert "backward's gathers leave the node" in caplog.text
 
 
 def test_nothing_is_imported_but_torch_and_the_standard_library() -> None:

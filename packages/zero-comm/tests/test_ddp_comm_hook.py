@@ -16,13 +16,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from real_ranks import DTYPES, SHAPES, Outcomes, Scenario, counted, message, outcomes_of, values_of
+from support.real_ranks import (
+    DTYPES,
+    SHAPES,
+    Outcomes,
+    Scenario,
+    counted,
+    message,
+    outcomes_of,
+    values_of,
+)
+from support.toy_training import backward, gap, gradients, make_model, train, weights
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from toy_training import batch, gap, gradients, make_model, train, weights
 
 from zero_comm import BlockFormat, LocoSettings, ddp_comm_hook
 
+DTYPES_16 = (torch.bfloat16, torch.float16)
 LOSS_BOUND = 0.03  # of any step's loss, against plain DDP's at that step
 
 
@@ -62,9 +72,9 @@ def train_ddp_with_settings(rank: int, world_size: int) -> Outcomes:
         if name == "unused":
             model.register_parameter("spare", nn.Parameter(torch.ones(9)))
         found[name] = train(ddp(model, ddp_comm_hook(), **kwargs), rank)
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in DTYPES_16:
         found[f"plain {dtype}"] = train(ddp(make_model(dtype)), rank)
-        found[f"quantized {dtype}"] = train(ddp(make_model(dtype), ddp_comm_hook()), rank)
+        found[str(dtype)] = train(ddp(make_model(dtype), ddp_comm_hook()), rank)
     return found
 
 
@@ -75,15 +85,12 @@ def ddp_gradients(rank: int, world_size: int) -> Outcomes:
         model = ddp(make_model(), hook)
         for step in range(2):  # DDP makes its buckets anew after the first
             model.zero_grad()
-            x, y = batch(step, rank, torch.float32)
-            (model(x) - y).square().mean().backward()
+            backward(model, step, rank)
             found[f"{name} {step}"] = gradients(model)
         model.zero_grad()
         with model.no_sync():
-            x, y = batch(2, rank, torch.float32)
-            (model(x) - y).square().mean().backward()
-        x, y = batch(3, rank, torch.float32)
-        (model(x) - y).square().mean().backward()
+            backward(model, 2, rank)
+        backward(model, 3, rank)
         found[f"{name} accumulated"] = gradients(model)
     return found
 
@@ -146,9 +153,8 @@ def fail_in_the_hook(rank: int, world_size: int) -> Outcomes:
         return {}
     fmt = BlockFormat("int8" if rank % 2 else "e4m3", 256)
     model = ddp(make_model(), ddp_comm_hook(fmt))
-    x, y = batch(0, rank, torch.float32)
     try:
-        (model(x) - y).square().mean().backward()
+        backward(model, 0, rank)
     except RuntimeError as error:
         return {"error": str(error)}
     return {}
@@ -161,12 +167,10 @@ def train_until_a_rank_dies(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model = ddp(make_model(), ddp_comm_hook(timeout=timedelta(seconds=20)))
     for step in range(3):
-        x, y = batch(step, rank, torch.float32)
-        loss = (model(x) - y).square().mean()
         if (rank, step) == (1, 2):
             os._exit(3)
         try:
-            loss.backward()
+            backward(model, step, rank)
         except RuntimeError as error:
             Path(folder, "error").write_text(f"step {step}: {error}")
             os._exit(0)  # the group cannot be destroyed in good order any more
@@ -199,17 +203,12 @@ def test_losses_are_those_of_plain_ddp(ranks: list[Outcomes]) -> None:
     assert gap(got["default"], got["plain"]) <= (LOSS_BOUND if len(ranks) > 1 else 0)
 
 
-@pytest.mark.parametrize("name", [*HOOKS, *WAYS])
+@pytest.mark.parametrize("name", [*HOOKS, *WAYS, *map(str, DTYPES_16)])
 def test_losses_are_those_of_plain_ddp_in_every_setting(name: str) -> None:
     outcomes = ranks_of(2, 2)[0]
-    plain = outcomes["train_ddp"]["plain"]
-    assert gap(outcomes["train_ddp_with_settings"][name], plain) <= LOSS_BOUND
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_losses_are_those_of_plain_ddp_in_16_bit(dtype: torch.dtype) -> None:
-    got = ranks_of(2, 2)[0]["train_ddp_with_settings"]
-    assert gap(got[f"quantized {dtype}"], got[f"plain {dtype}"]) <= LOSS_BOUND
+    found = outcomes["train_ddp_with_settings"]
+    plain = found.get(f"plain {name}", outcomes["train_ddp"]["plain"])
+    assert gap(found[name], plain) <= LOSS_BOUND
 
 
 def test_all_ranks_have_the_same_weights_to_the_bit(ranks: list[Outcomes]) -> None:

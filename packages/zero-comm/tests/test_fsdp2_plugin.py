@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from real_ranks import SHAPES, Outcomes, Scenario, counted, message, outcomes_of
+from support.real_ranks import SHAPES, Outcomes, Scenario, counted, message, outcomes_of
+from support.toy_training import backward, batch, gap, make_model, train, weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from toy_training import batch, gap, make_model, train, weights
 
 import zero_comm
 from zero_comm import fsdp2
 
+DTYPES_16 = (torch.bfloat16, torch.float16)
 LOSS_BOUND = 0.03  # of any step's loss, against plain FSDP2's at that step
 
 
@@ -39,11 +40,10 @@ PLUGINS: dict[str, dict[str, Any]] = {
 
 
 def train_fsdp(rank: int, world_size: int) -> Outcomes:
-    found: Outcomes = {"plain": train(fsdp(make_model()), rank)}
+    plain = train(fsdp(make_model()), rank)
     model = fsdp(make_model())
     fsdp2.apply(model)
-    found["default"] = train(model, rank)
-    return found
+    return {"plain": plain, "default": train(model, rank)}
 
 
 def train_fsdp_with_settings(rank: int, world_size: int) -> Outcomes:
@@ -52,12 +52,12 @@ def train_fsdp_with_settings(rank: int, world_size: int) -> Outcomes:
         model = fsdp(make_model())
         fsdp2.apply(model, **settings)
         found[name] = train(model, rank)
-    for dtype in (torch.bfloat16, torch.float16):
-        for name in ("plain", "quantized"):
-            model = fsdp(make_model(), mp_policy=MixedPrecisionPolicy(dtype, dtype))
-            if name == "quantized":
-                fsdp2.apply(model)
-            found[f"{name} {dtype}"] = train(model, rank)
+    for dtype in DTYPES_16:
+        policy = MixedPrecisionPolicy(dtype, dtype)
+        found[f"plain {dtype}"] = train(fsdp(make_model(), mp_policy=policy), rank)
+        model = fsdp(make_model(), mp_policy=policy)
+        fsdp2.apply(model)
+        found[str(dtype)] = train(model, rank)
     return found
 
 
@@ -76,11 +76,6 @@ def change_and_restore(rank: int, world_size: int) -> Outcomes:
         "restored weights": full_weights(model),
         "plain weights": full_weights(other),
     }
-
-
-def step_of(model: nn.Module, rank: int, dtype: torch.dtype = torch.float32) -> None:
-    x, y = batch(0, rank, dtype)
-    (model(x) - y).square().mean().backward()
 
 
 def fsdp_gradients(rank: int, world_size: int) -> Outcomes:
@@ -102,7 +97,7 @@ def fsdp_gradients(rank: int, world_size: int) -> Outcomes:
                 part.set_force_sum_reduction_for_comms(is_summed)
             if kind == "quantized":
                 fsdp2.apply(model, weights=None, gradients="int8")
-            step_of(model, rank)
+            backward(model, 0, rank)
             shards = [p.grad.full_tensor().flatten() for p in model.parameters()]  # type: ignore[union-attr]
             found[f"{kind} {name}"] = torch.cat(shards)
     return found
@@ -115,21 +110,16 @@ def unshard_ahead(rank: int, world_size: int) -> Outcomes:
     fsdp2.apply(model)
     found: Outcomes = {}
     for is_async in (False, True):
-        handles = [m.unshard(async_op=is_async) for m in model.modules() if _is_fsdp(m)]
-        for handle in handles:
+        units = [m for m in model.modules() if isinstance(m, fsdp2.FSDPModule)]
+        for handle in [unit.unshard(async_op=is_async) for unit in units]:
             if handle is not None:
                 handle.wait()
         found[f"{is_async}"] = weights(model)
-        for m in model.modules():
-            if isinstance(m, fsdp2.FSDPModule):
-                m.reshard()
+        for unit in units:
+            unit.reshard()
     found["kept"] = torch.equal(full_weights(model), before)
     found["exact"] = before
     return found
-
-
-def _is_fsdp(module: nn.Module) -> bool:
-    return isinstance(module, fsdp2.FSDPModule)
 
 
 class TwoTypes(nn.Module):
@@ -175,11 +165,10 @@ def count_fsdp(rank: int, world_size: int) -> Outcomes:
 def train_with_replicas(rank: int, world_size: int) -> Outcomes:
     """HSDP: two replicas of two shards each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found: Outcomes = {"plain": train(fsdp(make_model(), mesh=mesh), rank)}
+    found: Outcomes = {"plain replicas": train(fsdp(make_model(), mesh=mesh), rank)}
     model = fsdp(make_model(), mesh=mesh)
     fsdp2.apply(model)
-    found["quantized"] = train(model, rank)
-    return found
+    return {**found, "replicas": train(model, rank)}
 
 
 SCENARIOS = (
@@ -208,25 +197,16 @@ def test_losses_are_those_of_plain_fsdp2(ranks: list[Outcomes]) -> None:
     assert gap(got["default"], got["plain"]) <= (LOSS_BOUND if len(ranks) > 1 else 0)
 
 
-@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize("name", [*PLUGINS, *map(str, DTYPES_16), "replicas"])
 def test_losses_are_those_of_plain_fsdp2_in_every_setting(name: str) -> None:
-    outcomes = ranks_of(2, 2)[0]
-    plain = outcomes["train_fsdp"]["plain"]
-    losses = outcomes["train_fsdp_with_settings"][name]
-    assert gap(losses, plain) <= LOSS_BOUND
-    assert losses != plain, "nothing was quantized"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_losses_are_those_of_plain_fsdp2_in_16_bit(dtype: torch.dtype) -> None:
-    got = ranks_of(2, 2)[0]["train_fsdp_with_settings"]
-    assert gap(got[f"quantized {dtype}"], got[f"plain {dtype}"]) <= LOSS_BOUND
-
-
-def test_losses_are_those_of_plain_fsdp2_with_replicas() -> None:
-    got = ranks_of(4, 2)[0]["train_with_replicas"]
-    assert gap(got["quantized"], got["plain"]) <= LOSS_BOUND
-    assert got["quantized"] != got["plain"]
+    outcomes = ranks_of(*((4, 2) if name == "replicas" else (2, 2)))[0]
+    found = {
+        **outcomes.get("train_fsdp_with_settings", {}),
+        **outcomes.get("train_with_replicas", {}),
+    }
+    plain = found.get(f"plain {name}", outcomes["train_fsdp"]["plain"])
+    assert gap(found[name], plain) <= LOSS_BOUND
+    assert found[name] != plain, "nothing was quantized"
 
 
 def test_gradients_are_divided_as_fsdp2_was_told(ranks: list[Outcomes]) -> None:
@@ -250,17 +230,16 @@ def test_taking_it_back_gives_plain_fsdp2_to_the_bit(ranks: list[Outcomes]) -> N
         assert got["restored weights"].equal(got["plain weights"])
 
 
-def test_asynchronous_gathers_give_the_same_weights(ranks: list[Outcomes]) -> None:
+def test_asynchronous_gathers_give_the_same_weights_and_shards_keep_every_bit(
+    ranks: list[Outcomes],
+) -> None:
     first = ranks[0]["unshard_ahead"]
     assert first["False"].equal(first["exact"]) is (len(ranks) == 1)
     for outcomes in ranks:
         got = outcomes["unshard_ahead"]
         assert got["True"].equal(got["False"])
         assert got["True"].equal(first["True"])
-
-
-def test_shards_keep_every_bit(ranks: list[Outcomes]) -> None:
-    assert all(outcomes["unshard_ahead"]["kept"] for outcomes in ranks)
+        assert got["kept"]
 
 
 def test_parameters_of_several_dtypes_are_gathered_exactly(ranks: list[Outcomes]) -> None:

@@ -6,25 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedTransport, run_ranks
+from support.lossless import integers_of
+from support.simulated_ranks import Network, SimulatedTransport, make_collectives, run_ranks
 from torch import Tensor
 
-from zero_comm import CorruptMessageError, create_collectives
+from zero_comm import CorruptMessageError
 
 LAYOUTS = [(2, 1), (3, 1), (4, 2), (6, 2), (6, 3)]
 LOSSLESS = {"zero_lossless_weights": True}
 NUMEL = 4099
-
-
-def make(transport: SimulatedTransport, config: dict[str, Any], per_node: int) -> Any:
-    return create_collectives(
-        transport,
-        rank=transport.rank,
-        world_size=transport.world_size,
-        config=config,
-        ranks_per_node=per_node,
-        frozen=(),
-    )
 
 
 def weights(rank: int, dtype: torch.dtype) -> Tensor:
@@ -38,10 +28,6 @@ def stepped(weights: Tensor, version: int) -> Tensor:
     moved = weights.float() + 1e-5 * torch.randn(NUMEL, generator=generator)
     moved[version % NUMEL] = (float("nan"), -0.0, float("inf"))[version % 3]
     return moved.to(weights.dtype)
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
 class Run:
@@ -58,7 +44,7 @@ class Run:
         world_size, sent = self.network.world_size, [0]
 
         def program(transport: SimulatedTransport) -> None:
-            collectives = make(transport, self.config, self.per_node)
+            collectives = make_collectives(transport, self.config, self.per_node)
             rank = transport.rank
             full = torch.zeros(world_size * NUMEL, dtype=self.dtype)
             own = full[rank * NUMEL : (rank + 1) * NUMEL]
@@ -75,7 +61,7 @@ class Run:
                 for backward in (False,) if self.is_kept else (False, True):
                     arguments = {"unit": 0, "version": version, "backward": backward}
                     collectives.all_gather(out, shard, **arguments).wait()
-                    assert torch.equal(bits(out), bits(torch.cat(everyone)))
+                    assert torch.equal(integers_of(out), integers_of(torch.cat(everyone)))
                 if rank == 0:
                     sent.append(self.network.between[0])
 
@@ -126,7 +112,7 @@ def test_what_cannot_be_shortened_is_sent_whole() -> None:
     network = Network(2, 1)
 
     def program(transport: SimulatedTransport) -> None:
-        collectives = make(transport, LOSSLESS, 1)
+        collectives = make_collectives(transport, LOSSLESS, 1)
         for version in range(3):
             generator = torch.Generator().manual_seed(version)
             shape = (2, NUMEL)
@@ -164,6 +150,6 @@ def test_both_kinds_of_shorter_weights_are_refused() -> None:
 
     def program(transport: SimulatedTransport) -> None:
         with pytest.raises(ValueError, match="zero_lossless_weights sends every bit"):
-            make(transport, {**LOSSLESS, "zero_quantized_weights": True}, 1)
+            make_collectives(transport, {**LOSSLESS, "zero_quantized_weights": True}, 1)
 
     run_ranks(network, program)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from real_ranks import DTYPES, SHAPES, Outcomes, counted, message, outcomes_of, values_of
+from support.real_ranks import DTYPES, SHAPES, Outcomes, counted, message, outcomes_of, values_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

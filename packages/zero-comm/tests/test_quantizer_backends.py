@@ -2,18 +2,29 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from forced_backend import HAS_NATIVE, ISAS, forced
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from quantizer_cases import formats as all_formats
-from quantizer_cases import group_differences
-from quantizer_reference import ALL_DTYPES, Format
-from quantizer_strategies import flat_tensors, formats
-from real_ranks import start_ranks
+from support.backends import (
+    CPU,
+    DEVICE,
+    HAS_NATIVE,
+    HOSTS,
+    ISAS,
+    TORCH,
+    Target,
+    every_device,
+    every_target,
+    needs_native,
+)
+from support.quantizer_reference import ALL_DTYPES
+from support.quantizer_strategies import flat_tensors, formats, seeds
+from support.real_ranks import start_ranks
 from torch import Tensor
 
 import zero_comm
@@ -22,21 +33,195 @@ from zero_comm import (
     dequantize,
     dequantize_rows,
     dequantize_sum,
+    quantize,
     quantize_rows,
     quantized_nbytes,
 )
 from zero_comm.quantizer.backend import find_backend
+from zero_comm.quantizer.block_format import seed_of_group
+from zero_comm.quantizer.torch_backend import BACKEND as REFERENCE
 
-if HAS_NATIVE:
-    from zero_comm import _kernels
-    from zero_comm.quantizer.native_backend import use_isa
-
-needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="the compiled module isn't there")
-seeds = st.one_of(st.none(), st.integers(0, 2**32 - 1))
+KINDS = ("int8", "int4", "e4m3", "e5m2")
+GAP = 16  # bytes between rows, which belong to someone else
+every_isa = pytest.mark.parametrize("target", [t for t in HOSTS if t.name == "native"], ids=str)
 
 
-def made(fmt: Format) -> BlockFormat:
-    return BlockFormat(fmt.kind, fmt.block_size, fmt.is_symmetric, fmt.has_rotation)
+def name_of(fmt: BlockFormat) -> str:
+    """Kind, symmetry and rotation; not the block size."""
+    symmetry = "symmetric" if fmt.is_symmetric else "asymmetric"
+    return f"{fmt.kind} {symmetry}{' rotated' if fmt.has_rotation else ''}"
+
+
+# Every kind with and without symmetry and rotation; a power of two and another size.
+FORMATS = [
+    BlockFormat(kind, block_size, is_symmetric, has_rotation)
+    for kind in KINDS
+    for is_symmetric in ((True, False) if kind.startswith("int") else (True,))
+    for has_rotation, block_sizes in ((False, (24, 128)), (True, (64, 192)))
+    for block_size in block_sizes
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows to quantize, held against plain torch on the host."""
+
+    fmt: BlockFormat
+    dtype: torch.dtype
+    num_rows: int
+    numel: int
+    seed: int | None
+    is_finite: bool
+
+    def rows(self) -> Tensor:
+        """Magnitudes far apart, signed zeros, and NaN and Inf in some blocks if asked for."""
+        generator = torch.Generator().manual_seed(self.numel + self.num_rows)
+        x = torch.randn(self.num_rows, self.numel, generator=generator, dtype=torch.float64)
+        low = -24 if self.dtype == torch.float16 else -135
+        runs = torch.randint(low, 12, (self.num_rows, -(-self.numel // 8)), generator=generator)
+        x *= torch.exp2(runs.double()).repeat_interleave(8, 1)[:, : self.numel]
+        x[torch.rand(x.shape, generator=generator) < 0.1] = 0.0
+        x[torch.rand(x.shape, generator=generator) < 0.05] *= -0.0
+        if not self.fmt.is_symmetric:
+            self._make_close(x[0] if self.fmt.block_size == 24 else x[0, :128], generator)
+        if not self.is_finite:
+            x[0, self.numel // 2] = float("nan")
+            x[-1, self.numel // 3] = float("inf")
+            x[-1, -1] = -float("inf")
+        return x.to(self.dtype)
+
+    def _make_close(self, part: Tensor, generator: torch.Generator) -> None:
+        """What came out of the quantizer, a spacing per step: there, codes are moved to fit."""
+        spacing = torch.finfo(self.dtype if self.dtype != torch.float64 else torch.float32).eps
+        around_one = torch.rand(part.shape, generator=generator, dtype=torch.float64) - 0.5
+        x = (1 + 0.95 * self.fmt.top_index * spacing * around_one).to(self.dtype).view(1, -1)
+        rows = torch.empty(1, self.fmt.nbytes(x.numel()), dtype=torch.uint8)
+        REFERENCE.encode(x, rows, self.fmt, None)
+        REFERENCE.decode(rows, x, self.fmt)
+        part.copy_(x[0])
+
+    def check(self, device: torch.device) -> None:
+        x, nbytes = self.rows(), self.fmt.nbytes(self.numel)
+        inner = slice(GAP, GAP + nbytes)
+        expected = torch.full((self.num_rows, GAP + nbytes + GAP), 7, dtype=torch.uint8)
+        found = expected.to(device, copy=True)
+        REFERENCE.encode(x, expected[:, inner], self.fmt, self.seed)
+        there = x.to(device, copy=True)
+        is_bad = find_backend(device).encode(there, found[:, inner], self.fmt, self.seed)
+        assert is_bad is None or is_bad != self.is_finite, self
+        assert torch.equal(found.cpu(), expected), self
+        self.check_values(expected[:, inner], device)
+
+    def check_values(self, rows: Tensor, device: torch.device) -> None:
+        """Decode ``rows``, a view of a wider buffer, and add them up."""
+        there, backend = rows.to(device, copy=True), find_backend(device)
+        values = torch.full((self.num_rows, self.numel), 5.0, dtype=self.dtype)
+        total = torch.full((self.numel,), 5.0)
+        its_values, its_total = values.to(device, copy=True), total.to(device, copy=True)
+        REFERENCE.decode(rows, values, self.fmt)
+        REFERENCE.decode_sum(rows, total, self.fmt)
+        backend.decode(there, its_values, self.fmt)
+        backend.decode_sum(there, its_total, self.fmt)
+        assert is_same(its_values.cpu(), values), self
+        assert is_same(its_total.cpu(), total), self
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, but for NaN, which has many."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    is_equal = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
+    return bool(is_equal.all())
+
+
+def cases() -> Iterator[Case]:
+    """Each kind, symmetry and rotation in each dtype of the kernels, int8 in fp64; long rows."""
+    index = 0
+    for fmt in FORMATS:
+        has_float64 = fmt.kind == "int8"  # it becomes fp32 before any kernel
+        wide = (torch.float16, torch.float64) if has_float64 else (torch.float16,)
+        for dtype in ALL_DTYPES[:2] if fmt.block_size in (24, 192) else wide:
+            # These periods differ, so that over all formats each setting meets each.
+            numel = (517, 256, 1, 1000, 64)[index % 5]
+            seed = (None, None, 3_000_000_019)[index % 3]
+            yield Case(fmt, dtype, (2, 1, 3, 1)[index // 2 % 4], numel, seed, index % 7 != 0)
+            index += 1
+    for index, kind in enumerate(KINDS):  # several tiles of a kernel that takes some thousand
+        fmt, seed = BlockFormat(kind, 128, kind != "int8"), 7 if index % 2 else None
+        yield Case(fmt, torch.bfloat16, 2, 9000 - index, seed, index != 1)
+
+
+def check_rows_of_all_bytes(fmt: BlockFormat, device: torch.device) -> None:
+    """Codes of all 256 bytes with good scales."""
+    numel = 512 if fmt.kind == "int4" else 256
+    row = torch.zeros(1, fmt.nbytes(numel), dtype=torch.uint8)
+    REFERENCE.encode(torch.linspace(-3, 5, numel).view(1, numel), row, fmt, None)
+    row[0, :256] = torch.arange(256, dtype=torch.uint8)
+    Case(fmt, torch.float32, 1, numel, None, True).check_values(row, device)
+
+
+def check_extreme_rows(fmt: BlockFormat, device: torch.device) -> None:
+    """From end to end of what fp32 holds, and a range of about the smallest step."""
+    numel = 2 * fmt.block_size
+    ends = torch.linspace(-1, 1, numel)
+    rows = torch.zeros(2, fmt.nbytes(numel), dtype=torch.uint8)
+    REFERENCE.encode(torch.stack([ends * 3e38, ends * 2.0**-104]), rows, fmt, None)
+    Case(fmt, torch.float32, 2, numel, None, True).check_values(rows, device)
+
+
+def check_groups(fmt: BlockFormat, device: torch.device) -> None:
+    """Rows in groups are quantized as each group by itself."""
+    backend = find_backend(device)
+    num_groups, num_rows, numel, seed = 3, 2, 301, 3_000_000_019
+    x = Case(fmt, torch.float32, num_groups * num_rows, numel, seed, True).rows()
+    x = x.to(device).view(num_groups, num_rows, numel)
+    # As in an all-to-all: the messages to one rank are adjacent, those of a group are not.
+    shape = (num_rows, num_groups, fmt.nbytes(numel))
+    rows = torch.full(shape, 7, dtype=torch.uint8, device=device).transpose(0, 1)
+    expected = torch.full_like(rows, 7)
+    values, own_values = torch.empty_like(x), torch.empty_like(x)
+    totals, own_totals = torch.empty_like(x[:, 0]), torch.empty_like(x[:, 0])
+    backend.encode(x.view(-1, numel), rows, fmt, seed)
+    backend.decode(rows, values.view(-1, numel), fmt)
+    backend.decode_sum(rows, totals, fmt)
+    for group in range(num_groups):
+        backend.encode(x[group], expected[group], fmt, seed_of_group(seed, group))
+        backend.decode(rows[group], own_values[group], fmt)
+        backend.decode_sum(rows[group], own_totals[group], fmt)
+    assert torch.equal(rows, expected), fmt
+    assert torch.equal(values, own_values), fmt
+    assert torch.equal(totals, own_totals), fmt
+
+
+@every_target
+@pytest.mark.parametrize("name", sorted({name_of(fmt) for fmt in FORMATS}))
+def test_rows_have_the_bytes_and_values_of_plain_torch(target: Target, name: str) -> None:
+    with target.forced():
+        assert find_backend(target.device).name == target.name
+        for case in cases():
+            if name_of(case.fmt) == name:
+                case.check(target.device)
+        for fmt in FORMATS:
+            if name_of(fmt) == name and fmt.block_size == 128:
+                check_rows_of_all_bytes(fmt, target.device)
+                check_extreme_rows(fmt, target.device)
+            # Interpreted groups take long: of each format one size, with rotation or without.
+            is_chosen = fmt.block_size == (64 if fmt.kind in ("int4", "e5m2") else 128)
+            is_chosen &= fmt.kind.startswith("e") or not fmt.is_symmetric
+            if name_of(fmt) == name and (is_chosen or not target.is_interpreted):
+                check_groups(fmt, target.device)
+
+
+@every_target
+def test_no_rows_and_rows_of_no_elements_are_left_alone(target: Target) -> None:
+    fmt = BlockFormat("int8", 256)
+    with target.forced():
+        backend = find_backend(target.device)
+        for x in (torch.empty(2, 0), torch.empty(0, 5)):
+            rows = torch.empty(len(x), fmt.nbytes(x.shape[1]), dtype=torch.uint8)
+            backend.encode(x.to(target.device), rows.to(target.device), fmt, None)
+            backend.decode(rows.to(target.device), x.to(target.device), fmt)
+        nothing = torch.empty(0, device=target.device)
+        backend.decode_sum(nothing.byte().view(2, 0), nothing, fmt)
 
 
 def outcome(x: Tensor, fmt: BlockFormat, seed: int | None) -> list[Tensor | bool | None]:
@@ -54,120 +239,132 @@ def outcome(x: Tensor, fmt: BlockFormat, seed: int | None) -> list[Tensor | bool
     return [*found, total]
 
 
-def assert_same(got: list[Tensor | bool | None], expected: list[Tensor | bool | None]) -> None:
-    assert got[0] is expected[0]
-    for a, b in zip(got[1:], expected[1:], strict=True):
+def check_as_torch(target: Target, x: Tensor, fmt: BlockFormat, seed: int | None) -> None:
+    with TORCH.forced():
+        expected = outcome(x, fmt, seed)
+    assert expected[0] is not bool(x.isfinite().all())
+    with target.forced():
+        found = outcome(x, fmt, seed)
+    assert found[0] is expected[0]
+    for a, b in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-@needs_native
-@pytest.mark.parametrize("isa", ISAS)
-@given(flat_tensors, formats, seeds)
-def test_native_gives_what_torch_gives(isa: str, x: Tensor, fmt: Format, seed: int | None) -> None:
-    with forced("torch"):
-        expected = outcome(x, made(fmt), seed)
-    with forced("native"), use_isa(isa):
-        assert_same(outcome(x, made(fmt), seed), expected)
-
-
-@needs_native
-@pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=40)
+@every_isa
+@pytest.mark.parametrize("is_finite", [True, False])
 @given(flat_tensors, formats, seeds, st.data())
-def test_native_carries_what_torch_carries(
-    isa: str, x: Tensor, fmt: Format, seed: int | None, data: st.DataObject
+def test_native_gives_and_carries_what_torch_does(
+    target: Target,
+    is_finite: bool,
+    x: Tensor,
+    fmt: BlockFormat,
+    seed: int | None,
+    data: st.DataObject,
 ) -> None:
-    if not len(x):
-        return
-    at = data.draw(st.integers(0, len(x) - 1))
-    x[at] = data.draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
-    with forced("torch"):
-        expected = outcome(x, made(fmt), seed)
-    assert expected[0] is True
-    with forced("native"), use_isa(isa):
-        assert_same(outcome(x, made(fmt), seed), expected)
+    if not is_finite and len(x):
+        at = data.draw(st.integers(0, len(x) - 1))
+        x[at] = data.draw(st.sampled_from([float("nan"), float("inf"), float("-inf")]))
+    check_as_torch(target, x, fmt, seed)
 
 
-@needs_native
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize("kind", ["int8", "int4", "e4m3", "e5m2"])
-def test_any_bytes_mean_the_same_to_native(isa: str, dtype: torch.dtype, kind: str) -> None:
+@every_isa
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_bytes_mean_the_same_to_native(target: Target, kind: str) -> None:
     """Corrupt ones too: every code, and scales that no quantizer makes."""
     generator = torch.Generator().manual_seed(0)
     for is_symmetric in (True, False) if kind.startswith("int") else (True,):
-        fmt = BlockFormat(kind, 256, is_symmetric)
-        buffer = torch.randint(
-            0, 256, (quantized_nbytes(256 * 65, fmt),), dtype=torch.uint8, generator=generator
-        )
+        fmt, numel = BlockFormat(kind, 256, is_symmetric), 256 * 65
+        nbytes = quantized_nbytes(numel, fmt)
+        buffer = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
         buffer[:256] = torch.arange(256)
-        values = []
-        for name in ("torch", "native"):
-            with forced(name), use_isa(isa):
-                values.append(dequantize(buffer, 256 * 65, fmt, dtype=dtype))
-        torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
+        for dtype in ALL_DTYPES:
+            values = []
+            for each in (TORCH, target):
+                with each.forced():
+                    values.append(dequantize(buffer, numel, fmt, dtype=dtype))
+            torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
 
 
 @needs_native
-@pytest.mark.parametrize("numel", [1 << 20, (1 << 21) + 77])
-def test_threads_do_not_show_in_the_bytes(numel: int) -> None:
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16()
-    x[-5] = float("nan")
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_large_tensors_are_those_of_torch_with_any_number_of_threads(
+    dtype: torch.dtype, num_threads: int
+) -> None:
+    numel = (1 << 20) + 77
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if dtype == torch.bfloat16:
+        x[-5] = float("nan")
     before = torch.get_num_threads()
-    found = []
+    torch.set_num_threads(num_threads)
     try:
-        with forced("native"):
-            for num_threads in (1, 3):
-                torch.set_num_threads(num_threads)
-                found.append(outcome(x, BlockFormat("int4", 128), 5))
+        fmt = BlockFormat("int4", 128, has_rotation=dtype == torch.float32)
+        check_as_torch(Target("native"), x, fmt, 5 if dtype == torch.bfloat16 else None)
     finally:
         torch.set_num_threads(before)
-    assert found[0][0] is True
-    assert_same(found[1], found[0])
 
 
-@needs_native
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
-def test_large_tensors_are_the_same_in_both(dtype: torch.dtype) -> None:
-    x = torch.randn((1 << 19) + 77, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for fmt in (BlockFormat("int8", 256), BlockFormat("int4", 128, has_rotation=True)):
-        with forced("torch"):
-            expected = outcome(x, fmt, None)
-        with forced("native"):
-            assert_same(outcome(x, fmt, None), expected)
+@every_device
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_millions_of_elements_on_a_device_give_the_bytes_of_the_host(
+    target: Target, kind: str, dtype: torch.dtype
+) -> None:
+    with target.forced():
+        Case(BlockFormat.make(kind), dtype, 3, (1 << 20) + 77, 5, True).check(target.device)
 
 
-def test_the_host_is_served_by_the_compiled_module_where_it_is(
+@pytest.mark.skipif(DEVICE is None, reason="torch finds no accelerator")
+def test_quantizing_waits_for_nothing_on_the_device() -> None:
+    """On the current stream, and seen by what follows there, without a host synchronization."""
+    fmt, numel = BlockFormat.make("int4"), 1 << 16
+    x = torch.ones(2 * numel, device=DEVICE)
+    rows = torch.empty(2, fmt.nbytes(numel), dtype=torch.uint8, device=DEVICE)
+    total = torch.empty(numel, device=DEVICE)
+    stream = torch.Stream(DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream())  # x is filled on it
+    with stream:
+        x.mul_(3)
+        assert quantize_rows(x, fmt, rows) is None
+        dequantize_sum(rows, numel, fmt, total)
+    torch.accelerator.current_stream().wait_stream(stream)  # total is filled on it
+    assert torch.equal(total.cpu(), torch.full((numel,), 6.0))
+
+
+@pytest.mark.skipif(DEVICE is None, reason="torch finds no accelerator")
+def test_non_finite_values_on_a_device_are_refused_when_asked_to() -> None:
+    x = torch.ones(1000, device=DEVICE)
+    x[700] = float("inf")
+    with pytest.raises(ValueError, match=r"the first among elements \[512, 768\)"):
+        quantize(x, nonfinite="refuse")
+
+
+@pytest.mark.skipif(Target("triton") not in HOSTS, reason="Triton's kernels aren't interpreted")
+def test_a_block_that_no_program_can_hold_is_refused_with_what_to_do() -> None:
+    said = r"blocks of up to 32768 elements, got block_size 65536.*ZERO_COMM_BACKEND=torch"
+    with Target("triton").forced(), pytest.raises(ValueError, match=said):
+        quantize(torch.ones(1), BlockFormat("int8", 1 << 16))
+
+
+def test_a_device_is_served_by_the_fastest_backend_and_by_the_one_that_is_forced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ZERO_COMM_BACKEND", raising=False)
     assert zero_comm.backend() == ("native" if HAS_NATIVE else "torch")
-    assert zero_comm.backend("cpu") == zero_comm.backend(torch.device("cpu"))
+    assert zero_comm.backend("cpu") == zero_comm.backend(CPU)
+    assert zero_comm.backend("mps") == "torch"
+    monkeypatch.setenv("ZERO_COMM_BACKEND", " Torch ")
+    assert zero_comm.backend() == zero_comm.backend("meta") == "torch"
 
 
-def test_devices_that_triton_does_not_support_are_served_by_plain_torch(
+def test_a_backend_that_does_not_exist_or_is_not_there_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("ZERO_COMM_BACKEND", raising=False)
-    assert zero_comm.backend("mps") == "torch"
-
-
-def test_a_backend_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZERO_COMM_BACKEND", " Torch ")
-    assert zero_comm.backend() == "torch"
-    assert zero_comm.backend("meta") == "torch"
-
-
-def test_a_backend_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_COMM_BACKEND", "fpga")
     with pytest.raises(ValueError, match=r"one of torch, native, triton, got 'fpga'"):
-        zero_comm.quantize(torch.zeros(8))
-
-
-def test_a_forced_backend_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sys.modules["zero_comm.quantizer.backend"], "_is_available", lambda _: False
-    )
+        quantize(torch.zeros(8))
+    module = sys.modules["zero_comm.quantizer.backend"]
+    monkeypatch.setattr(module, "_is_available", lambda _: False)
     monkeypatch.setenv("ZERO_COMM_BACKEND", "native")
     with pytest.raises(ValueError, match=r"'native', but the compiled module .* isn't there"):
         zero_comm.backend()
@@ -176,7 +373,7 @@ def test_a_forced_backend_that_is_not_there_is_an_error(monkeypatch: pytest.Monk
 def quantize_with_isa(rank: int, isa: str, folder: str) -> None:
     os.environ |= {"ZERO_COMM_ISA": isa, "ZERO_COMM_BACKEND": "native"}
     try:
-        said = str(zero_comm.quantize(torch.ones(8)).sum().item())
+        said = str(quantize(torch.ones(8)).sum().item())
     except ValueError as error:
         said = str(error)
     Path(folder, isa).write_text(said)
@@ -196,14 +393,9 @@ def test_the_environment_names_the_instruction_set(tmp_path: Path) -> None:
 def test_an_instruction_set_that_the_machine_lacks_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_kernels, "available_isas", lambda: ["generic"])
-    with pytest.raises(ValueError, match="not supported by this machine"), use_isa("avx512"):
+    monkeypatch.setattr("zero_comm._kernels.available_isas", lambda: ["generic"])
+    with (
+        pytest.raises(ValueError, match="not supported by this machine"),
+        Target("native", "avx512").forced(),
+    ):
         pass
-
-
-@pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_native)])
-def test_rows_in_groups_are_quantized_as_each_group_by_itself(name: str) -> None:
-    with forced(name):
-        backend = find_backend(torch.device("cpu"))
-    cpu = torch.device("cpu")
-    assert [wrong for fmt in all_formats() for wrong in group_differences(fmt, backend, cpu)] == []

@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import TIMEOUT_S, Deferred, Network, SimulatedTransport, run_ranks
+from support.simulated_ranks import (
+    FOUR_BIT,
+    QWZ,
+    TIMEOUT_S,
+    Deferred,
+    Network,
+    SimulatedTransport,
+    hpz,
+    make_collectives,
+    run_ranks,
+)
 from torch import Tensor
-
-from zero_comm import create_collectives
 
 WORLD_SIZE, PER_NODE, NUMEL, NUM_UNITS, NUM_STEPS = 4, 2, 301, 5, 6
 CPU = torch.device("cpu")
@@ -90,8 +98,7 @@ def shard_of(rank: int, unit: int, version: int) -> Tensor:
     return torch.arange(NUMEL, dtype=torch.float32) + 1e3 * rank + 1e4 * unit + 1e5 * version
 
 
-HPZ = {"zero_hpz_partition_size": 2}
-QWZ = {"zero_quantized_weights": True}
+HPZ = hpz(2)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,7 @@ QWZ = {"zero_quantized_weights": True}
         (HPZ, 0),
         (HPZ, 1),
         ({**QWZ, **HPZ}, 2),
-        ({**QWZ, **HPZ, "zero_quantized_weights_format": "int4_difference"}, 3),
+        ({**FOUR_BIT, **HPZ}, 3),
         (QWZ, 4),
     ],
 )
@@ -109,14 +116,7 @@ def test_no_stale_or_half_written_shard_is_served(config: dict[str, Any], seed: 
 
     def program(bare: SimulatedTransport) -> int:
         transport = LateTransport(bare.network, range(WORLD_SIZE), bare.rank, seed)
-        collectives = create_collectives(
-            transport,
-            rank=transport.rank,
-            world_size=WORLD_SIZE,
-            config=config,
-            ranks_per_node=PER_NODE,
-            frozen=(),
-        )
+        collectives = make_collectives(transport, config, PER_NODE)
         order = random.Random(seed + 17 * transport.rank)
         shards = [transport.zeros(NUMEL, torch.float32, CPU) for _ in range(NUM_UNITS)]
         for unit, shard in enumerate(shards):

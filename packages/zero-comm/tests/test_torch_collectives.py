@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from real_ranks import DTYPES, SHAPES, Outcomes, outcomes_of, values_of
+from support.real_ranks import DTYPES, SHAPES, Outcomes, outcomes_of, values_of
 
 from zero_comm import TorchCollectives
 from zero_comm.transport.protocol import TransportCollectives

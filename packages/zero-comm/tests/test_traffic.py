@@ -8,26 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedTransport, run_ranks
-
-from zero_comm import create_collectives
+from support.simulated_ranks import (
+    FOUR_BIT,
+    QGZ,
+    QWZ,
+    Network,
+    SimulatedTransport,
+    hpz,
+    make_collectives,
+    run_ranks,
+)
 
 NUMEL = 16384  # of a shard
-
-QWZ = {"zero_quantized_weights": True}
-QGZ = {"zero_quantized_gradients": True}
-
-
-def hpz(size: int) -> dict[str, Any]:
-    return {"zero_hpz_partition_size": size}
 
 
 def four_bit(size: int) -> dict[str, Any]:
     return {
-        **QWZ,
+        **FOUR_BIT,
         **QGZ,
         **hpz(size),
-        "zero_quantized_weights_format": "int4_difference",
         "zero_quantized_gradients_within_node": "int8",
         "zero_quantized_gradients_hadamard": True,
     }
@@ -39,14 +38,7 @@ def bytes_between_nodes(config: dict[str, Any], world_size: int, per_node: int) 
     after_first = [0] * world_size
 
     def program(transport: SimulatedTransport) -> None:
-        collectives = create_collectives(
-            transport,
-            rank=transport.rank,
-            world_size=world_size,
-            config=config,
-            ranks_per_node=per_node,
-            frozen=(),
-        )
+        collectives = make_collectives(transport, config, per_node)
         generator = torch.Generator().manual_seed(transport.rank)
         shard = torch.randn(NUMEL, generator=generator).bfloat16()
         full = torch.empty(world_size * NUMEL, dtype=torch.bfloat16)

@@ -4,30 +4,22 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Network, SimulatedTransport, run_ranks
+from support.simulated_ranks import (
+    FOUR_BIT,
+    QGZ,
+    QWZ,
+    Network,
+    SimulatedTransport,
+    hpz,
+    make_collectives,
+    run_ranks,
+)
 from torch import Tensor
 
-from zero_comm import create_collectives, dequantize, quantize
+from zero_comm import BlockFormat, dequantize, quantize
 from zero_comm.quantizer.message import Packing
 
 LAYOUTS = [(2, 2), (3, 1), (4, 2), (6, 2), (6, 3)]
-QWZ = {"zero_quantized_weights": True}
-FOUR_BIT = {**QWZ, "zero_quantized_weights_format": "int4_difference"}
-
-
-def hpz(size: int) -> dict[str, Any]:
-    return {"zero_hpz_partition_size": size}
-
-
-def make(transport: SimulatedTransport, config: dict[str, Any], per_node: int, **more: Any) -> Any:
-    return create_collectives(
-        transport,
-        rank=transport.rank,
-        world_size=transport.world_size,
-        config=config,
-        ranks_per_node=per_node,
-        **{"frozen": (), **more},
-    )
 
 
 def shard_of(rank: int, numel: int, dtype: torch.dtype, version: int = 0) -> Tensor:
@@ -50,7 +42,7 @@ def gather_on_ranks(
     def program(transport: SimulatedTransport) -> Tensor:
         shard = shard_of(transport.rank, numel, dtype)
         before = shard.clone()
-        out = gather(make(transport, config, per_node), shard, world_size)
+        out = gather(make_collectives(transport, config, per_node), shard, world_size)
         assert torch.equal(shard, before)
         return out
 
@@ -58,11 +50,18 @@ def gather_on_ranks(
 
 
 @pytest.mark.parametrize(("world_size", "per_node"), LAYOUTS)
-@pytest.mark.parametrize("kind", ["int8", "int4", "e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("int8", torch.float32),
+        ("int4", torch.bfloat16),
+        ("e4m3", torch.float32),
+        ("e5m2", torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("has_secondary", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_rank_gets_what_quantizing_each_shard_leaves(
-    world_size: int, per_node: int, kind: str, has_secondary: bool, dtype: torch.dtype
+    world_size: int, per_node: int, kind: str, dtype: torch.dtype, has_secondary: bool
 ) -> None:
     numel = 1001
     config = {**QWZ, "zero_quantized_weights_format": kind}
@@ -100,7 +99,7 @@ def versions_on_ranks(
 ) -> tuple[list[Any], Network]:
     network = Network(world_size, per_node)
     run = run_ranks(
-        network, lambda transport: program(make(transport, config, per_node), transport)
+        network, lambda transport: program(make_collectives(transport, config, per_node), transport)
     )
     return run, network
 
@@ -155,14 +154,8 @@ def test_differences_follow_the_weights_to_within_half_a_step_of_the_change() ->
     assert errors[0] == 0.0  # the first time the weights themselves travel
     # Half a step of a block whose largest change, the last error included, is below 5e-3.
     assert 0.0 < max(errors[1:]) <= 0.5 / 7 * 5e-3 * 1.01
-    exact, packed = 4 * numel, Packing(_difference_format()).nbytes(numel)
+    exact, packed = 4 * numel, Packing(BlockFormat("int4", 256)).nbytes(numel)
     assert network.between == [exact + 19 * packed] * world_size
-
-
-def _difference_format() -> Any:
-    from zero_comm.quantizer.block_format import BlockFormat
-
-    return BlockFormat("int4", 256)
 
 
 @pytest.mark.parametrize("config", [hpz(2), {**QWZ, **hpz(2)}, FOUR_BIT, QWZ])
@@ -207,7 +200,7 @@ def test_frozen_weights_alone_are_quantized_if_asked() -> None:
     numel = 1024
 
     def program(transport: SimulatedTransport) -> list[bool]:
-        collectives = make(transport, config, 2, frozen=[1])
+        collectives = make_collectives(transport, config, 2, frozen=[1])
         shard = shard_of(transport.rank, numel, torch.float32)
         expected = torch.cat([shard_of(r, numel, torch.float32) for r in range(4)])
         return [torch.equal(gather(collectives, shard, 4, unit=u), expected) for u in (0, 1)]
@@ -220,7 +213,7 @@ def test_frozen_weights_cross_once_until_they_are_replaced() -> None:
     crossed = []
 
     def program(transport: SimulatedTransport) -> list[bool]:
-        collectives = make(transport, hpz(2), 2, frozen=[0])
+        collectives = make_collectives(transport, hpz(2), 2, frozen=[0])
         found = []
         for version in range(4):
             if version == 3:
@@ -235,24 +228,6 @@ def test_frozen_weights_cross_once_until_they_are_replaced() -> None:
 
     assert run_ranks(network, program) == [[True] * 4] * 4
     assert crossed == [400, 400, 400, 800]
-
-
-@pytest.mark.parametrize(
-    ("config", "within", "between"),
-    [
-        # Messages of 8 bits, handed on within the node as they are.
-        (QWZ, lambda s, q: 2 * q, lambda s, q: q),
-        # Exact values; within the node those of both nodes.
-        (hpz(2), lambda s, q: 2 * s, lambda s, q: s),
-        ({**QWZ, **hpz(2)}, lambda s, q: 2 * s, lambda s, q: q),
-    ],
-)
-def test_bytes_are_those_of_the_closed_form(config: Any, within: Any, between: Any) -> None:
-    numel = 1000
-    _, network = gather_on_ranks(config, 4, 2, numel, torch.bfloat16)
-    sizes = (2 * numel, Packing("int8").nbytes(numel))
-    assert network.within == [within(*sizes)] * 4
-    assert network.between == [between(*sizes)] * 4
 
 
 def test_negative_versions_are_carried_exactly_and_never_kept() -> None:
@@ -273,7 +248,9 @@ def test_a_shard_that_overlaps_the_output_is_refused() -> None:
     transport = SimulatedTransport(Network(2, 1), [0, 1], 0)
     out = torch.randn(8192)
     with pytest.raises(ValueError, match="must not overlap out"):
-        make(transport, QWZ, 1).all_gather(out, out[:4096], unit=0, version=0, backward=False)
+        make_collectives(transport, QWZ, 1).all_gather(
+            out, out[:4096], unit=0, version=0, backward=False
+        )
 
 
 def test_a_damaged_message_is_refused_by_the_senders_name() -> None:
@@ -288,17 +265,17 @@ def test_a_damaged_message_is_refused_by_the_senders_name() -> None:
         run_ranks(
             network,
             lambda transport: gather(
-                make(transport, QWZ, 2), shard_of(transport.rank, 999, torch.float32), 4
+                make_collectives(transport, QWZ, 2), shard_of(transport.rank, 999, torch.float32), 4
             ),
         )
 
 
-def test_memory_is_told_by_kind() -> None:
-    config = {**QWZ, **hpz(2), "zero_quantized_gradients": True, "zeropp_loco_param": {}}
+def test_memory_is_reported_by_kind() -> None:
+    config = {**QWZ, **QGZ, **hpz(2), "zeropp_loco_param": {}}
     numel = 4096
 
     def program(transport: SimulatedTransport) -> dict[str, int]:
-        collectives = make(transport, config, 2)
+        collectives = make_collectives(transport, config, 2)
         gather(collectives, shard_of(transport.rank, numel, torch.bfloat16), 4)
         out = torch.empty(numel)
         full = shard_of(transport.rank, 4 * numel, torch.bfloat16)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from real_ranks import start_ranks
+from support.real_ranks import start_ranks
 from torch.distributed import TCPStore
 
 README = Path(__file__).parents[1] / "README.md"

@@ -25,25 +25,34 @@ ROTATED = BlockFormat("int4", 192, is_symmetric=False, has_rotation=True)
 ASYMMETRIC = BlockFormat("int8", 256, is_symmetric=False)
 FLOAT8 = BlockFormat("e4m3", 128)
 INT4 = BlockFormat("int4", 128)
+# Of the arguments of all kernels whose names say their type; other integers have 32 bits.
+TYPES = {
+    "rows_ptr": "*u8",
+    "codes_ptr": "*u8",
+    "descriptors_ptr": "*i16",
+    "ends_ptr": "*i64",
+    "is_bad_ptr": "*i32",
+    "codes_nbytes": "i64",
+    "words_ptr": "*i64",
+    "sums_ptr": "*i64",
+    "num_words": "i64",
+}
 
 
-def assembly(
-    kernel: Any, arguments: dict[str, str], constants: dict[str, Any], target: GPUTarget
-) -> str:
+def assembly(kernel: Any, target: GPUTarget, constants: dict[str, Any], **types: str) -> str:
     """PTX, or that of an AMD GPU, with pointers and strides known to be aligned."""
     constants = dict(constants)
     options = {**triton_backend.LAUNCH_OPTIONS, "num_warps": constants.pop("num_warps")}
-    signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
-    names = list(kernel.arg_names)
+    types = {**TYPES, **types, **dict.fromkeys(constants, "constexpr")}
     aligned = {
-        (names.index(name),): [["tt.divisibility", 16]]
-        for name in arguments
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
         if name.endswith(("_ptr", "_stride"))
-        and not kernel.params[names.index(name)].do_not_specialize_on_alignment
+        and not kernel.params[index].do_not_specialize_on_alignment
     }
     source = ASTSource(
         fn=kernel,
-        signature={name: signature[name] for name in names},
+        signature={name: types.get(name, "i32") for name in kernel.arg_names},
         constexprs=constants,
         attrs=aligned,
     )
@@ -52,83 +61,32 @@ def assembly(
 
 
 def encode(fmt: BlockFormat, dtype: str, target: GPUTarget, *, is_stochastic: bool) -> str:
-    strides = {"numel": "i32", "x_stride": "i32", "group_stride": "i32", "out_stride": "i32"}
-    strides |= {"num_rows": "i32", "seed": "i32"}
     encoding = {"DTYPE": dtype, "LARGEST_BITS": 0x7F7F0000, "IS_STOCHASTIC": is_stochastic}
-    return assembly(
-        triton_tiles.encode_kernel,
-        {"x_ptr": POINTER[dtype], "out_ptr": "*u8", **strides},
-        {**triton_backend.constants_of(fmt), **encoding},
-        target,
-    )
+    constants = {**triton_backend.constants_of(fmt), **encoding}
+    kernel = triton_tiles.encode_kernel
+    return assembly(kernel, target, constants, x_ptr=POINTER[dtype], out_ptr="*u8")
 
 
 def decode(fmt: BlockFormat, dtype: str) -> str:
-    strides = {"numel": "i32", "group_stride": "i32", "rows_stride": "i32", "out_stride": "i32"}
-    strides["num_rows"] = "i32"
-    return assembly(
-        triton_tiles.decode_kernel,
-        {"rows_ptr": "*u8", "out_ptr": POINTER[dtype], **strides},
-        {**triton_backend.constants_of(fmt), "DTYPE": dtype},
-        CUDA,
-    )
+    constants = {**triton_backend.constants_of(fmt), "DTYPE": dtype}
+    return assembly(triton_tiles.decode_kernel, CUDA, constants, out_ptr=POINTER[dtype])
 
 
 def decode_sum(fmt: BlockFormat) -> str:
-    return assembly(
-        triton_tiles.decode_sum_kernel,
-        {
-            "rows_ptr": "*u8",
-            "out_ptr": "*fp32",
-            "numel": "i32",
-            "group_stride": "i32",
-            "rows_stride": "i32",
-            "num_rows": "i32",
-        },
-        triton_backend.constants_of(fmt),
-        CUDA,
-    )
+    constants = triton_backend.constants_of(fmt)
+    return assembly(triton_tiles.decode_sum_kernel, CUDA, constants, out_ptr="*fp32")
 
 
-def difference(name: str, itemsize: int, target: GPUTarget) -> str:
-    """One of the kernels of lossless differences."""
-    element = f"*i{8 * itemsize}"
-    places = {"descriptors_ptr": "*i16", "ends_ptr": "*i64", "codes_ptr": "*u8"}
-    both = {"old_ptr": element, "new_ptr": element}
-    kernel, arguments = {
-        "choose": (triton_blocks.choose_kernel, {**both, "descriptors_ptr": "*i16"}),
-        "encode": (triton_blocks.encode_kernel, {**both, **places}),
-        "decode": (
-            triton_blocks.decode_kernel,
-            {**places, "values_ptr": element, "is_bad_ptr": "*i32", "codes_nbytes": "i64"},
-        ),
-    }[name]
-    return assembly(
-        kernel, {**arguments, "numel": "i64"}, triton_codec.constants_of(itemsize), target
-    )
-
-
-def values(name: str, itemsize: int, target: GPUTarget) -> str:
-    """One of the kernels of coded values."""
-    element = f"*i{8 * itemsize}"
-    places = {"descriptors_ptr": "*i16", "ends_ptr": "*i64", "codes_ptr": "*u8"}
-    kernel, arguments = {
-        "choose": (value_blocks.choose_kernel, {"descriptors_ptr": "*i16"}),
-        "encode": (value_blocks.encode_kernel, places),
-        "decode": (
-            value_blocks.decode_kernel,
-            {**places, "is_bad_ptr": "*i32", "codes_nbytes": "i64"},
-        ),
-    }[name]
-    arguments = {**arguments, "values_ptr": element, "numel": "i64"}
-    return assembly(kernel, arguments, value_codec.constants_of(itemsize), target)
+def lossless(blocks: Any, codec: Any, name: str, itemsize: int, target: GPUTarget) -> str:
+    """One of the kernels of lossless differences, or of coded values."""
+    kernel, element = getattr(blocks, f"{name}_kernel"), f"*i{8 * itemsize}"
+    elements = dict.fromkeys(("old_ptr", "new_ptr", "values_ptr"), element)
+    return assembly(kernel, target, codec.constants_of(itemsize), numel="i64", **elements)
 
 
 def checksum(target: GPUTarget) -> str:
-    """The kernel of checksums."""
-    arguments = {"words_ptr": "*i64", "sums_ptr": "*i64", "num_words": "i64", "row_stride": "i64"}
     constants = {"TURNS": triton_checksum.TURNS, "num_warps": 4}
-    return assembly(triton_checksum.sum_kernel, arguments, constants, target)
+    return assembly(triton_checksum.sum_kernel, target, constants, row_stride="i64")
 
 
 def main() -> None:
@@ -142,16 +100,18 @@ def main() -> None:
         "decode_sum e4m3": decode_sum(FLOAT8),
     }
     hip = {"encode rotated": encode(ROTATED, "bf16", HIP, is_stochastic=True)}
-    differences = {
-        f"{of.__name__}: {name} {8 * itemsize} bits {target.arch}": of(name, itemsize, target)
-        for of in (difference, values)
+    formats = (triton_blocks, triton_codec), (value_blocks, value_codec)
+    coded = {
+        f"{codec.__name__}: {name} {8 * itemsize} bits {target.arch}": lossless(
+            blocks, codec, name, itemsize, target
+        )
+        for blocks, codec in formats
         for name in ("choose", "encode", "decode")
         for itemsize in (2, 4)
         for target in (CUDA, HOPPER, HIP)
     }
     checksums = {str(target.arch): checksum(target) for target in (CUDA, HOPPER, HIP)}
-    found = {"cuda": cuda, "hip": hip, "differences": differences, "checksums": checksums}
-    print(json.dumps(found))
+    print(json.dumps({"cuda": cuda, "hip": hip, "lossless": coded, "checksums": checksums}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The master weight of a 16-bit parameter, whole or split, with moments of every width."""
+"""`CPUAdam` with moments of every width and masters of 16-bit parameters, whole or split."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import copy
 from functools import partial
 
 import pytest
-from kernel_cases import make_arrays
-from rule_cases import assert_rule_is_reference, make_split
+from support.kernel_cases import make_arrays
 
 torch = pytest.importorskip("torch", reason="torch is an extra of cpu-adam")
 
-from torch_cases import (  # noqa: E402
+from support.torch_cases import (  # noqa: E402
     assert_states_equal,
     bf16_bits,
     make_params,
@@ -27,6 +26,8 @@ from cpu_adam import CPUAdam, convert_state, reference  # noqa: E402
 
 MASTERS = ["float32", "split"]
 WIDTHS = ["float32", "bfloat16", "int8"]
+COMPACT = WIDTHS[1:]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(40,), (3, 5), (), (0,), (17, 19)]
 KEPT = {"float32": "master_weight", "split": "remainder"}
 
@@ -46,12 +47,6 @@ def is_tie(master):
 
 
 class TestTheFlatFunction:
-    @pytest.mark.parametrize("adamw_mode", [True, False])
-    @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.9])
-    def test_each_mode_matches_the_reference(self, isa, adamw_mode, beta1, hyper):
-        hyper.update(beta1=beta1, weight_decay=0.1, grad_scale=0.37, adamw_mode=adamw_mode)
-        assert_rule_is_reference("adam_step_split", make_split(333), **hyper)
-
     def test_it_is_adam_step_on_the_master(self, isa, hyper):
         arrays = {name: torch.from_numpy(array) for name, array in make_arrays(1000).items()}
         bits, remainder = map(torch.from_numpy, reference.split_master(arrays["master"].numpy()))
@@ -133,15 +128,22 @@ def test_a_split_master_takes_the_same_way_as_an_fp32_parameter(isa):
                 assert torch.equal(state[name], optimizers[2].state[param][name])
 
 
-@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("state_dtype", COMPACT)
 def test_compact_moments_take_the_same_way_with_either_master(isa, state_dtype):
     split, whole = (make_params(SIZES, dtype=torch.bfloat16) for _ in range(2))
-    for params, master_dtype in ((split, "split"), (whole, "float32")):
-        optimizer = CPUAdam(params, state_dtype=state_dtype, master_dtype=master_dtype, seed=3)
-        train(optimizer, params, 5)
-        assert all(KEPT[master_dtype] in optimizer.state[param] for param in params)
-    for one, other in zip(split, whole, strict=True):
+    options = {"state_dtype": state_dtype, "seed": 3, "lr": 1e-5}
+    optimizer = CPUAdam(split, master_dtype="split", **options)
+    expected = CPUAdam(whole, master_dtype="float32", **options)
+    before = [param.detach().float() for param in split]
+    train(optimizer, split, 5)
+    train(expected, whole, 5)
+    for one, other, old in zip(split, whole, before, strict=True):
+        state, master = optimizer.state[one], expected.state[other]["master_weight"]
+        assert "master_weight" not in state
         assert torch.equal(one, other)
+        assert torch.equal(master_of(one, state).to(torch.bfloat16), one)
+        # Updates far below the resolution of bf16 are not lost.
+        assert not old.numel() or (master != old).any()
 
 
 @pytest.mark.parametrize("state_dtype", WIDTHS)
@@ -157,20 +159,28 @@ def test_fp32_parameters_are_their_own_master(state_dtype, master_dtype):
 
 
 @pytest.mark.parametrize("state_dtype", WIDTHS)
-@pytest.mark.parametrize("master_dtype", [None, *MASTERS])
-def test_training_resumes_bit_identically_from_a_state_dict(state_dtype, master_dtype):
+@pytest.mark.parametrize(
+    ("dtype", "master_dtype"),
+    [
+        (torch.float32, None),
+        (torch.float16, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, "float32"),
+        (torch.bfloat16, "split"),
+    ],
+)
+def test_training_resumes_bit_identically_from_a_state_dict(state_dtype, dtype, master_dtype):
     options = {"state_dtype": state_dtype, "master_dtype": master_dtype, "weight_decay": 0.1}
-    straight = make_params(SIZES, dtype=torch.bfloat16)
-    train(CPUAdam(straight, **options), straight, 10)
+    straight = make_params(SIZES, dtype=dtype)
+    train(CPUAdam(straight, seed=7, **options), straight, 10)
 
-    params = make_params(SIZES, dtype=torch.bfloat16)
-    optimizer = CPUAdam(params, **options)
+    params = make_params(SIZES, dtype=dtype)
+    optimizer = CPUAdam(params, seed=7, **options)
     train(optimizer, params, 5)
     saved = save(optimizer, params)
-    # into the same setting, none, and the other one: the state dict brings its own
-    for given in (master_dtype, *{None, *MASTERS} - {master_dtype}):
-        build = partial(CPUAdam, lr=123.0, master_dtype=given)
-        resumed, other = resume(saved, build)
+    # Into the same setting, none, and the other one: the state dict brings its own.
+    for given in (None, *MASTERS) if dtype is torch.bfloat16 else (None,):
+        resumed, other = resume(saved, partial(CPUAdam, lr=123.0, master_dtype=given))
         assert other.param_groups[0]["master_dtype"] == master_dtype
         assert_states_equal(other, resumed, optimizer, params)
         for step in range(5, 10):
@@ -244,11 +254,59 @@ def test_dtensor_parameters_are_updated_through_their_local_part(state_dtype, ma
                 convert_state(expected, state_dtype, other)
         assert torch.equal(param.detach().to_local(), plain)
         assert isinstance(optimizer.state[param][KEPT[other]], DTensor)
+        assert state_dtype != "float32" or isinstance(optimizer.state[param]["exp_avg"], DTensor)
+
+
+@pytest.mark.parametrize("state_dtype", COMPACT)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_flat_function(isa, state_dtype, dtype):
+    param = make_params([(1000,)], dtype=dtype)[0]
+    optimizer = CPUAdam([param], state_dtype=state_dtype, weight_decay=0.1, seed=3)
+    master = param.detach().float().clone() if dtype is not torch.bfloat16 else None
+    own = param.detach().clone()
+    kinds = {"int8": (torch.int8, torch.uint8), "bfloat16": (torch.bfloat16, torch.bfloat16)}
+    states = [torch.zeros(1000, dtype=kind) for kind in kinds[state_dtype]]
+    options = {"remainder": torch.zeros(1000, dtype=torch.int16)} if master is None else {}
+    if dtype is torch.float16:
+        options["out"] = own
+    if state_dtype == "int8":
+        states += [torch.zeros(8), torch.zeros(8)]
+    else:
+        options["seed"] = 3
+    flat = {"int8": cpu_adam.adam_step_8bit, "bfloat16": cpu_adam.adam_step_bf16}[state_dtype]
+    for step in range(4):
+        set_grads([param], step)
+        optimizer.step()
+        flat(
+            own if master is None else master,
+            param.grad,
+            *states,
+            step=step + 1,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=0.1,
+            **options,
+        )
+    assert torch.equal(param, own if dtype is not torch.float32 else master)
+    assert torch.equal(optimizer.state[param]["exp_avg_sq"], states[1])
+
+
+@pytest.mark.parametrize("state_dtype", COMPACT)
+def test_many_parameters_step_together_as_alone(isa, state_dtype):
+    sizes = [(n,) for n in range(1, 300, 23)]
+    together = make_params(sizes, dtype=torch.bfloat16)
+    threaded = make_params(sizes, dtype=torch.bfloat16)
+    train(CPUAdam(together, state_dtype=state_dtype, num_threads=1), together, 3)
+    train(CPUAdam(threaded, state_dtype=state_dtype, num_threads=3), threaded, 3)
+    for one, two in zip(together, threaded, strict=True):
+        assert torch.equal(one, two)
 
 
 class TestConvertState:
-    def trained(self, state_dtype, master_dtype, sizes=SIZES):
-        params = make_params(sizes, dtype=torch.bfloat16)
+    def trained(self, state_dtype, master_dtype=None, dtype=torch.bfloat16):
+        params = make_params(SIZES, dtype=dtype)
         optimizer = CPUAdam(params, state_dtype=state_dtype, master_dtype=master_dtype, lr=1e-4)
         train(optimizer, params, 5)
         return params, optimizer
@@ -329,31 +387,23 @@ class TestConvertState:
         convert_state(optimizer, "float32", "split")
         return params[0], optimizer.state[params[0]]
 
-    @pytest.mark.parametrize(
-        ("param", "master"), [(-0.0, 0.0), (0.0, -0.0), (-0.0, -0.0), (1.0, 1.0)]
-    )
-    def test_zeros_of_either_sign_are_the_same(self, param, master):
-        param, state = self.split_of(param, master)
-        assert state["remainder"].tolist() == [0]
-        assert torch.equal(master_of(param, state), torch.full((1,), master))
-
-    @pytest.mark.parametrize("param", [0.0, 1.0, -2.0, float("inf")])
-    @pytest.mark.parametrize("is_master", [True, False])
-    def test_nan_beside_a_number_is_refused(self, param, is_master):
-        nan = float("nan")
-        with pytest.raises(ValueError, match=r"^master_dtype: .*master weight, rounded"):
-            self.split_of(*((param, nan) if is_master else (nan, param)))
-
-    def test_nan_stays_nan(self):
+    def test_zeros_of_either_sign_are_the_same_and_nan_stays_nan(self):
+        for given, master in [(-0.0, 0.0), (0.0, -0.0), (-0.0, -0.0), (1.0, 1.0)]:
+            param, state = self.split_of(given, master)
+            assert state["remainder"].tolist() == [0]
+            assert torch.equal(master_of(param, state), torch.full((1,), master))
         for nan in (float("nan"), -float("nan")):
             param, state = self.split_of(nan, nan)
             assert state["remainder"].tolist() == [0]
             assert master_of(param, state).isnan().all()
 
-    def test_numbers_of_other_signs_are_refused(self):
-        for param, master in [(-0.0, 1e-45), (0.0, -1e-45), (1.0, -1.0)]:
+    @pytest.mark.parametrize("param", [0.0, 1.0, -2.0, float("inf")])
+    def test_nan_beside_a_number_and_other_signs_are_refused(self, param):
+        nan = float("nan")
+        beside = [(param, nan), (nan, param), (-0.0, 1e-45), (0.0, -1e-45), (1.0, -1.0)]
+        for given, master in beside:
             with pytest.raises(ValueError, match=r"^master_dtype: .*master weight, rounded"):
-                self.split_of(param, master)
+                self.split_of(given, master)
 
     def test_other_strides_are_kept(self):
         value = torch.randn(2, 3, 4, 5).to(torch.bfloat16).to(memory_format=torch.channels_last)
@@ -368,8 +418,86 @@ class TestConvertState:
             assert optimizer.state[param][KEPT[master]].stride() == param.stride()
         assert torch.equal(param, twin)
 
+    @pytest.mark.parametrize("source", WIDTHS)
+    @pytest.mark.parametrize("target", WIDTHS)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_an_optimizer_goes_on_in_every_width(self, source, target, dtype):
+        params, optimizer = self.trained(source, dtype=dtype)
+        before = copy.deepcopy(optimizer.state_dict())
+        assert convert_state(optimizer, target) is optimizer
+        after = optimizer.state_dict()
+        for key, state in before["state"].items():
+            assert after["state"][key]["step"].item() == 5
+            for name in ("master_weight", "remainder"):
+                assert (name in after["state"][key]) == (name in state)
+        set_grads(params, 6)
+        optimizer.step()
+        assert optimizer.state[params[0]]["step"].item() == 6
+        assert all(param.isfinite().all() for param in params)
+        # The same through a state dict, which is left alone.
+        other_params = [torch.nn.Parameter(param.detach().clone()) for param in params]
+        loaded = CPUAdam(other_params)
+        loaded.load_state_dict(convert_state(before, target))
+        assert before["param_groups"][0]["state_dtype"] == source
+        set_grads(other_params, 6)
+        loaded.step()
+        for one, two in zip(params, other_params, strict=True):
+            state, other = optimizer.state[one], loaded.state[two]
+            assert set(state) == set(other)
+            assert torch.equal(state["exp_avg"], other["exp_avg"])
+
+    @pytest.mark.parametrize("source", COMPACT)
+    def test_there_and_back_changes_nothing_but_a_scales_last_place(self, source):
+        _, optimizer = self.trained(source)
+        state = copy.deepcopy(optimizer.state_dict())
+        back = convert_state(convert_state(state, "float32"), source)
+        for key, values in state["state"].items():
+            for name, value in values.items():
+                rtol = 2**-22 if "scale" in name else 0
+                torch.testing.assert_close(back["state"][key][name], value, rtol=rtol, atol=0)
+
+    def test_fp32_moments_come_back_about_as_they_were(self):
+        _, optimizer = self.trained("float32")
+        state = copy.deepcopy(optimizer.state_dict())
+        back = convert_state(convert_state(state, "int8"), "float32")
+        for key, values in state["state"].items():
+            for name, tolerance in (("exp_avg", 0.02), ("exp_avg_sq", 0.04)):
+                error = (back["state"][key][name] - values[name]).abs()
+                assert not error.numel() or error.max() <= tolerance * values[name].abs().max()
+
+    def test_other_strides_of_moments_are_kept(self):
+        param = torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        optimizer = CPUAdam([param])
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+        before = optimizer.state[param]["exp_avg"].clone()
+        convert_state(optimizer, "int8")
+        optimizer.step()
+        convert_state(optimizer, "float32")
+        assert optimizer.state[param]["exp_avg"].stride() == param.stride()
+        convert_state(optimizer, "bfloat16")
+        optimizer.step()
+        sign = optimizer.state[param]["exp_avg"].sign()
+        assert torch.equal(sign.float(), before.sign())
+
+    def test_torchs_state_dict_is_taken(self):
+        params = make_params(SIZES)
+        theirs = torch.optim.AdamW(params)
+        train(theirs, params, 3)
+        ours = CPUAdam(params, state_dtype="int8")
+        ours.load_state_dict(convert_state(theirs.state_dict(), "int8"))
+        set_grads(params, 3)
+        ours.step()
+        assert ours.state[params[0]]["exp_avg"].dtype == torch.int8
+        assert ours.state[params[0]]["step"].item() == 4
+
     def test_what_it_refuses(self):
         _, optimizer = self.trained("float32", "split")
+        with pytest.raises(ValueError, match=r"^dtype: must be one of"):
+            convert_state(optimizer, "int4")
+        for wrong in ({}, [], None, torch.optim.SGD(make_params([(3,)]))):
+            with pytest.raises(TypeError, match=r"^optimizer_or_state: "):
+                convert_state(wrong, "int8")
         for wrong, error in (("int16", ValueError), (16, TypeError)):
             with pytest.raises(error, match=r"^master_dtype: "):
                 convert_state(optimizer, "float32", wrong)
@@ -383,12 +511,18 @@ class TestConvertState:
 
 
 class TestRefusals:
-    def test_no_such_master_dtype(self):
+    def test_a_setting_that_does_not_exist(self):
         params = make_params([(3,)], dtype=torch.bfloat16)
-        with pytest.raises(ValueError, match=r"^master_dtype: must be one of float32, split"):
-            CPUAdam(params, master_dtype="bfloat16")
-        with pytest.raises(TypeError, match=r"^master_dtype: expected a name"):
-            CPUAdam(params, master_dtype=torch.float32)
+        for options, error, match in [
+            ({"master_dtype": "bfloat16"}, ValueError, "master_dtype: must be one of float32, spl"),
+            ({"master_dtype": torch.float32}, TypeError, "master_dtype: expected a name"),
+            ({"state_dtype": "int4"}, ValueError, "state_dtype: must be one of"),
+            ({"state_dtype": torch.int8}, TypeError, "state_dtype: expected a name"),
+            ({"seed": -1}, ValueError, "seed: "),
+            ({"seed": 0.5}, TypeError, "seed: "),
+        ]:
+            with pytest.raises(error, match=f"^{match}"):
+                CPUAdam(params, **options)
         with pytest.raises(ValueError, match=r"^master_dtype: "):
             CPUAdam([{"params": params, "master_dtype": "int16"}])
 
@@ -427,3 +561,21 @@ class TestRefusals:
         assert torch.equal(params[0], before)
         optimizer.param_groups[0]["master_dtype"] = None
         optimizer.step()
+
+    def test_moments_of_another_width(self):
+        params = make_params([(3,)])
+        optimizer = CPUAdam(params)
+        train(optimizer, params, 1)
+        optimizer.param_groups[0]["state_dtype"] = "int8"
+        before = params[0].detach().clone()
+        with pytest.raises(TypeError, match=r"^state 'exp_avg'.*convert_state"):
+            optimizer.step()
+        assert torch.equal(params[0], before)
+
+    def test_scales_of_another_shape(self):
+        params = make_params([(300,)])
+        optimizer = CPUAdam(params, state_dtype="int8")
+        train(optimizer, params, 1)
+        optimizer.state[params[0]]["exp_avg_scale"] = torch.zeros(2)
+        with pytest.raises(ValueError, match=r"^state 'exp_avg_scale': must have shape \(3,\)"):
+            optimizer.step()

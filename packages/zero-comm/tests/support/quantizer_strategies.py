@@ -3,20 +3,23 @@
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from quantizer_reference import ALL_DTYPES, Format
 from torch import Tensor
 
+from support.quantizer_reference import ALL_DTYPES
+from zero_comm import BlockFormat
+
 block_sizes = st.sampled_from([8, 24, 64, 128, 256])
-symmetric = st.builds(Format, st.sampled_from(["int8", "int4", "e4m3", "e5m2"]), block_sizes)
-asymmetric = st.builds(Format, st.sampled_from(["int8", "int4"]), block_sizes, st.just(False))
+symmetric = st.builds(BlockFormat, st.sampled_from(["int8", "int4", "e4m3", "e5m2"]), block_sizes)
+asymmetric = st.builds(BlockFormat, st.sampled_from(["int8", "int4"]), block_sizes, st.just(False))
 plain = st.one_of(symmetric, asymmetric)
 rotated = st.builds(
-    lambda fmt, blocks: Format(fmt.kind, 64 * blocks, fmt.is_symmetric, True),
+    lambda fmt, blocks: BlockFormat(fmt.kind, 64 * blocks, fmt.is_symmetric, True),
     plain,
     st.integers(1, 4),
 )
 formats = st.one_of(plain, plain, rotated)
 dtypes = st.sampled_from(ALL_DTYPES)
+seeds = st.one_of(st.none(), st.integers(0, 2**32 - 1))
 
 
 @st.composite

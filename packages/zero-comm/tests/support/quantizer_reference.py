@@ -1,6 +1,6 @@
 """The buffer of [Note: the quantized buffer] by its definition, in NumPy: one block at a time.
 
-Nothing of zero_comm is used; torch only converts between its own dtypes.
+Of zero_comm only the name of a format is used; torch only converts between its own dtypes.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zero_comm import BlockFormat
+
 Array = NDArray[np.float32]
 
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -17,16 +19,6 @@ LEVEL = {"int8": 127, "int4": 7, "e4m3": 448, "e5m2": 57344}
 TOP_INDEX = {"int8": 254, "int4": 14}
 FLOAT8 = {"e4m3": (-6, 3, torch.float8_e4m3fn), "e5m2": (-14, 2, torch.float8_e5m2)}
 HALF = np.float32(0.5)
-
-
-@dataclass(frozen=True)
-class Format:
-    """As `zero_comm.BlockFormat`."""
-
-    kind: str
-    block_size: int
-    is_symmetric: bool = True
-    has_rotation: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class Block:
     step: float
 
 
-def reference_blocks(x: Tensor, fmt: Format, seed: int | None = None) -> list[Block]:
+def reference_blocks(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> list[Block]:
     """Quantize finite 1-D ``x``."""
     noise = uniform(seed, len(x) + fmt.block_size)
     starts = range(0, len(x), fmt.block_size)
@@ -48,21 +40,21 @@ def reference_blocks(x: Tensor, fmt: Format, seed: int | None = None) -> list[Bl
     ]
 
 
-def reference_buffer(x: Tensor, fmt: Format, seed: int | None = None) -> Tensor:
+def reference_buffer(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> Tensor:
     """The bytes that quantizing finite 1-D ``x`` must give."""
     blocks = reference_blocks(x, fmt, seed)
     data = b"".join([b.codes for b in blocks] + [b.scale for b in blocks])
     return torch.tensor(list(data + bytes(-len(data) % 16)), dtype=torch.uint8)
 
 
-def reference_values(x: Tensor, fmt: Format, seed: int | None = None) -> Tensor:
+def reference_values(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> Tensor:
     """The fp32 values that dequantizing the bytes must give."""
     blocks = reference_blocks(x, fmt, seed)
     values = np.concatenate([b.values for b in blocks] or [np.zeros(0, np.float32)])
     return torch.from_numpy(values)[: len(x)]
 
 
-def steps_per_element(x: Tensor, fmt: Format) -> Tensor:
+def steps_per_element(x: Tensor, fmt: BlockFormat) -> Tensor:
     """The step that applies to each element of 1-D ``x``, fp64."""
     steps = [b.step for b in reference_blocks(x, fmt)]
     return torch.tensor(steps, dtype=torch.float64).repeat_interleave(fmt.block_size)[: len(x)]
@@ -96,7 +88,7 @@ def hadamard(values: Array) -> Array:
     return groups.reshape(-1)
 
 
-def _block(x: Tensor, fmt: Format, noise: Array | None) -> Block:
+def _block(x: Tensor, fmt: BlockFormat, noise: Array | None) -> Block:
     dtype, num_valid = x.dtype, len(x)
     values = np.zeros(fmt.block_size, np.float32)
     values[: len(x)] = x.float().numpy()
@@ -113,7 +105,7 @@ def _block(x: Tensor, fmt: Format, noise: Array | None) -> Block:
         return Block(block.codes, block.scale, hadamard(block.values), block.step)
 
 
-def _symmetric(values: Array, fmt: Format, dtype: torch.dtype, noise: Array | None) -> Block:
+def _symmetric(values: Array, fmt: BlockFormat, dtype: torch.dtype, noise: Array | None) -> Block:
     top = 65280.0 if dtype == torch.float16 else torch.finfo(torch.bfloat16).max
     maximum = torch.tensor(min(max(float(np.abs(values).max()), 2.0**-100), top)).bfloat16()
     level = np.float32(LEVEL[fmt.kind])
@@ -148,7 +140,7 @@ def _float8(v: Array, kind: str, noise: Array | None) -> tuple[Array, bytes]:
 
 
 def _asymmetric(
-    values: Array, fmt: Format, dtype: torch.dtype, num_valid: int, noise: Array | None
+    values: Array, fmt: BlockFormat, dtype: torch.dtype, num_valid: int, noise: Array | None
 ) -> Block:
     top = TOP_INDEX[fmt.kind]
     lo = np.float32(values[:num_valid].min() + np.float32(0))  # -0 + 0 is +0
@@ -176,7 +168,7 @@ def _asymmetric(
     return Block(codes, lo.tobytes() + hi.tobytes(), decoded, float(step))
 
 
-def _packed(codes: NDArray[np.int64], fmt: Format) -> bytes:
+def _packed(codes: NDArray[np.int64], fmt: BlockFormat) -> bytes:
     if fmt.kind == "int4":
         half = fmt.block_size // 2
         codes = codes[:half] + 16 * codes[half:]

@@ -41,6 +41,11 @@ def train(model: nn.Module, rank: int, *, num_steps: int = NUM_STEPS) -> list[fl
     return averages
 
 
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    x, y = batch(step, rank, torch.float32)
+    (model(x) - y).square().mean().backward()
+
+
 def gradients(module: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 

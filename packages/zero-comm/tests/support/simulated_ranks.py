@@ -15,7 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_comm import create_collectives
+
 TIMEOUT_S = 60.0
+QWZ = {"zero_quantized_weights": True}
+QGZ = {"zero_quantized_gradients": True}
+FOUR_BIT = {**QWZ, "zero_quantized_weights_format": "int4_difference"}
+
+
+def hpz(size: int) -> dict[str, Any]:
+    return {"zero_hpz_partition_size": size}
+
+
+def make_collectives(
+    transport: SimulatedTransport, config: dict[str, Any], per_node: int, frozen: Sequence[int] = ()
+) -> Any:
+    return create_collectives(
+        transport,
+        rank=transport.rank,
+        world_size=transport.world_size,
+        config=config,
+        ranks_per_node=per_node,
+        frozen=frozen,
+    )
 
 
 class Deferred:

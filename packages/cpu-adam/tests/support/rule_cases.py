@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from kernel_cases import HYPER, as_argument, assert_same_bits, copies, make_arrays, spread
 
 import cpu_adam
 from cpu_adam import reference
+from support.kernel_cases import HYPER, as_argument, assert_same_bits, copies, make_arrays, spread
 
 BLOCK = reference.BLOCK_NUMEL
 

@@ -1,0 +1,281 @@
+"""The two lossless formats in the same terms, and their codecs held against plain torch.
+
+A format brings ``new`` to whoever has ``old``: as differences between them, or as values alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support import lossless_reference
+from zero_comm import decode_values, encode_values
+from zero_comm.differences import message as difference_message
+from zero_comm.differences import torch_codec as difference_codec
+from zero_comm.differences.codec import apply_difference, encode_difference, find_codec
+from zero_comm.differences.difference_format import descriptors_nbytes, max_difference_nbytes
+from zero_comm.values import torch_codec as value_codec
+from zero_comm.values.codec import find_value_codec
+from zero_comm.values.message import GradientMessages
+from zero_comm.values.value_format import max_values_nbytes
+
+DTYPES = (torch.bfloat16, torch.float16, torch.int16, torch.float32, torch.int32)
+GAP = 16  # bytes, or elements, that belong to someone else
+VERSIONS, SENDER = (7, 8), 5
+Pair = tuple[Tensor, Tensor]
+
+
+def integers_of(x: Tensor) -> Tensor:
+    """The bits of elements, which compare NaN and signed zeros too."""
+    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def patterns_of(x: Tensor) -> list[int]:
+    bits = 8 * x.element_size()
+    return [pattern % 2**bits for pattern in integers_of(x).tolist()]
+
+
+def any_bits(numel: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    most = 2 ** (8 * dtype.itemsize - 1)
+    return torch.randint(-most, most, (numel,), generator=generator)
+
+
+class Lossless:
+    """A format, its codecs and its tensors."""
+
+    name: str
+    modes: ClassVar[dict[int, set[int]]]  # by the bytes of an element
+    shares: ClassVar[Sequence[float]]  # for `pair`
+    find: Callable[[torch.device], Any]
+    max_nbytes: Callable[[int, int], int]
+    reference: Any  # plain torch's codec
+    by_definition: Callable[[Tensor, Tensor], bytes]
+    encode: Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+    pair: Callable[
+        [int, torch.dtype, float, float, int], Pair
+    ]  # numel, dtype, share, octaves, seed
+    all_modes: Callable[[torch.dtype], Pair]  # a few blocks of each kind: every mode of the format
+    # The functions and the messages of the package.
+    encode_checked: Callable[[Tensor, Tensor], Tensor]
+    decode_checked: Callable[[Tensor, Tensor], None]
+    message: Callable[[Tensor, Tensor], Tensor]
+    unpack: Callable[[Tensor, Tensor], None]
+
+    def cases(self) -> Iterator[Pair]:
+        """All modes in each size of element, and lengths around whole blocks and tiles."""
+        for dtype in (torch.bfloat16, torch.float32):
+            yield self.all_modes(dtype)
+            zeros = torch.where(torch.arange(256) % 3 == 0, -0.0, 0.0).to(dtype)
+            yield torch.zeros_like(zeros), zeros  # of values, one code at the end of the buffer
+        for index, numel in enumerate((0, 1, 2, 3, 255, 256, 257, 1000, 2047, 2049)):
+            share, octaves = (0.02, 0.3, 1.0)[index % 3], (1, 5, 9, 14)[index % 4]
+            yield self.pair(numel, DTYPES[index % len(DTYPES)], share, octaves, index)
+            yield self.pair(numel, DTYPES[(index + 3) % len(DTYPES)], 0.0, 20, index)
+
+    @property
+    def pairs(self) -> st.SearchStrategy[Pair]:
+        """Any length and spread, with some elements of any two patterns."""
+
+        @st.composite
+        def draw_pair(draw: st.DrawFn) -> Pair:
+            dtype = draw(st.sampled_from(DTYPES))
+            numel = draw(st.one_of(st.sampled_from([0, 1, 255, 256, 257]), st.integers(0, 1200)))
+            share, octaves = draw(st.sampled_from(self.shares)), draw(st.floats(0, 120))
+            both = self.pair(numel, dtype, share, octaves, draw(st.integers(0, 2**32)))
+            bits = 8 * dtype.itemsize
+            pattern = st.one_of(st.sampled_from(SPECIAL[bits]), st.integers(0, 2**bits - 1))
+            places = st.tuples(st.integers(0, max(0, numel - 1)), pattern, pattern)
+            for at, *patterns in draw(st.lists(places, max_size=9 if numel else 0)):
+                for x, found in zip(both, patterns, strict=True):
+                    integers_of(x)[at] = found - 2**bits * (found >> (bits - 1))
+            return both
+
+        return draw_pair()
+
+    def encoded(self, codec: Any, old: Tensor, new: Tensor) -> Tensor:
+        """The bytes, made between bytes that must stay as they are."""
+        nbytes = self.max_nbytes(old.numel(), old.element_size())
+        out = torch.full((GAP + nbytes + GAP,), 7, dtype=torch.uint8, device=old.device)
+        length = self.encode(codec, old, new, out[GAP : GAP + nbytes])
+        assert (length.dtype, length.dim(), length.device) == (torch.int64, 0, old.device)
+        assert int(length) <= nbytes
+        assert (out[:GAP] == 7).all()
+        assert (out[GAP + nbytes :] == 7).all()
+        return out[GAP : GAP + int(length)]
+
+    def check(self, device: torch.device, old: Tensor, new: Tensor) -> None:
+        """The codec in use writes the bytes of plain torch on a CPU, and reads them."""
+        codec, expected = self.find(device), self.encoded(self.reference, old, new)
+        assert torch.equal(self.encoded(codec, old.to(device), new.to(device)).cpu(), expected)
+        is_good, values = decoded(codec, expected.to(device), old.to(device))
+        assert is_good
+        assert torch.equal(values.cpu(), integers_of(new))
+
+    def check_verdict(self, device: torch.device, buffer: Tensor, old: Tensor) -> bool:
+        """The codec in use reads damaged bytes as plain torch does. Returns whether it accepts."""
+        expected, values = decoded(self.reference, buffer, old)
+        for around in (0, 255):
+            found = decoded(self.find(device), buffer.to(device), old.to(device), around)
+            assert found[0] == expected
+            assert not expected or torch.equal(found[1].cpu(), values)
+        return expected
+
+
+# Zeros, denormals, infinities, NaN with and without payloads; each with its negative.
+SPECIAL = {
+    16: [x | sign for x in (0, 1, 0x7C00, 0x7E01, 0x7F80, 0x7F81, 0x7FFF) for sign in (0, 1 << 15)],
+    32: [x | sign for x in (0, 1, 0x7F800000, 0x7F800001, 0x7FC01234) for sign in (0, 1 << 31)],
+}
+
+
+class Differences(Lossless):
+    """A ``share`` of any old bits is moved by up to ``octaves`` bits, evenly in logarithms."""
+
+    name = "differences"
+    modes: ClassVar = {2: {0, 1, 2, 3, 4, 6, 7, 8, 10, 11, 12}, 4: set(range(14))}
+    shares = (0.0, 0.01, 0.1, 0.5, 1.0)
+    find = staticmethod(find_codec)
+    max_nbytes = staticmethod(max_difference_nbytes)
+    reference = difference_codec.TorchCodec()
+    encode_checked = staticmethod(encode_difference)
+
+    def by_definition(self, old: Tensor, new: Tensor) -> bytes:
+        bits = 8 * old.element_size()
+        return lossless_reference.difference_buffer(patterns_of(old), patterns_of(new), bits)
+
+    def encode(self, codec: Any, old: Tensor, new: Tensor, out: Tensor) -> Tensor:
+        return codec.encode(old, new, out)  # type: ignore[no-any-return]
+
+    def pair(self, numel: int, dtype: torch.dtype, share: float, octaves: float, seed: int) -> Pair:
+        generator = torch.Generator().manual_seed(seed)
+        old = any_bits(numel, dtype, generator)
+        octaves = min(octaves, 8 * dtype.itemsize - 1)
+        size = torch.exp2(torch.rand(numel, generator=generator, dtype=torch.float64) * octaves)
+        size *= (torch.rand(numel, generator=generator) < share).double()
+        sign = torch.randint(0, 2, (numel,), generator=generator) * 2 - 1
+        integers = torch.int16 if dtype.itemsize == 2 else torch.int32
+        new = old + sign * size.round().long()
+        return old.to(integers).view(dtype), new.to(integers).view(dtype)
+
+    def all_modes(self, dtype: torch.dtype) -> Pair:
+        made = [
+            self.pair(512, dtype, share, octaves, seed)
+            for seed, share in enumerate(self.shares)
+            for octaves in (0.5, 1, 2, 4, 7, 10, 13, 15, 18, 24, 31)
+            if octaves < 8 * dtype.itemsize
+        ]
+        old, new = zip(*made, strict=True)
+        return torch.cat(old), torch.cat(new)
+
+    def decode_checked(self, buffer: Tensor, values: Tensor) -> None:
+        apply_difference(values, buffer)
+
+    def message(self, old: Tensor, new: Tensor) -> Tensor:
+        nbytes = difference_message.max_message_nbytes(old.numel(), old.element_size())
+        room = torch.full((nbytes,), 9, dtype=torch.uint8, device=old.device)
+        return room[: difference_message.pack_difference(old, new, room, versions=VERSIONS)]
+
+    def unpack(self, message: Tensor, values: Tensor) -> None:
+        difference_message.unpack_difference(message, values, versions=VERSIONS, sender=SENDER)
+
+
+class Values(Lossless):
+    """Numbers whose exponents are spread over ``octaves``, a ``share`` of them zeros.
+
+    With more octaves than exponents there are, any bits.
+    """
+
+    name = "values"
+    modes: ClassVar = {2: set(range(9)), 4: set(range(9))}
+    shares = (0.0, 0.02, 0.5, 1.0)
+    find = staticmethod(find_value_codec)
+    max_nbytes = staticmethod(max_values_nbytes)
+    reference = value_codec.TorchCodec()
+    decode_checked = staticmethod(decode_values)
+
+    def by_definition(self, old: Tensor, new: Tensor) -> bytes:
+        return lossless_reference.value_buffer(patterns_of(new), 8 * new.element_size())
+
+    def encode(self, codec: Any, old: Tensor, new: Tensor, out: Tensor) -> Tensor:
+        return codec.encode(new, out)  # type: ignore[no-any-return]
+
+    def pair(self, numel: int, dtype: torch.dtype, share: float, octaves: float, seed: int) -> Pair:
+        generator = torch.Generator().manual_seed(seed)
+        integers, floats = torch.int16, torch.bfloat16
+        if dtype.itemsize == 4:
+            integers, floats = torch.int32, torch.float32
+        if octaves > 100:
+            new = any_bits(numel, dtype, generator).to(integers).view(dtype)
+            return torch.zeros_like(new), new
+        is_there = torch.rand(numel, generator=generator) >= share
+        size = torch.exp2(-octaves * torch.rand(numel, generator=generator, dtype=torch.float64))
+        numbers = size * (1 + torch.rand(numel, generator=generator)) * is_there
+        sign = torch.randint(0, 2, (numel,), generator=generator) * 2 - 1
+        new = (numbers * sign).to(dtype if dtype.is_floating_point else floats).view(dtype)
+        return torch.zeros_like(new), new
+
+    def all_modes(self, dtype: torch.dtype) -> Pair:
+        spread = (0.4, 1.5, 3.0, 6.0, 14.0, 30.0, 62.0, 101.0)
+        made = [self.pair(512, dtype, 0.0, octaves, 3)[1] for octaves in spread]
+        made += [self.pair(512, dtype, zeros, 2.0, 4)[1] for zeros in (0.01, 0.1, 0.6, 1.0)]
+        ones = torch.ones(512).to(dtype)
+        few_halves = torch.where(torch.arange(512) % 20 == 0, ones / 2, ones)
+        new = torch.cat([*made, ones, few_halves, torch.zeros(512).to(dtype)])
+        return torch.zeros_like(new), new
+
+    def encode_checked(self, old: Tensor, new: Tensor) -> Tensor:
+        return encode_values(new)
+
+    def message(self, old: Tensor, new: Tensor) -> Tensor:
+        nbytes = GradientMessages().max_nbytes(new.dtype, new.numel())
+        room = torch.full((nbytes,), 9, dtype=torch.uint8, device=new.device)
+        return room[: GradientMessages().pack(new, room)]
+
+    def unpack(self, message: Tensor, values: Tensor) -> None:
+        GradientMessages().unpack(message, values, sender=SENDER)
+
+
+DIFFERENCES, VALUES = Differences(), Values()
+
+
+def decoded(codec: Any, buffer: Tensor, old: Tensor, around: int = 7) -> tuple[bool, Tensor]:
+    """Whether the bytes are good, and the values: both between others, which must not matter."""
+    numel, nbytes = old.numel(), buffer.numel()
+    placed = torch.full((GAP + nbytes + GAP,), around, dtype=torch.uint8, device=old.device)
+    placed[GAP : GAP + nbytes] = buffer
+    integers = integers_of(old)
+    values = torch.full((GAP + numel + GAP,), 77, dtype=integers.dtype, device=old.device)
+    own = values[GAP : GAP + numel].copy_(integers)
+    is_good = bool(codec.decode(placed[GAP : GAP + nbytes], own.view(old.dtype)))
+    assert (values[:GAP] == 77).all()
+    assert (values[GAP + numel :] == 77).all()
+    return is_good, own
+
+
+def modes_in(buffer: Tensor, numel: int) -> set[int]:
+    descriptors = buffer[: descriptors_nbytes(numel)].cpu().view(torch.int16)
+    return {x >> 11 for x in descriptors.tolist()}
+
+
+def damaged(buffer: Tensor, numel: int, count: int, seed: int) -> Iterator[Tensor]:
+    """Buffers with ``count`` flipped bits of descriptors and of codes, and of other lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    start = descriptors_nbytes(numel)
+
+    def drawn(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    for number in range(count):
+        other = buffer.clone()
+        is_descriptor = number % 2 == 0 or len(other) == start
+        at = drawn(0, start) if is_descriptor else drawn(start, len(other))
+        other[at] ^= 1 << drawn(0, 8)
+        yield other
+    yield from (buffer[:-1], buffer[: start - 1], torch.cat([buffer, buffer[:2]]))
+    # Of the right length in all, but one block is longer and the next one shorter.
+    lengths = buffer.clone()
+    lengths[:start].view(torch.int16)[:2] += torch.tensor([1, -1])[: start // 2]
+    yield lengths
+    yield torch.randint(0, 256, buffer.shape, dtype=torch.uint8, generator=generator)
