@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from hf_ranks import gpt2, rows
+from lm_models import make_lm, token_rows
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from zero_core import ConfigError, load_config
@@ -120,22 +120,24 @@ def test_arguments_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> Non
     args = _arguments(tmp_path)
     setattr(args, name, True)
     with pytest.raises(ConfigError, match=f"TrainingArguments.{name}=True.*zero="):
-        ZeroTrainer(model=gpt2(), args=args, train_dataset=rows(4), zero="stage2")
+        ZeroTrainer(model=make_lm("gpt2"), args=args, train_dataset=token_rows(4), zero="stage2")
 
 
 def test_model_without_training_data_is_evaluated_without_optimizer_state(tmp_path: Path) -> None:
-    model, args = gpt2(), _arguments(tmp_path, disable_tqdm=True)
-    plain = Trainer(model=gpt2(), args=args, eval_dataset=rows(5)).evaluate()["eval_loss"]
-    trainer = ZeroTrainer(model=model, args=args, eval_dataset=rows(5), zero="stage3-offload")
+    model, args = make_lm("gpt2"), _arguments(tmp_path, disable_tqdm=True)
+    plain = Trainer(model=make_lm("gpt2"), args=args, eval_dataset=token_rows(5)).evaluate()[
+        "eval_loss"
+    ]
+    trainer = ZeroTrainer(model=model, args=args, eval_dataset=token_rows(5), zero="stage3-offload")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain, abs=1e-6)
     assert trainer.engine is not None
     assert "gradient shards" not in {k for k, v in trainer.engine.memory_report().items() if v}
-    trainer.train_dataset = rows(4)
+    trainer.train_dataset = token_rows(4)
     with pytest.raises(RuntimeError, match=r"train_dataset.*trainer.engine.unwrap"):
         trainer.train()
     assert trainer.engine.unwrap() is model
-    again = ZeroTrainer(model=model, args=args, train_dataset=rows(4), zero="stage3-offload")
-    assert again.evaluate(rows(5))["eval_loss"] == pytest.approx(plain, abs=1e-6)
+    again = ZeroTrainer(model=model, args=args, train_dataset=token_rows(4), zero="stage3-offload")
+    assert again.evaluate(token_rows(5))["eval_loss"] == pytest.approx(plain, abs=1e-6)
 
 
 def test_configured_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
@@ -148,7 +150,9 @@ def test_configured_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
         },
     }
     args = _arguments(tmp_path, max_steps=4, logging_steps=1, learning_rate=0.5, disable_tqdm=True)
-    trainer = ZeroTrainer(model=gpt2(), args=args, train_dataset=rows(32), zero=given)
+    trainer = ZeroTrainer(
+        model=make_lm("gpt2"), args=args, train_dataset=token_rows(32), zero=given
+    )
     trainer.train()
     assert type(trainer.optimizer.optimizer.given).__name__ == "SGD"
     rates = [r["learning_rate"] for r in trainer.state.log_history if "loss" in r]
