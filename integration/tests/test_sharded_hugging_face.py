@@ -15,7 +15,7 @@ from lm_models import lm_config
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, OwnPeakMemory, spawn
+from zero_core.testing import OwnPeakMemory, spawn
 
 # As Trainer hands it over: with values that are still open.
 DEEPSPEED = {
@@ -23,7 +23,11 @@ DEEPSPEED = {
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
 }
-CORE = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+CORE = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+}
 WAV2VEC2 = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 WAV2VEC2 |= {"intermediate_size": 20, "num_conv_pos_embeddings": 4, "conv_dim": (8,)}
 WAV2VEC2 |= {"num_conv_pos_embedding_groups": 2, "conv_stride": (5,), "conv_kernel": (10,)}
