@@ -91,7 +91,7 @@ def test_accelerates_loop_trains_saves_and_goes_on(stage: int, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_ranks_of_accelerate_launch_train_saves_and_go_on(tmp_path: Path) -> None:
+def test_ranks_of_accelerate_launch_train_save_and_go_on(tmp_path: Path) -> None:
     config = tmp_path / "deepspeed.yaml"
     config.write_text(LAUNCH, encoding="utf-8")
     script = (str(SCRIPTS / "accelerate_loop.py"), "launched", str(tmp_path))
