@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from filelock import FileLock
-from ports import free_port
 from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
 
 from benchmarks.harness.forked_python import forked_python
+from tests.support.ports import free_port
 from zero_core.testing import preload, run_alone
 from zero_core.testing.sampled_rows import mark_rows_slow
 from zero_engine.calibration import kept

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from lm_models import make_lm, token_rows
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
+from tests.support.lm_models import make_lm, token_rows
 from zero_core import ConfigError, load_config
 from zero_engine.hf import PRESETS, ZeroSeq2SeqTrainer, ZeroTrainer
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer

@@ -10,7 +10,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from lm_models import make_lm, token_rows
 from safetensors.torch import load_file
 from transformers import (
     EvalPrediction,
@@ -21,6 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.support.lm_models import make_lm, token_rows
 from zero_core import CheckpointError
 from zero_core.step.speculation import updates_in_backward
 from zero_core.testing import spawn

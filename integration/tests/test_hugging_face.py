@@ -10,11 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from lm_models import CLASSES, lm_config, make_lm
 from torch import Tensor
 from transformers import GPT2LMHeadModel, GPT2Model
 
 import zero_core
+from tests.support.lm_models import CLASSES, lm_config, make_lm
 from zero_core.testing import Case, SimulatedRanks, check_like_ddp, seeded, simulate, spawn, train
 
 HOST = {"offload_optimizer": {"device": "cpu"}}

@@ -12,9 +12,9 @@ import torch
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from conftest import run_program
 from safetensors.torch import load_file
-from script_server import run_script
 from torch import Tensor, nn
 
+from tests.support.script_server import run_script
 from zero_core.testing import spawn
 from zero_engine import deepspeed
 

@@ -10,12 +10,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-from lm_models import make_lm
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import zero_core
+from tests.support.lm_models import make_lm
 from zero_core import CheckpointError, ConfigError
 from zero_core.testing import Case, PeakMemory, SimulatedRanks, seeded, simulate, spawn
 from zero_core.testing.quantized import WrappedCodes

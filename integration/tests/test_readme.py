@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
-from doc_blocks import Block, find_blocks, run_example
 
+from tests.support.doc_blocks import Block, find_blocks, run_example
 from zero_core.testing import run_alone
 
 OWN = ("cpu-adam", "zero-comm", "zero-core", "zero-offload")

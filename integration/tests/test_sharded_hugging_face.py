@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from lm_models import lm_config
 from torch import nn
 
 import zero_core
+from tests.support.lm_models import lm_config
 from zero_core.testing import OwnPeakMemory, spawn
 
 # As Trainer hands it over: with values that are still open.

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import command, environment, own_lines
-from ports import free_port
 
 from benchmarks.harness.forked_python import forked_python
+from tests.support.ports import free_port
 from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import join_ranks
 from zero_engine.launch.started_ranks import first_host, rank_variables

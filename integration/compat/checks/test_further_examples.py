@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
-from doc_blocks import Block, find_blocks, run_example
-
+from tests.support.doc_blocks import Block, find_blocks, run_example
 from zero_core.testing import run_alone
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 from conftest import TIME_LIMIT_S, TINY, environment
-from doc_blocks import MODULES, PAGES, ROOT, Block, find_blocks
-from lm_models import save_models
 from test_import_deepspeed import deepspeed_classes, write_stage_2
 from transformers import GPT2Config
 
 from benchmarks.harness.forked_python import forked_python
+from tests.support.doc_blocks import MODULES, PAGES, ROOT, Block, find_blocks
+from tests.support.lm_models import save_models
 from zero_engine.train.settings import RunFolder
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

@@ -17,11 +17,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from script_server import run_script
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_core
+from tests.support.script_server import run_script
 from zero_core.checkpoint.files import Reader
 from zero_core.testing import spawn
 from zero_engine.lightning import ZeroStrategy

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lm_models import save_models
 from safetensors.torch import load_file
-from script_server import run_script
 from transformers import AutoModelForCausalLM
 
+from tests.support.lm_models import save_models
+from tests.support.script_server import run_script
 from zero_core.testing import run_alone
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "run_lm.py"

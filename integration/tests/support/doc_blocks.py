@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = (
     ROOT / "README.md",
     ROOT / "integration" / "README.md",
