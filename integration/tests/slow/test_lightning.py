@@ -32,11 +32,24 @@ EPOCHS = 2
 
 
 class _Module(L.LightningModule):
-    """A small regression; the losses of its training and validation steps are kept."""
+    """A small regression that keeps the losses of its training and validation steps.
 
-    def __init__(self, lr: float = 1e-2, is_made_late: bool = False) -> None:
+    ``is_manual``: the training step has a loop of its own, two backwards and a step.
+    """
+
+    earlier: Any = None  # engine of an earlier fit, which must be gone when the next one is built
+
+    def __init__(
+        self,
+        lr: float = 1e-2,
+        optimizer: str | None = "AdamW",
+        *,
+        is_made_late: bool = False,
+        is_manual: bool = False,
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.automatic_optimization = not is_manual
         self.net: Any = None
         self.train_losses: list[float] = []
         self.validation_losses: list[float] = []
@@ -44,20 +57,26 @@ class _Module(L.LightningModule):
             self.configure_model()
 
     def configure_model(self) -> None:
-        if self.net is not None:
-            return
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
-        self.net = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+        if self.net is None:
+            torch.manual_seed(0)
+            layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+            self.net = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
 
     def _loss(self, batch: Any) -> Tensor:
         x, y = batch
         return nn.functional.mse_loss(self.net(x).float(), y.float())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self._loss(batch) / 2)
         loss = self._loss(batch)
         self.train_losses.append(loss.item())
         self.log("train_loss", loss)
+        if not self.automatic_optimization:
+            self.manual_backward(loss / 2)
+            optimizer.step()
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -69,30 +88,15 @@ class _Module(L.LightningModule):
         self.log("test_loss", self._loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        assert self.earlier is None or self.earlier() is None
+        kind = self.hparams["optimizer"]
+        if kind is None:
+            return None
+        optimizer = getattr(torch.optim, kind)(self.parameters(), lr=self.hparams["lr"])
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
-
-
-class _Manual(_Module):
-    """Its own loop: two backwards, then a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        for _ in range(2):
-            loss = self._loss(batch)
-            self.manual_backward(loss / 2)
-        optimizer.step()
-        self.train_losses.append(loss.item())
-        return loss
+        if kind == "SGD":
+            return optimizer
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def _loader() -> DataLoader[Any]:
@@ -195,19 +199,9 @@ def _trains_in_16_bits(world_size: int, folder: Path) -> None:
 def _trains_by_hand_and_is_made_late(world_size: int, folder: Path) -> None:
     late = _Module(is_made_late=True)
     assert not list(late.parameters())
-    for plain, module in ((_Manual(), _Manual()), (_Module(), late)):
+    for plain, module in ((_Module(is_manual=True), _Module(is_manual=True)), (_Module(), late)):
         expected = _fit(DDPStrategy(), world_size, folder, plain)
         _check_same(_fit("zero_stage_3", world_size, folder, module), expected)
-
-
-class _Without(_Module):
-    def configure_optimizers(self) -> Any:
-        return None
-
-
-class _WithSGD(_Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def _has_named_optimizer(world_size: int, folder: Path) -> None:
@@ -216,28 +210,18 @@ def _has_named_optimizer(world_size: int, folder: Path) -> None:
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": 2},
     }
-    expected = _fit(DDPStrategy(), world_size, folder, _WithSGD())
-    _check_same(_fit(ZeroStrategy(config), world_size, folder, _Without()), expected)
-    for module, strategy in ((_WithSGD(), ZeroStrategy(config)), (_Without(), "zero_stage_2")):
+    expected = _fit(DDPStrategy(), world_size, folder, _Module(0.1, "SGD"))
+    _check_same(_fit(ZeroStrategy(config), world_size, folder, _Module(0.1, None)), expected)
+    for optimizer, strategy in (("SGD", ZeroStrategy(config)), (None, "zero_stage_2")):
         with pytest.raises(zero_core.ConfigError, match="either configure_optimizers"):
-            _fit(strategy, world_size, folder, module)
-
-
-class _Watching(_Module):
-    """Sees that the engine of an earlier fit is gone before the next one is built."""
-
-    earlier: Any = None
-
-    def configure_optimizers(self) -> Any:
-        assert self.earlier is None or self.earlier() is None
-        return super().configure_optimizers()
+            _fit(strategy, world_size, folder, _Module(0.1, optimizer))
 
 
 def _fits_twice(world_size: int, folder: Path) -> None:
     """Start the second fit from the first one's weights, which a test in between sees, too."""
     metrics, seconds = [], []
     for make in (DDPStrategy, lambda: "zero_stage_3"):
-        module, _, trainer = _fit(make(), world_size, folder, _Watching())
+        module, _, trainer = _fit(make(), world_size, folder, _Module())
         metrics += trainer.test(module, _loader(), verbose=False)
         if isinstance(trainer.strategy, ZeroStrategy):
             module.earlier = weakref.ref(trainer.strategy.engine)
