@@ -101,7 +101,10 @@ def test_resumed_run_has_as_many_ranks_as_before(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume", "--steps=5"], f"--steps 5: the run has taken {STEPS} already"),
+        pytest.param(
+            *(["--resume", "--steps=5"], f"--steps 5: the run has taken {STEPS} already"),
+            marks=pytest.mark.slow,
+        ),
         (["--resume", "--seed=7"], "--seed 7 contradicts the run, which has 0"),
         ([], "holds a run already"),
     ],
