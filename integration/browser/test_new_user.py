@@ -20,7 +20,7 @@ from chromium import check_page
 from transformers import AutoModelForCausalLM
 
 from faults.harness import ENVIRONMENT, Program, last_step, weights
-from tests.doc_blocks import ROOT, documented_arguments, find_blocks
+from tests.support.doc_blocks import ROOT, documented_arguments, find_blocks
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.settings import RunFolder
 

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from doc_blocks import documented_arguments
 from filelock import FileLock
-from ports import free_port
 from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
 
 from benchmarks.harness.forked_python import forked_python
+from tests.support.ports import free_port
 from zero_core.testing import preload, run_alone
 from zero_core.testing.sampled_rows import mark_rows_slow
 from zero_engine.calibration import kept
@@ -97,9 +96,9 @@ def environment() -> dict[str, str]:
 def run_program(
     *arguments: str, expected_code: int = 0, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS`` in a forked process, with ``more`` set. Its ranks are new ones.
+    """Run ``zero-engine ARGUMENTS`` as `run_forked`, and check the code that it ends with.
 
-    `test_stop_and_resume` and `test_started_ranks` start the launcher as a user does.
+    Its ranks are new ones. `test_stop_and_resume` starts the launcher as a user does.
     """
     done = run_forked(*arguments, more=more)
     assert done.returncode == expected_code, done.stdout + done.stderr
@@ -107,41 +106,26 @@ def run_program(
 
 
 def own_lines(printed: str) -> list[str]:
-    """The lines that programs printed, without those of Gloo in torch 2.10."""
+    """Return the lines that programs printed, without those of Gloo in torch 2.10."""
     return [line for line in printed.splitlines() if not line.startswith("[Gloo] ")]
 
 
 def run_here(*arguments: str, expected_code: int = 0) -> str:
-    """What ``zero-engine ARGUMENTS`` prints, by this process: for what starts no ranks."""
+    """Run ``zero-engine ARGUMENTS`` in this process, and return what it prints."""
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == expected_code, done.output
     return done.stdout
 
 
 def refusal_of(*arguments: str) -> str:
-    """What ``zero-engine ARGUMENTS`` says to standard error as it ends with code 2.
-
-    In a process forked from one that has imported everything: for what is refused before ranks are
-    started.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder, "stderr")
-        with pytest.raises(ProcessExitedException) as ended:
-            run_alone(_say_into, str(said), arguments, environment())
-        assert ended.value.exit_code == 2, said.read_text(encoding="utf-8")
-        return said.read_text(encoding="utf-8")
-
-
-def _say_into(path: str, arguments: tuple[str, ...], variables: dict[str, str]) -> None:
-    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
-    os.environ.update(variables)
-    app(arguments)
+    """Return what ``zero-engine ARGUMENTS`` says to standard error as it ends with code 2."""
+    return run_program(*arguments, expected_code=2).stderr
 
 
 def run_forked(
     *arguments: str, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS`` in a forked process, as `refusal_of`, with ``more`` set."""
+    """Run ``zero-engine ARGUMENTS`` with ``more`` set, forked from a process with all imports."""
     with tempfile.TemporaryDirectory() as folder:
         code = 0
         try:
@@ -159,32 +143,13 @@ def _run_into(folder: str, arguments: tuple[str, ...], variables: dict[str, str]
     app(arguments)
 
 
-def run_documented(command: str, *more: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a line of a page or of an example in ``folder``, by a forked interpreter.
-
-    Its arguments that are files of this repository are found from there, ``more`` follow them.
-    """
-    done = subprocess.run(
-        [forked_python(), *documented_arguments(command), *more],
-        cwd=folder,
-        env={**environment(), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
 def train_forked(*arguments: str, ranks: int = 2) -> None:
     """Run ``zero-engine train ARGUMENTS`` on forked ranks."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **local_address_only()}
 
     def train(rank: int) -> None:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        done = run_forked("train", *arguments, more={**shared, **own})
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_program("train", *arguments, more={**shared, **own})
 
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(train, range(ranks)))
@@ -196,18 +161,6 @@ def process_group_ends_with_the_test() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def forked_ranks() -> Iterator[str]:
-    """Have the ranks that the benchmarks' harness starts forked, see `forked_python`.
-
-    Returns the interpreter.
-    """
-    interpreter = sys.executable
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", forked_python())
-        yield interpreter
 
 
 @pytest.fixture(scope="session")

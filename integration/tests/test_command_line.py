@@ -7,14 +7,11 @@ import importlib
 import importlib.metadata
 import io
 import json
-import os
-import pty
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import command, environment, run_here
+from conftest import run_here
 from typer.testing import CliRunner
 
 import zero_engine
@@ -92,25 +89,6 @@ def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(shown.values()) == {""}
 
 
-def test_start_of_run_is_shown_before_torch_is_imported(tmp_path: Path) -> None:
-    """The ranks' own output comes after it."""
-    script = tmp_path / "script.py"
-    script.write_text("print('of the script')", encoding="utf-8")
-    first, second = pty.openpty()
-    terminal = {**environment(), "TERM": "xterm", "COLUMNS": "80"}
-    arguments = command("run", "--nproc-per-node=1", str(script))
-    program = subprocess.Popen(arguments, stdout=second, stderr=second, env=terminal)
-    os.close(second)
-    shown = b""
-    with contextlib.suppress(OSError):  # Linux: the end of a terminal
-        while text := os.read(first, 4096):
-            shown += text
-    os.close(first)
-    assert program.wait(60) == 0, shown
-    assert 0 <= shown.find(b"starting") < shown.find(b"of the script"), shown
-    assert b"starting" not in shown[shown.find(b"of the script") :], "it is removed"
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -135,11 +113,6 @@ def test_command_is_installed() -> None:
     (point,) = importlib.metadata.entry_points(group="console_scripts", name="zero-engine")
     assert callable(point.load())
     assert shutil.which("zero-engine") is not None or point.dist is not None
-
-
-@pytest.mark.parametrize("flags", [["--resume", "--overwrite"], ["--ranks", "0"]])
-def test_contradictory_options_are_refused(flags: list[str]) -> None:
-    assert CliRunner().invoke(app, ["train", *flags]).exit_code == 2
 
 
 def test_threads_are_shared_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from hf_ranks import gpt2, rows
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
+from tests.support.lm_models import make_lm, token_rows
 from zero_core import ConfigError, load_config
 from zero_engine.hf import PRESETS, ZeroSeq2SeqTrainer, ZeroTrainer
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer
@@ -32,19 +32,8 @@ def test_preset_is_a_whole_configuration(name: str, tmp_path: Path) -> None:
     assert f"stage{config.zero_optimization.stage}" == name.partition("-")[0]
     is_on_host = "offload" in name or "twin-flow" in name
     assert (config.zero_optimization.offload_optimizer.device == "cpu") == is_on_host
-    assert config.train_micro_batch_size_per_gpu == 8
-    assert config.gradient_accumulation_steps == 3
-    assert config.gradient_clipping == 0.5
-    assert config.bf16.enabled
-
-
-def test_second_copies_lie_within_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = _arguments(tmp_path)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(TrainingArguments, "world_size", 4)
-    zero = {"stage": 3, "zero_hpz_partition_size": "auto"}
-    filled = fill_config({"zero_optimization": zero}, args)
-    assert filled["zero_optimization"]["zero_hpz_partition_size"] == 2
+    sizes = (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    assert (*sizes, config.gradient_clipping, config.bf16.enabled) == (8, 3, 0.5, True)
 
 
 def test_unknown_preset_gets_the_nearest() -> None:
@@ -52,27 +41,33 @@ def test_unknown_preset_gets_the_nearest() -> None:
         read_zero("stage3_ofload")
 
 
-def test_auto_is_filled_in_from_a_file(tmp_path: Path) -> None:
+def test_auto_is_filled_in_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Second copies are within a node, and a schedule gets the length of the training."""
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "zero_hpz_partition_size": "auto"}
     given = {
         "train_batch_size": "auto",
         "gradient_clipping": "auto",
         "fp16": {"enabled": "auto", "initial_scale_power": 8},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-8}},
     }
     path = tmp_path / "zero.json"
     path.write_text(json.dumps(given))
-    args = _arguments(tmp_path, learning_rate=3e-4, adam_beta2=0.95, gradient_accumulation_steps=2)
-    config = load_config(fill_config(read_zero(path), args), world_size=1)
-    assert config.train_batch_size == 16
-    assert config.gradient_clipping == 1.0
+    args = _arguments(
+        tmp_path,
+        learning_rate=3e-4,
+        adam_beta2=0.95,
+        warmup_steps=5,
+        gradient_accumulation_steps=2,
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(TrainingArguments, "world_size", 4)
+    config = load_config(fill_config(read_zero(path), args), world_size=4)
+    assert (config.train_batch_size, config.gradient_clipping) == (64, 1.0)
     assert (config.fp16.enabled, config.fp16.initial_scale_power) == (False, 8)
+    assert config.zero_optimization.zero_hpz_partition_size == 2
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8}
-
-
-def test_schedule_gets_the_length_of_the_training(tmp_path: Path) -> None:
-    args = _arguments(tmp_path, learning_rate=3e-4, warmup_steps=5)
     auto = dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
     assert fill_schedule({**auto, "warmup_type": "linear"}, args, 40) == {
         "warmup_max_lr": 3e-4,
@@ -82,21 +77,27 @@ def test_schedule_gets_the_length_of_the_training(tmp_path: Path) -> None:
     }
 
 
-def test_all_differences_from_the_arguments_are_told(tmp_path: Path) -> None:
-    given = {
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
-    }
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        (
+            {
+                "train_micro_batch_size_per_gpu": 4,
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
+            },
+            ("size_per_gpu = 4, TrainingArguments: 8", "bf16.enabled", "optimizer.params.lr"),
+        ),
+        ({"scheduler": {"params": {}}}, ("scheduler.type: Field required",)),
+    ],
+)
+def test_all_that_does_not_fit_the_arguments_is_named(
+    given: dict[str, Any], messages: tuple[str, ...], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as caught:
         fill_config(given, _arguments(tmp_path))
-    for text in ("size_per_gpu = 4, TrainingArguments: 8", "bf16.enabled", "optimizer.params.lr"):
+    for text in messages:
         assert text in str(caught.value)
-
-
-def test_scheduler_without_a_name_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.type: Field required"):
-        fill_config({"scheduler": {"params": {}}}, _arguments(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -120,22 +121,24 @@ def test_arguments_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> Non
     args = _arguments(tmp_path)
     setattr(args, name, True)
     with pytest.raises(ConfigError, match=f"TrainingArguments.{name}=True.*zero="):
-        ZeroTrainer(model=gpt2(), args=args, train_dataset=rows(4), zero="stage2")
+        ZeroTrainer(model=make_lm("gpt2"), args=args, train_dataset=token_rows(4), zero="stage2")
 
 
 def test_model_without_training_data_is_evaluated_without_optimizer_state(tmp_path: Path) -> None:
-    model, args = gpt2(), _arguments(tmp_path, disable_tqdm=True)
-    plain = Trainer(model=gpt2(), args=args, eval_dataset=rows(5)).evaluate()["eval_loss"]
-    trainer = ZeroTrainer(model=model, args=args, eval_dataset=rows(5), zero="stage3-offload")
+    model, args = make_lm("gpt2"), _arguments(tmp_path, disable_tqdm=True)
+    plain = Trainer(model=make_lm("gpt2"), args=args, eval_dataset=token_rows(5)).evaluate()[
+        "eval_loss"
+    ]
+    trainer = ZeroTrainer(model=model, args=args, eval_dataset=token_rows(5), zero="stage3-offload")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain, abs=1e-6)
     assert trainer.engine is not None
     assert "gradient shards" not in {k for k, v in trainer.engine.memory_report().items() if v}
-    trainer.train_dataset = rows(4)
+    trainer.train_dataset = token_rows(4)
     with pytest.raises(RuntimeError, match=r"train_dataset.*trainer.engine.unwrap"):
         trainer.train()
     assert trainer.engine.unwrap() is model
-    again = ZeroTrainer(model=model, args=args, train_dataset=rows(4), zero="stage3-offload")
-    assert again.evaluate(rows(5))["eval_loss"] == pytest.approx(plain, abs=1e-6)
+    again = ZeroTrainer(model=model, args=args, train_dataset=token_rows(4), zero="stage3-offload")
+    assert again.evaluate(token_rows(5))["eval_loss"] == pytest.approx(plain, abs=1e-6)
 
 
 def test_configured_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
@@ -148,7 +151,9 @@ def test_configured_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
         },
     }
     args = _arguments(tmp_path, max_steps=4, logging_steps=1, learning_rate=0.5, disable_tqdm=True)
-    trainer = ZeroTrainer(model=gpt2(), args=args, train_dataset=rows(32), zero=given)
+    trainer = ZeroTrainer(
+        model=make_lm("gpt2"), args=args, train_dataset=token_rows(32), zero=given
+    )
     trainer.train()
     assert type(trainer.optimizer.optimizer.given).__name__ == "SGD"
     rates = [r["learning_rate"] for r in trainer.state.log_history if "loss" in r]

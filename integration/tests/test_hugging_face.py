@@ -1,137 +1,152 @@
-"""Hugging Face models in the engine: text generation at stage 3, and LoRA by peft."""
+"""Hugging Face models in the engine: deferred, loaded in parts, generating text, and adapted."""
 
 from __future__ import annotations
 
 import copy
 import importlib
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor
+from transformers import GPT2LMHeadModel, GPT2Model
 
 import zero_core
-from zero_core.protocols import Work
-from zero_core.testing import LR, WEIGHT_DECAY, Case, spawn
+from tests.support.lm_models import CLASSES, lm_config, make_lm
+from zero_core.testing import Case, SimulatedRanks, check_like_ddp, seeded, simulate, spawn, train
 
-VOCAB = 61
-
-
-def _gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=32,
-        n_embd=24,
-        n_layer=3,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return GPT2LMHeadModel(config)
+HOST = {"offload_optimizer": {"device": "cpu"}}
+CASES = [
+    *(Case(stage) for stage in range(4)),
+    Case(3, "bf16"),
+    Case(2, "bf16", zero=HOST),
+    Case(3, zero=HOST),
+    Case(1, "fp16"),
+]
+# GPT-2, which ties weights, takes all configurations, the other model every second one.
+JOBS = [
+    (case.config(), kind)
+    for number, case in enumerate(CASES)
+    for kind in ("gpt2", "llama")
+    if kind == "gpt2" or number % 2
+]
 
 
 def _ids(step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randint(1, VOCAB, (2, 9), generator=generator)
+    return torch.randint(1, 61, (2, 9), generator=generator)
 
 
-class _Counting:
-    """The engine's own collectives, and how many of them there were."""
-
-    def __init__(self, native: Any) -> None:
-        self.native = native
-        self.num_calls = 0
-
-    def all_gather(
-        self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
-    ) -> Work:
-        self.num_calls += 1
-        work: Work = self.native.all_gather(
-            out, shard, unit=unit, version=version, backward=backward
-        )
-        return work
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        self.num_calls += 1
-        work: Work = self.native.reduce_scatter(out, full, unit=unit)
-        return work
+def _inputs(step: int, rank: int) -> dict[str, Tensor]:
+    return {"input_ids": _ids(step, rank), "labels": _ids(step, rank)}
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"do_sample": True},
-    "beams": {"num_beams": 4},
-}
+def _compare(expected: zero_core.Engine, *others: zero_core.Engine) -> None:
+    values = expected.full_state_dict(dtype=torch.float32)
+    buffers = dict(expected.module.named_buffers())
+    batches = [_inputs(step, expected.rank) for step in range(2)]
+    losses = train(expected, batches)
+    expected.close()
+    for engine in others:
+        found = engine.full_state_dict(dtype=torch.float32)
+        assert list(found) == list(values)
+        torch.testing.assert_close(found, values, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(dict(engine.module.named_buffers()), buffers, rtol=0.0, atol=0.0)
+        assert train(engine, batches) == losses
+        engine.close()
+
+
+def _starts(rank: int, world_size: int, folder: Path) -> None:
+    """Build models that are ordinary, deferred and drawn, and deferred and loaded."""
+    for config, kind in JOBS if world_size == 2 else JOBS[::3]:
+        ordinary = CLASSES[kind].from_pretrained(folder / kind)
+        with zero_core.deferred_init():
+            drawn, model = make_lm(kind), CLASSES[kind](lm_config(kind))
+        assert all(p.is_meta for p in drawn.parameters())
+        loaded = zero_core.build(model, config)
+        assert zero_core.load_pretrained(loaded, folder / kind) == zero_core.Loaded((), ())
+        _compare(zero_core.build(ordinary, config), zero_core.build(drawn, config), loaded)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_deferred_and_loaded_models_are_ordinary_ones(tmp_path: Path, world_size: int) -> None:
+    for kind in ("gpt2", "llama"):
+        make_lm(kind).save_pretrained(tmp_path / kind, max_shard_size="10KB")
+        assert len(list((tmp_path / kind).glob("*.safetensors"))) > 1
+    spawn(_starts, world_size, tmp_path)
+
+
+@pytest.mark.parametrize("is_base", [True, False])
+def test_a_model_is_built_from_the_folder_of_its_base_or_its_own(
+    tmp_path: Path, is_base: bool
+) -> None:
+    torch.manual_seed(1)
+    saved = GPT2Model(lm_config("gpt2")) if is_base else make_lm("gpt2", seed=1)
+    saved.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(lm_config("gpt2"))
+    engine = zero_core.build(model, Case(0).config(), pretrained=tmp_path)
+    expected = dict(GPT2LMHeadModel.from_pretrained(tmp_path).state_dict())
+    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+
+
+# Greedy tokens, sampled ones and those of four beams.
+WAYS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True}, {"num_beams": 4})
 
 
 def _generate(model: Any, rank: int, **settings: Any) -> list[Tensor]:
-    """Greedy tokens, sampled ones and those of four beams, of another length on each rank."""
+    """Return tokens of each way, of another length on each rank."""
     model.eval()
+    prompt, length = _ids(7, rank), 6 + 3 * rank
+    settings |= {"max_new_tokens": length, "min_new_tokens": length}
     found = []
-    for way in WAYS.values():
-        prompt = _ids(7, rank)
-        length = 6 + 3 * rank
+    for way in WAYS:
         torch.manual_seed(3)
-        found.append(
-            model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=length,
-                min_new_tokens=length,
-                **way,
-                **settings,
-            )
-        )
+        mask = torch.ones_like(prompt)
+        found.append(model.generate(prompt, attention_mask=mask, **way, **settings))
     model.train()
     return found
 
 
 def _generates(rank: int, world_size: int) -> None:
-    made: list[_Counting] = []
+    made: list[Mock] = []
 
-    def factory(native: Any, **kwargs: Any) -> _Counting:
-        made.append(_Counting(native))
+    def count(native: Any, **_: Any) -> Any:
+        made.append(Mock(spec=native, wraps=native))
         return made[-1]
 
-    config = Case(stage=3).config()
-    config["zero_optimization"]["stage3_max_live_parameters"] = limit = {2: 10**9, 3: 12_000}[
-        world_size
-    ]
-    engine = zero_core.build(_gpt2(), config, collectives=factory)
-    counting = made[-1]
+    model = {"n_layer": 3, "n_positions": 32}
+    is_limited = world_size == 3
+    limit = {"stage3_max_live_parameters": 12_000} if is_limited else {}
+    engine = zero_core.build(
+        make_lm("gpt2", **model), Case(3, zero=limit).config(), collectives=count
+    )
+    gather = made[-1].all_gather
     for step in range(2):
-        plain = _gpt2()
+        plain = make_lm("gpt2", **model)
         plain.load_state_dict(engine.full_state_dict())
         expected = _generate(plain, rank)
-        counting.num_calls = 0
-        if limit == 10**9:
-            # The root and three blocks, once for each call; none per token.
-            tokens = _generate(engine.module, rank)
-            assert counting.num_calls == 4 * len(WAYS), counting.num_calls
-        else:
+        gather.reset_mock()
+        if is_limited:
             # All but two blocks stay. The others are gathered for each token of the longest.
             tokens = _generate(engine.module, rank, synced_gpus=True)
-            per_token = counting.num_calls / len(WAYS) / (6 + 3 * (world_size - 1))
+            per_token = gather.call_count / len(WAYS) / (6 + 3 * (world_size - 1))
             assert 2.0 < per_token < 2.5
+        else:
+            # The root and three blocks, once for each call; none per token.
+            tokens = _generate(engine.module, rank)
+            assert gather.call_count == 4 * len(WAYS)
         with engine.gathered() as module:
-            counting.num_calls = 0
+            gather.reset_mock()
             gathered = _generate(module, rank)
-            assert counting.num_calls == 0
-        for found in (tokens, gathered):
-            assert all(map(torch.equal, found, expected))
+            gather.assert_not_called()
+        torch.testing.assert_close(tokens, expected)
+        torch.testing.assert_close(gathered, expected)
         assert not any(map(engine.holds_value, engine.module.parameters()))
-        ids = _ids(step, rank)
-        engine.backward(engine(ids, labels=ids).loss)
-        engine.step()
-    copied = copy.deepcopy(plain)
-    assert "generate" not in vars(copied)
+        train(engine, [_inputs(step, rank)])
+    assert "generate" not in vars(copy.deepcopy(plain))
     engine.unwrap()
     assert "generate" not in vars(engine.module)
 
@@ -141,47 +156,23 @@ def test_generated_tokens_are_the_plain_models(world_size: int) -> None:
     spawn(_generates, world_size)
 
 
-def _lora() -> Any:
-    """A frozen bf16 GPT-2 with adapters, which peft makes fp32."""
+def _adapted() -> Any:
+    """Make a frozen bf16 GPT-2 with adapters, which peft makes fp32."""
     peft: Any = importlib.import_module("peft")
-    config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True
-    )
-    return peft.get_peft_model(_gpt2().to(torch.bfloat16), config)
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    with seeded(2):
+        model = peft.get_peft_model(make_lm("gpt2").to(torch.bfloat16), config)
+    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {
+        (torch.float32, True),
+        (torch.bfloat16, False),
+    }
+    return model
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+def _adapts(ranks: SimulatedRanks, stage: int) -> None:
+    check_like_ddp(ranks, _adapted, _inputs, Case(stage))
 
 
-def _adapts(rank: int, world_size: int) -> None:
-    model = _lora()
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(
-        _trained(model).values(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        ids = _ids(step, rank)
-        ddp(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    expected = {name: p.detach().clone() for name, p in _trained(model).items()}
-    for stage in (0, 1, 2, 3):
-        engine = zero_core.build(_lora(), Case(stage).config())
-        trained = _trained(engine.module)
-        assert trained.keys() == expected.keys()
-        assert {p.dtype for p in trained.values()} == {torch.float32}
-        assert {p.dtype for p in engine.module.parameters()} == {torch.float32, torch.bfloat16}
-        for step in range(3):
-            ids = _ids(step, rank)
-            engine.backward(engine(input_ids=ids, labels=ids).loss)
-            engine.step()
-        full = engine.full_state_dict()
-        assert all(torch.equal(full[name], value) for name, value in expected.items())
-        frozen = sum(s.shard_numel for s in engine.layout.segments if not s.is_trainable)
-        shards = sum(s.shard_numel for s in engine.layout.segments if s.is_trainable)
-        assert engine.memory_report()["gradient shards"] == 4 * shards < 4 * frozen
-
-
-def test_pefts_fp32_adapters_on_a_bf16_model_train_as_in_ddp() -> None:
-    spawn(_adapts, 2)
+@pytest.mark.parametrize("stage", range(4))
+def test_pefts_fp32_adapters_on_a_bf16_model_train_as_in_ddp(stage: int) -> None:
+    simulate(_adapts, 2, stage)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from ports import free_port
 from scripts.deepspeed_monitors import train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from tests.support.ports import free_port
 from zero_core.errors import ConfigError
 from zero_core.testing import spawn
 from zero_engine import deepspeed

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import refusal_of, run_here
-from doc_blocks import ROOT
 from torch import Tensor, nn
 from transformers import (
     BartConfig,
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 import zero_core
+from tests.support.doc_blocks import ROOT
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.errors import ConfigError

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from conftest import environment, run_forked
-from ports import free_port
 
 from benchmarks.harness.forked_python import forked_python
+from tests.support.ports import free_port
 from zero_core import ConfigError
 from zero_engine import deepspeed
 from zero_engine.launch.torchrun import local_address_only

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import environment
-from ports import free_port
 from torch import nn
 from typer.testing import CliRunner
 
 import zero_core
 from benchmarks.harness.forked_python import forked_python
 from benchmarks.harness.ranks import RankError, run_together
+from tests.support.ports import free_port
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.plan.rates import Calibration, Curve, Rates

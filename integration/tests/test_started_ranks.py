@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment, own_lines
-from ports import free_port
+from conftest import command, environment, own_lines
 
 from benchmarks.harness.forked_python import forked_python
+from tests.support.ports import free_port
 from zero_core.errors import ConfigError
 from zero_engine.launch.ranks import join_ranks
 from zero_engine.launch.started_ranks import first_host, rank_variables
@@ -27,12 +28,10 @@ SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
 }
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
+# SLURM's pmi2 plugin, MpiDefault at some sites, sets variables of MPI's, too.
+PMI2 = {**SLURM, "PMI_FD": "7", "PMI_JOBID": "40007.0", "PMI_RANK": "5", "PMI_SIZE": "8"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}RANK": "3" for name in ("", "LOCAL_")}
+OPEN_MPI |= {f"OMPI_COMM_WORLD_{name}SIZE": "4" for name in ("", "LOCAL_")}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
@@ -44,10 +43,6 @@ line = f"{dist.get_rank()} {dist.get_world_size()} {os.environ['LOCAL_RANK']} {t
 sys.stdout.write(line + chr(10))
 dist.destroy_process_group()
 """
-
-
-# SLURM's pmi2 plugin, MpiDefault at some sites, sets variables of MPI's, too.
-PMI2 = {**SLURM, "PMI_FD": "7", "PMI_JOBID": "40007.0", "PMI_RANK": "5", "PMI_SIZE": "8"}
 
 
 @pytest.mark.parametrize("environment", [SLURM, PMI2])
@@ -74,25 +69,24 @@ def test_mpiruns_process_on_one_machine_is_a_rank() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1234",
     }
-
-
-def test_address_is_asked_for_where_mpirun_does_not_tell_it() -> None:
-    with pytest.raises(ConfigError, match=r"mpirun started 4 ranks.*set MASTER_ADDR to the addr"):
-        rank_variables(MPICH)
     found = rank_variables({**MPICH, "MASTER_ADDR": "host1", "MASTER_PORT": "77"})
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("host1", "77")
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("1", "4", "1")
 
 
-def test_rank_within_the_machine_is_asked_for_where_it_is_not_told() -> None:
-    with pytest.raises(ConfigError, match="set LOCAL_RANK"):
-        rank_variables({"PMI_RANK": "1", "PMI_SIZE": "4", "MASTER_ADDR": "host1"})
-
-
-@pytest.mark.parametrize("of_mpi", [{"PMI_SIZE": "16"}, {"PMI_RANK": "6"}])
-def test_slurm_is_not_asked_where_mpiruns_proxies_are_its_tasks(of_mpi: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="set LOCAL_RANK"):
-        rank_variables({**PMI2, **of_mpi})
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (MPICH, r"mpirun started 4 ranks.*set MASTER_ADDR to the addr"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MASTER_ADDR": "host1"}, "set LOCAL_RANK"),
+        # SLURM is not asked where its tasks are mpirun's proxies.
+        ({**PMI2, "PMI_SIZE": "16"}, "set LOCAL_RANK"),
+        ({**PMI2, "PMI_RANK": "6"}, "set LOCAL_RANK"),
+    ],
+)
+def test_what_mpirun_does_not_say_is_asked_for(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rank_variables(variables)
 
 
 def test_only_gpu_that_a_rank_sees_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,39 +130,42 @@ def test_first_host_of_slurms_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
-def _start_both(script: Path, variables: dict[str, str], rank: str, local: str) -> list[str]:
-    """``zero-engine run script`` as the two processes of a starter; the line of each."""
-    port = free_port()
-
-    def start(number: int) -> str:
-        own = {rank: str(number), local: str(number), "MASTER_PORT": str(port)}
-        command = [forked_python(), "-m", "zero_engine", "run", str(script)]
-        more = {**environment(), **variables, **own, "GLOO_SOCKET_IFNAME": "lo"}
-        done = subprocess.run(command, env=more, capture_output=True, text=True, timeout=600)
-        return "\n".join(own_lines(done.stdout))
-
-    with ThreadPoolExecutor(2) as pool:
-        return sorted(pool.map(start, range(2)))
-
-
 def test_processes_of_one_starter_are_the_ranks_of_one_training(tmp_path: Path) -> None:
     # mpirun's variables are covered by rank_variables' own tests above. What follows is shared.
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     variables = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    lines = _start_both(script, variables, "SLURM_PROCID", "SLURM_LOCALID")
-    assert lines == ["0 2 0 1.0", "1 2 1 1.0"]
+    variables |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+
+    def start(number: int) -> str:
+        own = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
+        words = [forked_python(), "-m", "zero_engine", "run", str(script)]
+        more = {**environment(), **variables, **own}
+        done = subprocess.run(words, env=more, capture_output=True, text=True, timeout=600)
+        return "\n".join(own_lines(done.stdout))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(start, range(2))) == ["0 2 0 1.0", "1 2 1 1.0"]
 
 
 def test_task_with_torchruns_options_starts_the_ranks_of_its_node(tmp_path: Path) -> None:
+    """On a terminal it says that it starts, before torch is imported, until the ranks' output."""
     script = tmp_path / "script.py"
     script.write_text("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])")
-    done = subprocess.run(
-        [sys.executable, "-m", "zero_engine", "run", "--standalone", str(script)],
-        env={**environment(), **SLURM, "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    first, second = pty.openpty()
+    program = subprocess.Popen(
+        command("run", "--standalone", str(script)),
+        stdout=second,
+        stderr=second,
+        env={**environment(), **SLURM, "TERM": "xterm", "COLUMNS": "80"},
     )
-    assert done.stdout == "0 1\n", done.stderr
+    os.close(second)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux: the end of a terminal
+        while text := os.read(first, 4096):
+            shown += text
+    os.close(first)
+    assert program.wait(60) == 0, shown
+    before, _, after = shown.partition(b"0 1\r\n")
+    assert b"starting" in before, shown
+    assert b"starting" not in after, "it is removed"

@@ -14,6 +14,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,14 +40,14 @@ from zero_engine.train.settings import (
 TIMING = {"tokens_per_s", "memory_bytes"}
 
 
-def numbers(folder: RunFolder) -> list[dict[str, object]]:
-    """The log without what depends on the moment it was written in."""
+def _numbers(folder: RunFolder) -> list[dict[str, object]]:
+    """Return the log without what depends on the moment it was written in."""
     entries = read_metrics(folder.metrics)
     return [{k: v for k, v in entry.items() if k not in TIMING} for entry in entries]
 
 
-def stop_after(num_entries: int, folder: RunFolder, arguments: tuple[str, ...]) -> tuple[int, str]:
-    """Start the program, send SIGTERM when its log is so long; its exit code and output."""
+def _train_until_stopped(folder: RunFolder, *arguments: str) -> None:
+    """Start the program as a user does, and send SIGTERM when its log has ten entries."""
     program = subprocess.Popen(
         command("train", *arguments, f"--output={folder.root}"),
         env={**environment(), "PYTHON_EXEC": forked_python()},
@@ -55,46 +56,31 @@ def stop_after(num_entries: int, folder: RunFolder, arguments: tuple[str, ...]) 
         text=True,
     )
     limit = time.monotonic() + TIME_LIMIT_S
-    while not folder.metrics.exists() or len(numbers(folder)) < num_entries:
+    while not folder.metrics.exists() or len(_numbers(folder)) < 10:
         assert program.poll() is None, program.communicate()[0]
         assert time.monotonic() < limit
         time.sleep(0.02)
     program.send_signal(signal.SIGTERM)
     output, _ = program.communicate(timeout=TIME_LIMIT_S)
-    return program.returncode, output
-
-
-@pytest.fixture(scope="module")
-def interrupted_run(
-    tmp_path_factory: pytest.TempPathFactory, tiny_options: tuple[str, ...]
-) -> RunFolder:
-    """A run stopped by SIGTERM, resumed to its end. SIGINT: `faults/ranks/test_restarts.py`."""
-    folder = RunFolder(tmp_path_factory.mktemp("runs") / "interrupted")
-    code, output = stop_after(10, folder, tiny_options)
-    assert code == 128 + signal.SIGTERM, output
+    assert program.returncode == 128 + signal.SIGTERM, output
     assert "stopped by SIGTERM, checkpoint saved" in output
     assert "Traceback" not in output
     assert "warning" not in output.lower()
-    steps = [entry["step"] for entry in numbers(folder)]
-    assert steps[-1] != STEPS, "the signal came too late to interrupt anything"
+
+
+def test_run_that_was_stopped_and_resumed_is_one_without_a_stop(
+    tmp_path: Path, tiny_options: tuple[str, ...], finished_run: tuple[RunFolder, str]
+) -> None:
+    """SIGINT: `faults/ranks/test_restarts.py`."""
+    folder, straight = RunFolder(tmp_path / "interrupted"), finished_run[0]
+    _train_until_stopped(folder, *tiny_options)
+    assert _numbers(folder)[-1]["step"] != STEPS, "the signal came too late"
     train_forked("--resume", f"--output={folder.root}")
-    return folder
-
-
-def test_resumed_run_logs_the_same_numbers(
-    interrupted_run: RunFolder, finished_run: tuple[RunFolder, str]
-) -> None:
-    straight = numbers(finished_run[0])
-    assert len(straight) == STEPS + 5  # steps, and evaluations at 0, 20, ..., 80
-    assert numbers(interrupted_run) == straight
-
-
-def test_resumed_run_ends_with_the_same_weights(
-    interrupted_run: RunFolder, finished_run: tuple[RunFolder, str]
-) -> None:
-    straight = finished_run[0].hf / "model.safetensors"
-    assert (interrupted_run.hf / "model.safetensors").read_bytes() == straight.read_bytes()
-    assert interrupted_run.sample.read_text() == finished_run[0].sample.read_text()
+    assert len(_numbers(straight)) == STEPS + 5  # steps, and evaluations at 0, 20, ..., 80
+    assert _numbers(folder) == _numbers(straight)
+    weights = [(run.hf / "model.safetensors").read_bytes() for run in (folder, straight)]
+    assert weights[0] == weights[1]
+    assert folder.sample.read_text() == straight.sample.read_text()
 
 
 def test_resumed_run_has_as_many_ranks_as_before(
@@ -112,33 +98,24 @@ def test_resumed_run_has_as_many_ranks_as_before(
     assert not capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_resume_refuses_fewer_steps_than_were_taken(
-    finished_run: tuple[RunFolder, str],
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            *(["--resume", "--steps=5"], f"--steps 5: the run has taken {STEPS} already"),
+            marks=pytest.mark.slow,
+        ),
+        (["--resume", "--seed=7"], "--seed 7 contradicts the run, which has 0"),
+        ([], "holds a run already"),
+    ],
+)
+def test_folder_of_a_run_is_refused_to_another(
+    options: list[str], message: str, finished_run: tuple[RunFolder, str]
 ) -> None:
     folder, _ = finished_run
     before = folder.resolved_config.read_text()
-    said = refusal_of("train", "--resume", "--steps=5", f"--output={folder.root}")
-    assert f"--steps 5: the run has taken {STEPS} already" in said
+    assert message in refusal_of("train", *options, f"--output={folder.root}")
     assert folder.resolved_config.read_text() == before
-
-
-def test_resume_refuses_another_setting(finished_run: tuple[RunFolder, str]) -> None:
-    folder, _ = finished_run
-    said = refusal_of("train", "--resume", "--seed=7", f"--output={folder.root}")
-    assert "--seed 7 contradicts the run, which has 0" in said
-
-
-def test_resume_refuses_a_folder_without_checkpoint(tmp_path: Path) -> None:
-    said = refusal_of("train", "--resume", f"--output={tmp_path}")
-    assert "no checkpoint to continue from" in said
-
-
-def test_new_run_refuses_the_folder_of_another(finished_run: tuple[RunFolder, str]) -> None:
-    folder, _ = finished_run
-    said = refusal_of("train", f"--output={folder.root}")
-    assert "holds a run already" in said
-    assert "--resume" in said
 
 
 def test_automatic_resume_continues_a_run_and_else_starts_one(
@@ -147,8 +124,8 @@ def test_automatic_resume_continues_a_run_and_else_starts_one(
     assert check_request({"output": str(tmp_path / "new")}, Start.AUTO, 1) == 1
     folder = RunFolder(shutil.copytree(finished_run[0].root, tmp_path / "copy"))
     train_forked("--resume=auto", f"--steps={STEPS + 1}", f"--output={folder.root}")
-    assert numbers(folder)[:-2] == numbers(finished_run[0])
-    assert numbers(folder)[-1]["step"] == STEPS + 1
+    assert _numbers(folder)[:-2] == _numbers(finished_run[0])
+    assert _numbers(folder)[-1]["step"] == STEPS + 1
 
 
 def test_ranks_that_torchrun_starts_anew_are_of_the_launch_that_began_the_run(
@@ -209,7 +186,7 @@ def test_checkpoints_at_a_url_outlive_the_machine(
         train_forked(*options, f"--checkpoints={url}", f"--output={folder.root}", ranks=1)
         assert not (folder.root / "checkpoint").exists()
         (store / "run" / "latest").write_text("step-2")  # the first one was lost after that
-    steps = [[entry["step"] for entry in numbers(f) if "loss" in entry] for f in folders]
+    steps = [[entry["step"] for entry in _numbers(f) if "loss" in entry] for f in folders]
     assert steps == [[1, 2, 3, 4], [3, 4]]
     first, other = ((f.hf / "model.safetensors").read_bytes() for f in folders)
     assert first == other
@@ -245,15 +222,10 @@ time.sleep(600)
 """
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     variables = {**os.environ, "TORCHELASTIC_RUN_ID": "none"}
-    with subprocess.Popen(
-        [sys.executable, "-c", launcher],
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as program:
-        assert program.stdout is not None
-        assert program.stderr is not None
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", launcher], env=variables, **pipes) as program:
+        assert program.stdout
+        assert program.stderr
         assert program.stdout.readline() == "watches\n"
         program.kill()
         # The pipe has an end when the rank, which has it too, has ended.

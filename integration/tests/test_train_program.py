@@ -28,15 +28,14 @@ from zero_engine.train.settings import RunFolder, RunSettings
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
-def held_out_losses(folder: RunFolder) -> list[float]:
+def _held_out_losses(folder: RunFolder) -> list[float]:
     return [e["held_out_loss"] for e in read_metrics(folder.metrics) if "held_out_loss" in e]
 
 
-def loss_of_exported_model(folder: RunFolder, *, num_windows: int) -> float:
-    """The held-out loss of the model that transformers loads from the run's folder."""
+def _loss_of_exported_model(folder: RunFolder) -> float:
+    """Return the held-out loss of the model that transformers loads from the run's folder."""
     model = AutoModelForCausalLM.from_pretrained(folder.hf).eval()
-    corpus = Corpus.open(folder.data, seed=0)
-    windows = corpus.held_out[:num_windows].long()
+    windows = Corpus.open(folder.data, seed=0).held_out[:16].long()
     with torch.no_grad():
         return float(model(input_ids=windows, labels=windows).loss)
 
@@ -72,11 +71,6 @@ def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path: Path) -> Non
     spawn(_open_each_its_own, 2, str(tmp_path))
 
 
-def test_held_out_loss_falls(finished_run: tuple[RunFolder, str]) -> None:
-    losses = held_out_losses(finished_run[0])
-    assert losses[-1] < 0.9 * losses[0]
-
-
 def test_a_report_reads_what_the_run_has_left(finished_run: tuple[RunFolder, str]) -> None:
     """Losses on held-out text as printed, and those of steps as logged; all ranks have ended."""
     folder, output = finished_run
@@ -90,30 +84,24 @@ def test_a_report_reads_what_the_run_has_left(finished_run: tuple[RunFolder, str
     assert not run.failures
 
 
-def test_plain_output_has_a_line_of_figures(finished_run: tuple[RunFolder, str]) -> None:
+def test_output_has_a_line_of_figures_and_no_warnings(finished_run: tuple[RunFolder, str]) -> None:
     _, output = finished_run
     (line,) = [line for line in output.splitlines() if line.startswith(f"step 50/{STEPS}")]
     for figure in ("loss", "tokens/s", "MiB per rank", "lr", "scale"):
         assert figure in line
-
-
-def test_output_is_free_of_warnings(finished_run: tuple[RunFolder, str]) -> None:
-    _, output = finished_run
     assert "warning" not in output.lower()
 
 
 def test_resolved_config_spells_defaults_out(finished_run: tuple[RunFolder, str]) -> None:
     resolved = json.loads(finished_run[0].resolved_config.read_text(encoding="utf-8"))
-    zero = resolved["engine"]["zero_optimization"]
-    assert zero["stage"] == 3
-    assert zero["zero_quantized_weights"] is True
+    engine, zero = resolved["engine"], resolved["engine"]["zero_optimization"]
+    assert (zero["stage"], zero["zero_quantized_weights"]) == (3, True)
     assert zero["offload_optimizer"]["ratio"] == 0.5
     assert zero["offload_optimizer"]["pin_memory"] is True  # a default
-    assert resolved["engine"]["train_batch_size"] == 8
-    assert resolved["engine"]["scheduler"]["params"]["total_num_steps"] == STEPS
-    assert resolved["run"]["seed"] == 0
-    assert resolved["model"]["n_layer"] == 2
-    assert resolved["world_size"] == 2
+    assert engine["train_batch_size"] == 8
+    assert engine["scheduler"]["params"]["total_num_steps"] == STEPS
+    run = (resolved["run"]["seed"], resolved["model"]["n_layer"], resolved["world_size"])
+    assert run == (0, 2, 2)
 
 
 def test_tensorboard_reads_the_same_losses(finished_run: tuple[RunFolder, str]) -> None:
@@ -132,9 +120,9 @@ def test_tensorboard_reads_the_same_losses(finished_run: tuple[RunFolder, str]) 
 def test_transformers_loads_model_and_tokenizer(finished_run: tuple[RunFolder, str]) -> None:
     folder, _ = finished_run
     # The program computed with weights rounded to 8 bits; the export is not rounded.
-    assert loss_of_exported_model(folder, num_windows=16) == pytest.approx(
-        held_out_losses(folder)[-1], rel=0.02
-    )
+    losses = _held_out_losses(folder)
+    assert losses[-1] < 0.9 * losses[0]
+    assert _loss_of_exported_model(folder) == pytest.approx(losses[-1], rel=0.02)
     tokenizer = AutoTokenizer.from_pretrained(folder.hf)
     text = "def café(x):\n\treturn  x  # ≤ 3\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -143,23 +131,18 @@ def test_transformers_loads_model_and_tokenizer(finished_run: tuple[RunFolder, s
 def test_own_config_without_quantization_exports_the_computed_weights(
     tmp_path: Path, text_file: Path
 ) -> None:
-    config = tmp_path / "zero.json"
-    config.write_text(
-        json.dumps(
-            {
-                "train_batch_size": 8,
-                "train_micro_batch_size_per_gpu": 2,
-                "zero_optimization": {"stage": 2},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            }
-        )
-    )
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    (tmp_path / "zero.json").write_text(json.dumps(config))
     folder = RunFolder(tmp_path / "run")
-    options = (f"--config={config}", f"--data={text_file}", "--steps=6", f"--output={folder.root}")
-    train_forked(*TINY, *options)
-    assert loss_of_exported_model(folder, num_windows=16) == pytest.approx(
-        held_out_losses(folder)[-1], rel=1e-5
-    )
+    own = (f"--config={tmp_path / 'zero.json'}", f"--output={folder.root}")
+    train_forked(*TINY, *own, f"--data={text_file}", "--steps=6")
+    losses = _held_out_losses(folder)
+    assert _loss_of_exported_model(folder) == pytest.approx(losses[-1], rel=1e-5)
     resolved = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
     assert resolved["engine"]["gradient_accumulation_steps"] == 2
     assert resolved["engine"]["gradient_clipping"] == 0.0
@@ -176,8 +159,6 @@ def test_default_text_is_the_standard_library() -> None:
 
 def test_program_is_called_by_the_packages_name() -> None:
     assert zero_engine.train.train is program.train
-    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        _ = zero_engine.train.nonsense
 
 
 def test_long_computation_is_named_without_a_terminal(

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
-from doc_blocks import find_blocks
-
+from tests.support.doc_blocks import Block, find_blocks, run_example
 from zero_core.testing import run_alone
 
-BLOCKS = [
-    pytest.param(block.text, id=block.name)
-    for block in find_blocks("python")
-    if block.needs_further
-]
 
-
-@pytest.mark.parametrize("code", BLOCKS)
-def test_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_alone(_run, code)
-
-
-def _run(code: str) -> None:
-    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize(
+    "block",
+    [block for block in find_blocks("python") if block.needs_further],
+    ids=lambda block: block.name,
+)
+def test_example_runs(block: Block, tmp_path: Path) -> None:
+    run_alone(run_example, block, tmp_path)

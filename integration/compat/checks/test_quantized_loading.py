@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from zero_core._libc import release_free_pages
-from zero_core.testing import seeded, spawn
+from zero_core.testing import OwnPeakMemory, seeded, spawn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
@@ -27,41 +24,6 @@ CONFIG = {
 IDS = torch.arange(12)[None]
 # What the process does besides: a table of the file, modules, fragments of the heap.
 SLACK_BYTES = 10 * 2**20
-
-
-class _OwnMemory:
-    """Peak of the memory that a process has for itself, without pages of files.
-
-    Attributes:
-        nbytes: how far it rose above the start, as far as it was seen.
-    """
-
-    nbytes = 0
-
-    def __enter__(self) -> _OwnMemory:
-        gc.collect()
-        release_free_pages()
-        self._start = _own_bytes()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._is_over.is_set():
-            self.nbytes = max(self.nbytes, _own_bytes() - self._start)
-            time.sleep(0.001)
-
-    def __exit__(self, *error: Any) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-
-def _own_bytes() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    return 1024 * sum(
-        int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))
-    )
 
 
 def _settings(kind: str) -> Any:
@@ -118,9 +80,9 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
 
     config = HfDeepSpeedConfig(CONFIG)
     _loaded(f"{folder}/tiny", "nf4")  # what it imports is there before
-    with _OwnMemory() as kernel:  # on a CPU it takes 16 numbers for each weight
+    with OwnPeakMemory() as kernel:  # on a CPU it takes 16 numbers for each weight
         bnb.nn.Params4bit(torch.ones(1408, WIDTH, dtype=torch.bfloat16), quant_type="nf4").to("cpu")
-    with _OwnMemory() as peak:
+    with OwnPeakMemory() as peak:
         model = _loaded(folder, "nf4")
     whole = DEPTH * BLOCK_NUMEL * 9 // 16 + 2 * 2 * VOCAB * WIDTH  # 4 bits, and fp32 for each 64
     unit = BLOCK_NUMEL * 2 + BLOCK_NUMEL * 9 // 16

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import environment, run_forked
-from ports import free_port
 from torch.distributed.run import get_args_parser
 
+from tests.support.ports import free_port
 from zero_core.errors import ConfigError
 from zero_engine.script.deepspeed_options import (
     add_options,

@@ -17,13 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import TIME_LIMIT_S, environment
-from doc_blocks import MODULES, PAGES, ROOT, Block, find_blocks
-from lm_models import save_models
+from conftest import TIME_LIMIT_S, TINY, environment
 from test_import_deepspeed import deepspeed_classes, write_stage_2
 from transformers import GPT2Config
 
 from benchmarks.harness.forked_python import forked_python
+from tests.support.doc_blocks import MODULES, PAGES, ROOT, Block, find_blocks
+from tests.support.lm_models import save_models
 from zero_engine.train.settings import RunFolder
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -41,13 +41,19 @@ CONFIG = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 CONFIGS = ("ds_config.json", "ds_zero_offload.config")
+LESSONS = ROOT / "integration" / "examples" / "tutorials"
+TUTORIALS = {
+    "zero": "zero.py",
+    "zero-offload": "offload.py",
+    "twin-flow": "twin_flow.py",
+    "zeropp": "zeropp.py",
+}
+"""Pages that show what their script prints."""
+TINY_RUN = " ".join((*TINY, "--steps=30"))
 SMALLER = {
     "zero-engine --install-completion": "bash",  # a test need not have been started by a shell
-    "zero-engine train": "--layers=2 --width=32 --heads=2 --context=32 --vocab=300 --ranks=2"
-    " --steps=30",
-    "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": (
-        "--layers=2 --width=32 --heads=2 --context=32 --vocab=300 --ranks=2 --steps=30"
-    ),
+    "zero-engine train": TINY_RUN,
+    "zero-engine train --data my.txt --config zero.json --steps 500 --output runs/mine": TINY_RUN,
     "zero-engine train --size 2.2b --steps 3 --ranks 1 --output runs/large": (
         "--size=1m --context=32 --vocab=300"
     ),
@@ -62,44 +68,51 @@ SMALLER = {
 NOT_RUN = re.compile(
     r"(python -m )?(pip|nox|pytest)\b"  # installations, sessions and suites
     r"|python integration/benchmarks/"  # hours; `nox -s nightly -- experiments` starts each
-    r"|torchrun \S+ \d integration/examples/tutorials/"  # test_tutorials.py
     r"|(torchrun|zero-engine run) --nnodes|zero-engine run accelerate launch .*--num_machines"
     r"|torchrun --nproc-per-node gpu"
     r"|zero-engine plan .* --fit fit.json$"  # by rates that tests hide
 )
 """Commands that need other machines or a device, or that another test has."""
+BYTES = re.compile(r"^(.*?) {2,}[\d.]+ -> [\d.]+ +(\d+) +(\d+) +(\d+) +(\d+)$", re.M)
+"""A line of `lesson.show`, but for its losses, which may differ between machines."""
 
 
-def commands(block: Block) -> Iterator[str]:
+def _commands(block: Block) -> Iterator[str]:
     """Yield a block's commands as one line each, without comments."""
     for line in block.text.replace("\\\n", " ").splitlines():
         command = " ".join(re.sub(r"(^|\s)# .*$", "", line).split())
-        if command:
+        if command and not NOT_RUN.match(command.removeprefix("OMP_NUM_THREADS=1 ")):
             yield command
 
 
-def as_run(command: str) -> str:
+def _as_run(command: str) -> str:
     """Return what a shell gets: the command, perhaps smaller."""
     what, mark, target = command.partition(" > ")
-    return f"{what} {SMALLER.get(command, '')}{mark}{target}"
+    lesson = "--steps=4 --plot=picture.png" if "examples/tutorials/" in what else ""
+    return f"{what} {SMALLER.get(command, lesson)}{mark}{target}"
 
 
+BLOCKS = {page: [b for b in find_blocks() if b.page == page] for page in PAGES}
 TO_RUN = {
     page: found
-    for page in PAGES
+    for page, blocks in BLOCKS.items()
     if (
         found := [
             command
-            for block in find_blocks("bash")
-            if block.page == page and not block.text.startswith("#!")
-            for command in commands(block)
-            if not NOT_RUN.match(command.removeprefix("OMP_NUM_THREADS=1 "))
+            for block in blocks
+            if block.language == "bash" and not block.text.startswith("#!")
+            for command in _commands(block)
         ]
     )
 }
 
 
-def interpreter() -> str:
+def _block(stem: str, language: str) -> str:
+    """Return the first block in this language of the page of this name."""
+    return next(b.text for b in find_blocks(language) if b.page.stem == stem)
+
+
+def _interpreter() -> str:
     """Return the interpreter of programs and of the ranks that they start.
 
     Without DeepSpeed it is a new one: transformers has no place for an engine once it was imported
@@ -119,8 +132,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(SCRIPTS / script, folder / name)
     for name in CONFIGS:
         (folder / name).write_text(json.dumps(CONFIG), encoding="utf-8")
-    (auto,) = (b.text for b in find_blocks("json") if b.page.stem == "moving")
-    (folder / "zero.json").write_text(auto, encoding="utf-8")
+    (folder / "zero.json").write_text(_block("moving", "json"), encoding="utf-8")
     shutil.copy(ROOT / "integration/examples/accelerate.yaml", folder / "deepspeed.yaml")
     shutil.copy(Path(json.__file__).with_name("decoder.py"), folder / "my.txt")
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 1024, "vocab_size": 64}
@@ -136,7 +148,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         module = f"-m {MODULES[name]} " if name in MODULES else ""
         program = programs / name
         # The process of `import` that reads files needs an interpreter with options of its own.
-        choice = f'python="{interpreter()}"; [ "$1" = import ] && python="{sys.executable}"'
+        choice = f'python="{_interpreter()}"; [ "$1" = import ] && python="{sys.executable}"'
         program.write_text(f'#!/bin/sh\n{choice}\nexec "$python" {module}"$@"\n', encoding="utf-8")
         program.chmod(0o755)
     (programs / "activate").write_text("true\n", encoding="utf-8")
@@ -152,26 +164,38 @@ def test_commands_of_a_page_run(
     if "report runs/mine" in text and "train " not in text:
         shutil.copytree(finished_run[0].root, folder / "runs" / "mine")
     if page.stem in ("index", "clusters"):  # train.py is the quick start
-        (start, *_) = (b.text for b in find_blocks("python") if b.page.stem == "index")
-        (folder / "train.py").write_text(start, encoding="utf-8")
+        (folder / "train.py").write_text(_block("index", "python"), encoding="utf-8")
     path = f"{folder / '.nox/train/bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "HOME": str(folder), "SHELL": "/bin/bash", "GLOO_SOCKET_IFNAME": "lo"}
+    printed = {}
     for command in TO_RUN[page]:
         done = subprocess.run(
-            ["bash", "-e", "-c", as_run(command)],
+            ["bash", "-e", "-c", _as_run(command)],
             cwd=folder,
-            env={
-                **environment(),
-                "PATH": path,
-                "PYTHON_EXEC": interpreter(),
-                "HOME": str(folder),
-                "SHELL": "/bin/bash",
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
+            env={**environment(), **own, "PYTHON_EXEC": _interpreter()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=TIME_LIMIT_S,
             check=False,
         )
-        assert done.returncode == 0, f"{as_run(command)}\n{done.stdout}{done.stderr}"
-        assert "Traceback" not in done.stderr, f"{as_run(command)}\n{done.stderr}"
+        assert done.returncode == 0, f"{_as_run(command)}\n{done.stdout}{done.stderr}"
+        assert "Traceback" not in done.stderr, f"{_as_run(command)}\n{done.stderr}"
+        printed |= _sizes(done.stdout)
+    if page.stem in TUTORIALS:
+        expected = _sizes(_block(page.stem, "text"))
+        assert printed.keys() == expected.keys() != set()
+        # Messages of few bytes carry the number of the step.
+        assert all(printed[name] == pytest.approx(expected[name], rel=0.02) for name in printed)
+        assert (folder / "picture.png").stat().st_size > 5000
+
+
+def _sizes(text: str) -> dict[str, list[int]]:
+    return {name: [int(size) for size in sizes] for name, *sizes in BYTES.findall(text)}
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_tutorial_shows_the_configuration_of_its_script(page: str) -> None:
+    path = (LESSONS / TUTORIALS[page]).with_suffix(".json")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    assert config in [json.loads(b.text) for b in find_blocks("json") if b.page.stem == page]

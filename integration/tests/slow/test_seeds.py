@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 from conftest import environment
-from lm_models import save_models
-from script_server import run_script
 
 from benchmarks.harness.forked_python import forked_python
+from tests.support.lm_models import save_models
+from tests.support.script_server import run_script
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

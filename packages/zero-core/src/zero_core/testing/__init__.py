@@ -26,7 +26,7 @@ from zero_core.testing.oracle import (
     run_engine,
     train_unread,
 )
-from zero_core.testing.peak_memory import PeakMemory
+from zero_core.testing.peak_memory import OwnPeakMemory, PeakMemory
 from zero_core.testing.ranks import preload, run_alone, run_on_processes, spawn
 from zero_core.testing.simulated import (
     GatedRanks,
@@ -46,6 +46,7 @@ __all__ = [
     "Gap",
     "GatedRanks",
     "Hard",
+    "OwnPeakMemory",
     "PeakMemory",
     "RootAndBlocks",
     "SimulatedDDP",

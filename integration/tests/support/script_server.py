@@ -11,10 +11,9 @@ import functools
 import tempfile
 from pathlib import Path
 
-from ports import free_port
-
 from benchmarks.harness.forked_python import start_server
 from benchmarks.harness.ranks import RankError, run_together
+from tests.support.ports import free_port
 from zero_engine.script.hook import hooked
 
 PRELOADED = (

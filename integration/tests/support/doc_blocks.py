@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import os
 import shlex
-import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[3]
 PAGES = (
     ROOT / "README.md",
     ROOT / "integration" / "README.md",
@@ -21,19 +22,12 @@ MODULES = {"torchrun": "torch.distributed.run", "zero-engine": "zero_engine"}
 """Programs of the pages, as the modules that they run."""
 FURTHER = ("bitsandbytes", "torchao")
 """Libraries without which a block of Python cannot run, and which only `nox -s compat` installs."""
-_FENCED = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.M | re.S)
-_ITEM = re.compile(r"[-*] |\d+\. ")
 
 
-@dataclass(frozen=True)
-class Block:
-    """A block of code.
+class Block(NamedTuple):
+    """A block of code: page and number, the page's file, the word after the fence, the lines.
 
-    Attributes:
-        name: page and number.
-        page: the file that it is in.
-        language: the word after the fence; "bash" for a block that is indented.
-        text: its lines.
+    An indented block is of "bash".
     """
 
     name: str
@@ -50,13 +44,13 @@ class Block:
 def find_blocks(*languages: str) -> Iterator[Block]:
     """Yield the blocks of all pages that are in ``languages``; without any, all blocks."""
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        found = [(m[1], m[2]) for m in _FENCED.finditer(text)]
-        found += [("bash", block) for block in _indented(_FENCED.sub("", text))]
-        for number, (language, block) in enumerate(found):
+        tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
+        found = [token for token in tokens if token.type in ("fence", "code_block")]
+        for number, token in enumerate(found):
+            language = token.info.partition(" ")[0] if token.type == "fence" else "bash"
             if not languages or language in languages:
                 name = f"{page.parent.name}-{page.stem}-{number}"
-                yield Block(name, page, language, textwrap.dedent(block))
+                yield Block(name, page, language, token.content)
 
 
 def documented_arguments(command: str) -> list[str]:
@@ -66,17 +60,7 @@ def documented_arguments(command: str) -> list[str]:
     return [*module, *(str(ROOT / word) if (ROOT / word).is_file() else word for word in words)]
 
 
-def _indented(text: str) -> Iterator[str]:
-    """Yield blocks that are indented by four blanks, apart from what belongs to a list."""
-    block: list[str] = []
-    is_list, was_blank = False, True
-    for line in [*text.splitlines(), "end"]:
-        is_code = line.startswith("    ") and not is_list and (was_blank or bool(block))
-        if is_code or (block and not line):
-            block.append(line)
-        elif block:
-            yield "\n".join(block)
-            block = []
-        if line and not line.startswith(" "):
-            is_list = bool(_ITEM.match(line))
-        was_blank = not line
+def run_example(block: Block, folder: Path) -> None:
+    """Run a block of Python in ``folder``, for `run_alone`."""
+    os.chdir(folder)
+    exec(compile(block.text, block.name, "exec"), {"__name__": "__main__"})
