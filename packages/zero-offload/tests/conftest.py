@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from support import ReferenceAdam, ReferenceKernel
+from support.kernels import ReferenceAdam, ReferenceKernel
 
 # A busy machine must not fail a property by being slow.
 settings.register_profile(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import RATIOS, ReferenceAdam, Space, group_of
+from support.kernels import ReferenceAdam
+from support.tiers import RATIOS, Space, group_of
 from torch import nn, optim
 
 from zero_offload import OffloadedOptimizer

@@ -11,16 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    CPU,
-    ReferenceKernel,
-    Space,
-    assert_same,
-    group_of,
-    make_tier,
-    snapshot,
-)
-from test_transfer import LateStreams
+from support.kernels import ReferenceKernel
+from support.streams import LateStreams
+from support.tiers import CPU, Space, assert_same, group_of, make_tier, snapshot
 from torch import Tensor, optim
 
 from zero_offload.flat.geometry import Geometry

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import CPU, ReferenceAdam, Space, assert_same, group_of, make_tier, snapshot, train
+from support.kernels import ReferenceAdam
+from support.tiers import CPU, Space, assert_same, group_of, make_tier, snapshot, train
 from torch import nn, optim
 
 from zero_offload import OffloadedOptimizer

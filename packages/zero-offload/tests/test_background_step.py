@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    ReferenceAdam,
-    Space,
-    assert_same,
-    group_of,
-    make_tier,
-    offer,
-    snapshot,
-    train,
-    workers,
-)
+from support.kernels import ReferenceAdam
+from support.tiers import Space, assert_same, group_of, make_tier, offer, snapshot, train, workers
 from torch import optim
 
 from zero_offload import OffloadError

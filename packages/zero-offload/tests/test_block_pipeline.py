@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import wait_until
+from support.tiers import wait_until
 from torch import Tensor
 
 from zero_offload.errors import StorageError

@@ -10,17 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import (
-    CPU,
-    ReferenceAdam,
-    ReferenceKernel,
-    Space,
-    assert_same,
-    group_of,
-    make_tier,
-    snapshot,
-    train,
-)
+from support.kernels import ReferenceAdam, ReferenceKernel
+from support.tiers import CPU, Space, assert_same, group_of, make_tier, snapshot, train
 from torch import optim
 
 from zero_offload import OffloadedOptimizer

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from support import CPU, ReferenceAdam, Space, group_of, make_tier, workers
+from support.kernels import ReferenceAdam
+from support.tiers import CPU, Space, group_of, make_tier, workers
 from torch import Tensor, nn, optim
 
 import zero_offload
 from zero_offload import ELEMENTWISE, OffloadedOptimizer, create_tier
 from zero_offload.protocols import StateTier
 from zero_offload.rules.resolve import GROUP, resolve_kernel
-from zero_offload.settings import OffloadSettings
+from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.tier import make_device_tier
 
 
@@ -26,17 +27,12 @@ def _block(**keys: Any) -> OffloadSettings:
 
 
 def test_deepspeeds_block_is_read() -> None:
-    settings = _block(
-        device="cpu",
-        ratio=0.4,
-        pin_memory=False,
-        nvme_path=None,
-        buffer_count=4,
-        pipeline_read=False,
-        pipeline_write=False,
-        fast_init=False,
-    )
-    assert settings == OffloadSettings(ratio=0.4, pin_memory=False)
+    ignored = {"buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
+    block = {"ratio": 0.4, "pin_memory": False, "nvme_path": None, "fast_init": False, **ignored}
+    assert _block(device="cpu", **block) == OffloadSettings(ratio=0.4, pin_memory=False)
+    keys = {"buffer_count": 5, "fast_init": True, "pipeline_read": True}
+    settings = _block(device="nvme", nvme_path="/local_nvme", **keys)
+    assert settings.nvme == NvmeSettings("/local_nvme", 5)
 
 
 def test_numa_binding_asked_for_is_answered_with_the_advice() -> None:
@@ -159,7 +155,7 @@ def test_a_kernel_is_refused_for_an_optimizer_that_none_computes() -> None:
 
 
 def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = importlib.metadata.EntryPoint("tested", "support:ReferenceAdam", GROUP)
+    entry = importlib.metadata.EntryPoint("tested", "support.kernels:ReferenceAdam", GROUP)
     broken = importlib.metadata.EntryPoint("zzz_broken", "no_such_module:kernel", GROUP)
     installed = importlib.metadata.EntryPoints([broken, entry])
     monkeypatch.setattr(

@@ -10,29 +10,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import (
-    RATIOS,
-    WORLD_SIZES,
-    groups_of,
-    loop,
-    make_model,
-    shard,
-    spawn,
-    weights,
-    whole,
-)
+from support.models import groups_of, loop, make_model, weights, whole
+from support.ranks import spawn
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_offload import OffloadedOptimizer
 
+RATIOS = (0.0, 0.3, 1.0)
+WORLD_SIZES = (1, 3)
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (optim.AdamW, {"lr": 1e-2, "foreach": False}),
     (optim.Adam, {"lr": 1e-2, "foreach": True}),
@@ -43,6 +37,16 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
 
 PAIRS = [(0, 0.0), (0, 1.0), (1, 0.3), (2, 0.3)]
 """A class of `CLASSES` and a ratio. One process compares every class at every ratio."""
+
+
+def shard(
+    model: nn.Sequential, *, is_mixed: bool = False, mesh: DeviceMesh | None = None
+) -> nn.Sequential:
+    """FSDP2, a unit per layer with weights; ``is_mixed``: computed in bf16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_mixed else None)
+    for module in (model[0], model[3], model[4], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def _assert_equals_torch(

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import RATIOS, ReferenceAdam
+from support.kernels import ReferenceAdam
+from support.tiers import RATIOS
 from torch import Tensor, nn, optim
 
 from zero_offload import OffloadedOptimizer

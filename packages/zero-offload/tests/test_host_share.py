@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import CPU, RATIOS, ReferenceAdam, Space, assert_same, group_of, snapshot, train
+from support.kernels import ReferenceAdam
+from support.tiers import CPU, RATIOS, Space, assert_same, group_of, snapshot, train
 from torch import Tensor, nn, optim
 
 from zero_offload import OffloadedOptimizer

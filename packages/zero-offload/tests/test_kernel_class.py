@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import RATIOS, ReferenceAdam
+from support.kernels import ReferenceAdam
+from support.tiers import RATIOS
 from torch import Tensor, nn, optim
 
 from zero_offload import OffloadedOptimizer

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from late_streams import LateStreams
-from support import (
-    CPU,
-    NamedLion,
-    ReferenceKernel,
-    Space,
-    assert_same,
-    group_of,
-    make_tier,
-    snapshot,
-)
+from support.kernels import NamedLion, ReferenceKernel
+from support.streams import LateStreams
+from support.tiers import CPU, Space, assert_same, group_of, make_tier, snapshot
 from torch import Tensor, optim
 
 from zero_offload.flat.geometry import Geometry

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import CPU, ReferenceKernel, group_of
+from support.kernels import ReferenceKernel
+from support.tiers import CPU, group_of
 from torch import optim
 
 from zero_offload import create_tier

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support import CPU, ReferenceAdam, Space, group_of
+from support.kernels import ReferenceAdam
+from support.tiers import CPU, Space, group_of
 from torch import Tensor, optim
 
 from zero_offload.flat.geometry import Geometry

@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    CPU,
-    ReferenceAdam,
-    ReferenceKernel,
-    Space,
-    assert_same,
-    group_of,
-    make_tier,
-    snapshot,
-    train,
-)
+from support.kernels import ReferenceAdam, ReferenceKernel
+from support.tiers import CPU, Space, assert_same, group_of, make_tier, snapshot, train
 from torch import Tensor, optim
 
 from zero_offload import OffloadError, create_param_tier, create_tier, param_tier

@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    CPU,
-    ReferenceAdam,
-    Space,
-    assert_same,
-    group_of,
-    make_tier,
-    offer,
-    snapshot,
-    train,
-)
+from support.kernels import ReferenceAdam
+from support.tiers import CPU, Space, assert_same, group_of, make_tier, offer, snapshot, train
 from torch import optim
 
 from zero_offload import OffloadError

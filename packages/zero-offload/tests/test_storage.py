@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import is_closed, wait_until
+from support.tiers import is_closed, wait_until
 from torch import Tensor
 
 from zero_offload.errors import StorageCorruptError, StorageError

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from late_streams import LateStreams
-from support import CPU, RATIOS, ReferenceAdam, Space, group_of, make_tier, train
+from support.kernels import ReferenceAdam
+from support.streams import LateStreams
+from support.tiers import CPU, RATIOS, Space, group_of, make_tier, train
 from torch import Tensor, optim
 
 from zero_offload.flat.geometry import Geometry

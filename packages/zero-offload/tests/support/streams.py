@@ -9,9 +9,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from zero_offload.memory.streams import Checksum, HostStreams
@@ -30,7 +29,7 @@ class _Queue:
 
     def __init__(self, delay_s: float = 0.002) -> None:
         self._delay_s = delay_s
-        self._items: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -39,7 +38,7 @@ class _Queue:
             time.sleep(self._delay_s)
             item()
 
-    def put(self, item: Callable[[], None]) -> Fired:
+    def put(self, item: Callable[[], object]) -> Any:
         done = Fired()
         self._items.put(item)
         self._items.put(done.set)
@@ -53,44 +52,37 @@ class _Queue:
 class LateStreams(HostStreams):
     """Copies run late in a down and an up queue; the caller's stream is the caller itself.
 
-    Args:
-        up_s: seconds by which each item of the up queue is late.
+    Each item of the up queue is late by ``up_s`` seconds.
     """
 
     def __init__(self, up_s: float = 0.002) -> None:
         self.down, self.up, self.checksums = _Queue(), _Queue(up_s), _Queue()
 
-    def to_host(self, target: Tensor, source: Tensor) -> torch.Event:
-        return cast(torch.Event, self.down.put(lambda: cast(None, target.copy_(source))))
+    def to_host(self, target: Tensor, source: Tensor) -> Any:
+        return self.down.put(lambda: target.copy_(source))
 
-    def release(self, event: torch.Event) -> None:
-        cast(threading.Event, event).wait()
+    def to_device(self, target: Tensor, source: Tensor) -> Any:
+        return self.up.put(lambda: target.copy_(source))
 
-    def wait(self, event: torch.Event) -> None:
-        cast(threading.Event, event).wait()
+    def wait(self, event: Any) -> None:
+        event.wait()
 
-    def to_device(self, target: Tensor, source: Tensor) -> torch.Event:
-        return cast(torch.Event, self.up.put(lambda: cast(None, target.copy_(source))))
+    release = arrive = wait
 
     def checksum(
-        self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[torch.Event]
+        self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[Any]
     ) -> Checksum:
-        before = [cast(threading.Event, event) for event in earlier]
+        before = list(earlier)
 
         def compute() -> None:
             for event in before:
                 event.wait()
             value.copy_(codec.checksum(values))
 
-        return Checksum(value, cast(torch.Event, self.checksums.put(compute)))
+        return Checksum(value, self.checksums.put(compute))
 
-    def difference_to_device(
-        self, codec: UploadCodec, target: Tensor, difference: Tensor
-    ) -> torch.Event:
-        return cast(torch.Event, self.up.put(lambda: codec.decode(difference, target)))
-
-    def arrive(self, event: torch.Event) -> None:
-        cast(threading.Event, event).wait()
+    def difference_to_device(self, codec: UploadCodec, target: Tensor, difference: Tensor) -> Any:
+        return self.up.put(lambda: codec.decode(difference, target))
 
     def close(self) -> None:
         for stream in (self.down, self.up, self.checksums):
