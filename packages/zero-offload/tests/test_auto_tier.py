@@ -11,23 +11,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.kernels import ReferenceAdam
-from support.tiers import CPU, Space, assert_same, group_of, make_tier, snapshot, train
+from support.tiers import (
+    BF16,
+    CPU,
+    FP32,
+    Space,
+    assert_same,
+    group_of,
+    make_tier,
+    offer,
+    offload_tiers,
+    snapshot,
+    train,
+    trained,
+)
 from torch import nn, optim
 
 from zero_offload import OffloadedOptimizer
-from zero_offload.flat.geometry import Geometry
-from zero_offload.settings import OffloadSettings
 from zero_offload.testing.virtual_time import VirtualStream, VirtualThread, VirtualTime
-from zero_offload.tier import make_device_tier
 from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
-from zero_offload.tiers.auto_tier import (
-    AutoTier,
-    DeviceRoom,
-    MemoryReading,
-    read_memory,
-)
+from zero_offload.tiers.auto_tier import AutoTier, DeviceRoom, MemoryReading, read_memory
 from zero_offload.tiers.clock import DeviceClock, HostClock
-from zero_offload.tiers.factory import OffloadTiers
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
 RATIOS = (0.5, 0.25, 0.9, 0.0, 1.0, 0.999, 0.3)
@@ -77,54 +81,47 @@ class TimedAdam(ReferenceAdam):
 
 
 def make_auto(
-    space: Space, cls: Any, groups: Any, kernel: Any = None, script: AutoRatio | None = None
+    space: Space,
+    kernel: Any = None,
+    script: AutoRatio | None = None,
+    cls: Any = optim.AdamW,
+    groups: Any = GROUPS,
 ) -> AutoTier:
-    geometry = Geometry(space.numel, space.pieces, space.params, len(groups))
-    tiers = OffloadTiers(
-        geometry,
-        OffloadSettings(ratio="auto"),
-        device=CPU,
-        optimizer_class=cls,
-        groups=groups,
-        adam_kernel=kernel,
-        device_tier=make_device_tier,
-    )
+    geometry = space.geometry()
+    tiers = offload_tiers(geometry, kernel, cls, groups)
     tier = AutoTier(geometry, groups, tiers, device=CPU, element_bytes=12, controller=script)
     tier.write_state("master_weight", 0, space.initial)
     return tier
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("route", ["kernel", "adamw", "nadam"])
 def test_whatever_it_chooses_no_bit_changes(route: str, dtype: torch.dtype) -> None:
     cls = optim.NAdam if route == "nadam" else optim.AdamW
     kernel = ReferenceAdam() if route == "kernel" else None
-    groups = [group_of(cls, lr=1e-2)]
-    space, same = Space(dtype=dtype), Space(dtype=dtype)
-    script = Scripted(RATIOS)
-    tier = make_auto(space, cls, groups, kernel, script)
-    expected = make_tier(same, cls, groups, kernel=kernel)
-    cuts = []
+    groups, space = [group_of(cls, lr=1e-2)], Space(dtype)
+    script, cuts = Scripted(RATIOS), []
+    tier = make_auto(space, kernel, script, cls, groups)
     for step in range(len(RATIOS) + 1):
-        for each, its_space in ((tier, space), (expected, same)):
-            train(each, its_space, groups, range(step, step + 1))
+        train(tier, space, groups, range(step, step + 1))
         cuts.append(tier.host_numel)
-    assert_same(snapshot(tier, space), snapshot(expected, same))
+    options: dict[str, Any] = {"kernel": kernel, "space": Space(dtype)}
+    expected = trained(cls, groups, steps=range(len(RATIOS) + 1), **options)
+    assert_same(snapshot(tier, space), expected)
     assert cuts == [360, *(round(ratio * 360) for ratio in RATIOS)]
     assert len(script.samples) == len(RATIOS)
 
 
 def test_ratio_auto_in_a_config_makes_a_tier_that_searches() -> None:
-    tier = make_tier(Space(), optim.AdamW, GROUPS, ratio="auto")  # type: ignore[arg-type]
+    tier = make_tier(Space(), ratio="auto")
     assert isinstance(tier, AutoTier)
     assert tier.ratio_report is None
 
 
 def test_each_step_is_measured(clock: VirtualTime) -> None:
     """A host kernel that takes 20 ms per run, and a caller that comes for the values at once."""
-    space = Space()
-    script = Scripted((1.0, 0.5, 0.5))
-    tier = make_auto(space, optim.AdamW, GROUPS, TimedAdam(clock, 0.02, 0.005), script)
+    space, script = Space(), Scripted((1.0, 0.5, 0.5))
+    tier = make_auto(space, TimedAdam(clock, 0.02, 0.005), script)
     train(tier, space, GROUPS, range(4), active=[0, 1, 2])  # one run
     whole, _, half = script.samples
     assert (whole.host_numel, whole.device_numel) == (253, 0)
@@ -135,14 +132,11 @@ def test_each_step_is_measured(clock: VirtualTime) -> None:
 
 def test_a_stall_is_the_hosts_lateness_alone(clock: VirtualTime) -> None:
     """A caller that comes later than the host is done waits for nothing."""
-    space = Space()
-    script = Scripted(())
-    tier = make_auto(space, optim.AdamW, GROUPS, TimedAdam(clock, 0.02, 0.005), script)
+    space, script = Space(), Scripted(())
+    tier = make_auto(space, TimedAdam(clock, 0.02, 0.005), script)
     train(tier, space, GROUPS, range(1))
     for step in range(1, 8):
-        grad = space.grad(step)
-        tier.offer_grad(0, grad[:256])
-        tier.offer_grad(256, grad[256:])
+        offer(tier, space, step)
         tier.step(GROUPS, range(5), grad_scale=1.0)
         tier.parts[0].drain()
         tier.wait_params(0, space.numel)
@@ -152,25 +146,21 @@ def test_a_stall_is_the_hosts_lateness_alone(clock: VirtualTime) -> None:
 
 def test_units_updated_one_by_one_are_one_step() -> None:
     """Updates within backward: each unit is offered and stepped before the next one comes."""
-    space, same = Space(), Space()
-    script = Scripted((0.5, 0.2, 0.9))
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
-    expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
-    train(expected, same, GROUPS, range(4))
+    space, script = Space(), Scripted((0.5, 0.2, 0.9))
+    tier = make_auto(space, ReferenceAdam(), script)
     for step in range(4):
         grad = space.grad(step)
         for start, stop, active in ((256, 360, [3, 4]), (0, 256, [0, 1, 2])):
             tier.offer_grad(start, grad[start:stop])
             tier.step(GROUPS, active, grad_scale=1.0)
         tier.wait_params(0, space.numel)
-    assert_same(snapshot(tier, space), snapshot(expected, same))
+    assert_same(snapshot(tier, space), trained(groups=GROUPS, kernel=ReferenceAdam()))
     assert [s.host_numel + s.device_numel for s in script.samples] == [253 + 65] * 3
 
 
 def test_a_skipped_step_is_not_measured_twice() -> None:
-    space = Space()
-    script = Scripted((0.5, 0.3))
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
+    space, script = Space(), Scripted((0.5, 0.3))
+    tier = make_auto(space, ReferenceAdam(), script)
     train(tier, space, GROUPS, range(1))
     for _ in range(3):
         tier.offer_grad(0, space.grad(1)[:256])
@@ -184,8 +174,8 @@ def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -
     """The step in which it comes is noticed after its gradient is in: nothing moves then."""
     space, same = Space(), Space()
     script = Scripted(RATIOS)
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
-    expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
+    tier = make_auto(space, ReferenceAdam(), script)
+    expected = make_tier(same, groups=GROUPS, kernel=ReferenceAdam())
     for step in range(6):
         for each, its_space in ((tier, space), (expected, same)):
             grad = its_space.grad(step)
@@ -206,7 +196,7 @@ def test_a_host_that_is_always_late_gives_all_to_the_device(
     caplog.set_level(logging.INFO, logger="zero_offload")
     space = Space()
     space.pieces[-1] = (272, 360, 0)  # any share has an element to update
-    tier = make_auto(space, optim.AdamW, GROUPS, TimedAdam(clock, 0.004, 1e-5))
+    tier = make_auto(space, TimedAdam(clock, 0.004, 1e-5))
     assert tier.ratio_report is None
     train(tier, space, GROUPS, range(10 * (STEPS_PER_PROBE + 1)))
     report = tier.ratio_report
@@ -237,7 +227,7 @@ def test_a_rank_without_elements_may_choose_too() -> None:
     space = Space()
     space.numel, space.pieces, space.params = 0, [], []
     space.initial = torch.zeros(0)
-    tier = make_auto(space, optim.AdamW, GROUPS)
+    tier = make_auto(space)
     for _ in range(5):
         tier.step(GROUPS, [], grad_scale=1.0)
         tier.wait_params(0, 0)
@@ -330,8 +320,8 @@ def test_room_counts_sums_of_micro_steps_once(
 
     reading = MemoryReading(available=3800, peak=1000, total=0)
     monkeypatch.setattr("zero_offload.tiers.auto_tier.read_memory", lambda _: reading)
-    space = Space(dtype=torch.bfloat16)
-    tier = make_auto(space, optim.AdamW, GROUPS, script=Bounded())
+    space = Space(BF16)
+    tier = make_auto(space, script=Bounded())
     for _ in range(num_calls):
         tier.expect_micro_steps(2)
     for step in range(2):

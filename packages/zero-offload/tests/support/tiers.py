@@ -16,10 +16,12 @@ from zero_offload.flat.geometry import Geometry
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.protocols import StateTier
 from zero_offload.rules.resolve import resolve_rule
+from zero_offload.settings import OffloadSettings
 from zero_offload.steppers.memory_stepper import MemoryStepper
 from zero_offload.steppers.stepper import Stepper
 from zero_offload.steppers.torch_stepper import TorchStepper
 from zero_offload.tier import create_tier, make_device_tier
+from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.mover import HostMover
@@ -111,6 +113,21 @@ def make_tier(
     return tier
 
 
+def offload_tiers(
+    geometry: Geometry, kernel: Any, cls: Any = optim.AdamW, groups: Any = ADAM
+) -> OffloadTiers:
+    """What makes the parts of a tier."""
+    return OffloadTiers(
+        geometry,
+        OffloadSettings(),
+        device=CPU,
+        optimizer_class=cls,
+        groups=groups,
+        adam_kernel=kernel,
+        device_tier=make_device_tier,
+    )
+
+
 def host_tier(
     space: Space,
     kernel: Any,
@@ -123,11 +140,12 @@ def host_tier(
     torch_stepper: type[TorchStepper] = TorchStepper,
     mover_class: type[HostMover] = HostMover,
     device: torch.device = CPU,
+    memory: HostMemory | None = None,
     **mover_keys: Any,
 ) -> tuple[HostTier, HostMover]:
     """Create the host's tier alone and its mover; without a kernel it is torch that updates."""
     geometry = space.geometry(published_numel=published_numel)
-    mover = mover_class(geometry, device, HostMemory(should_pin=False), **mover_keys)
+    mover = mover_class(geometry, device, memory or HostMemory(should_pin=False), **mover_keys)
     is_in_place = not mover_keys.get("is_staged", False)
     stepper: Stepper
     if kernel is None:
@@ -218,34 +236,6 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     assert found.keys() == expected.keys()
     for name in found:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
-
-
-def torch_oracle(
-    space: Space,
-    cls: type[torch.optim.Optimizer],
-    groups: Sequence[Mapping[str, Any]],
-    steps: range = range(4),
-    *,
-    grad_scale: float = 1.0,
-) -> Tensor:
-    """The fp32 weights after plain torch.optim over one tensor per piece."""
-    weights = space.initial.clone()
-    params = [nn.Parameter(weights[a:b].clone()) for a, b, _ in space.pieces]
-    members: dict[int, list[nn.Parameter]] = {}
-    for param, (_, _, g) in zip(params, space.pieces, strict=True):
-        members.setdefault(g, []).append(param)
-    # Adagrad takes its initial sum from the constructor alone.
-    initial = "initial_accumulator_value"
-    settings = {initial: groups[0][initial]} if initial in groups[0] else {}
-    optimizer = cls([{**groups[g], "params": m} for g, m in members.items()], **settings)  # type: ignore[call-arg]
-    for step in steps:
-        grad = space.grad(step).float() * grad_scale
-        for param, (a, b, _) in zip(params, space.pieces, strict=True):
-            param.grad = grad[a:b].clone()
-        optimizer.step()
-    for param, (a, b, _) in zip(params, space.pieces, strict=True):
-        weights[a:b] = param.detach()
-    return weights
 
 
 def workers() -> set[threading.Thread]:
