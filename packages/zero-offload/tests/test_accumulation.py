@@ -53,10 +53,8 @@ def _add(tier: TwinTier, grads: Sequence[Tensor]) -> None:
             tier.add_grad(a, grad[a:b].clone(), is_last=micro_step == len(grads))
 
 
-def _tier(space: Space, count: int, *, ratio: float, kernel: Any = None, **block: Any) -> TwinTier:
-    tier = make_tier(space, ratio=ratio, kernel=kernel, **block)
-    tier.expect_micro_steps(count)
-    return tier
+def _tier(space: Space, count: int, **options: Any) -> TwinTier:
+    return make_tier(space, micro_steps=count, **options)
 
 
 def _train(

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.kernels import ReferenceAdam
+from support.models import loop, make_model, weights
 from support.tiers import (
     BF16,
     CPU,
@@ -25,13 +26,14 @@ from support.tiers import (
     train,
     trained,
 )
-from torch import nn, optim
+from torch import optim
 
 from zero_offload import OffloadedOptimizer
 from zero_offload.testing.virtual_time import VirtualStream, VirtualThread, VirtualTime
 from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
 from zero_offload.tiers.auto_tier import AutoTier, DeviceRoom, MemoryReading, read_memory
 from zero_offload.tiers.clock import DeviceClock, HostClock
+from zero_offload.tiers.twin import TwinTier
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
 RATIOS = (0.5, 0.25, 0.9, 0.0, 1.0, 0.999, 0.3)
@@ -112,12 +114,6 @@ def test_whatever_it_chooses_no_bit_changes(route: str, dtype: torch.dtype) -> N
     assert len(script.samples) == len(RATIOS)
 
 
-def test_ratio_auto_in_a_config_makes_a_tier_that_searches() -> None:
-    tier = make_tier(Space(), ratio="auto")
-    assert isinstance(tier, AutoTier)
-    assert tier.ratio_report is None
-
-
 def test_each_step_is_measured(clock: VirtualTime) -> None:
     """A host kernel that takes 20 ms per run, and a caller that comes for the values at once."""
     space, script = Space(), Scripted((1.0, 0.5, 0.5))
@@ -172,20 +168,22 @@ def test_a_skipped_step_is_not_measured_twice() -> None:
 
 def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
     """The step in which it comes is noticed after its gradient is in: nothing moves then."""
-    space, same = Space(), Space()
-    script = Scripted(RATIOS)
-    tier = make_auto(space, ReferenceAdam(), script)
-    expected = make_tier(same, groups=GROUPS, kernel=ReferenceAdam())
-    for step in range(6):
-        for each, its_space in ((tier, space), (expected, same)):
-            grad = its_space.grad(step)
+    results, script = [], Scripted(RATIOS)
+    for is_auto in (True, False):
+        space, kernel = Space(), ReferenceAdam()
+        tier: TwinTier = make_tier(space, groups=GROUPS, kernel=kernel)
+        if is_auto:
+            tier = make_auto(space, kernel, script)
+        for step in range(6):
+            grad = space.grad(step)
             active = [1, 2, 3, 4] if step % 3 == 0 else [0, 1, 2, 3, 4]
             for i in active:
-                a, b, _ = its_space.pieces[i]
-                each.offer_grad(a, grad[a:b])
-            each.step(GROUPS, active, grad_scale=1.0)
-            each.wait_params(0, 360)
-    assert_same(snapshot(tier, space), snapshot(expected, same))
+                a, b, _ = space.pieces[i]
+                tier.offer_grad(a, grad[a:b])
+            tier.step(GROUPS, active, grad_scale=1.0)
+            tier.wait_params(0, 360)
+        results.append(snapshot(tier, space))
+    assert_same(*results)
     assert len(script.samples) == 3  # of 5: steps 1 and 4 began unnoticed
 
 
@@ -209,25 +207,20 @@ def test_a_host_that_is_always_late_gives_all_to_the_device(
 
 
 def test_an_optimizer_with_auto_trains_as_one_without() -> None:
-    results = []
-    for ratio in (1.0, "auto"):
-        torch.manual_seed(0)
-        net = nn.Linear(9, 7)
-        optimizer = OffloadedOptimizer(optim.AdamW, net.parameters(), ratio=ratio, lr=1e-2)  # type: ignore[arg-type]
-        for step in range(30):
-            optimizer.zero_grad()
-            x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step))
-            net(x).square().mean().backward()
-            optimizer.step()
-        results.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
-    assert torch.equal(*results)
+    plain, ours = make_model(), make_model()
+    expected = loop(plain, optim.AdamW(plain.parameters(), lr=1e-2), steps=range(30))
+    optimizer = OffloadedOptimizer(optim.AdamW, ours.parameters(), ratio="auto", lr=1e-2)
+    assert loop(ours, optimizer, steps=range(30)) == expected
+    assert torch.equal(weights(ours), weights(plain))
 
 
-def test_a_rank_without_elements_may_choose_too() -> None:
+def test_ratio_auto_makes_a_tier_that_searches_also_without_elements() -> None:
     space = Space()
     space.numel, space.pieces, space.params = 0, [], []
     space.initial = torch.zeros(0)
-    tier = make_auto(space)
+    tier = make_tier(space, ratio="auto")
+    assert isinstance(tier, AutoTier)
+    assert tier.ratio_report is None
     for _ in range(5):
         tier.step(GROUPS, [], grad_scale=1.0)
         tier.wait_params(0, 0)

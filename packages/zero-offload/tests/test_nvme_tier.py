@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,10 @@ from support.tiers import (
     assert_same,
     copy_state,
     group_of,
-    is_closed,
     make_tier,
     snapshot,
     train,
+    trained,
     wait_until,
 )
 from torch import optim
@@ -243,90 +241,65 @@ def test_steps_that_queue_up_are_one_stream_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps are planned before the first is run; only the last one waits for the file."""
-    flushes: list[list[int]] = []
+    flushes: list[BlockPipeline] = []
     flush = BlockPipeline.flush
 
     def noted(pipeline: BlockPipeline) -> None:
-        flushes.append(pipeline.reading)
+        flushes.append(pipeline)
         flush(pipeline)
 
-    space = Space()
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
+    space, grads = Space(), GradLedger()
     rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
-    stepper = FileStepper(geometry, rule, GROUPS, folder=tmp_path, buffer_count=16)
-    grads = GradLedger()
+    stepper = FileStepper(space.geometry(), rule, GROUPS, folder=tmp_path, buffer_count=16)
     stepper.write("master_weight", 0, space.initial)
     monkeypatch.setattr(BlockPipeline, "flush", noted)
     grads.add(0, space.numel, space.grad(0), 0)
     steps = [stepper.plan(active, GROUPS, grads) for active in ([0, 1, 2], [3, 4])]
     for number, chunks in enumerate(steps):
         for chunk in chunks:
-            stepper.update(chunk, grads, 1.0, space_view(space))
+            stepper.update(chunk, grads, 1.0, space.geometry().view)
         stepper.settle()
         assert len(flushes) == number
-    host = _make(expected := Space())
-    train(host, expected, GROUPS, range(1))
-    assert torch.equal(space.flat_params(), expected.flat_params())
-
-
-def space_view(space: Space) -> Callable[[int, int], torch.Tensor]:
-    (_, first), (base, second) = space.params
-    return lambda a, b: first[a:b] if b <= base else second[a - base : b - base]
-
-
-class _WatchingAdam(ReferenceAdam):
-    """Before block ``i`` is updated, waits until ``i + 1`` is read and ``i - 2`` is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done: set[str] = set()
-        self.changed = threading.Condition()
-        self.in_time: list[bool] = []
-        self.is_watching = False
-
-    def note(self, what: str, record: int) -> None:
-        with self.changed:
-            self.done.add(f"{what} {record}")
-            self.changed.notify_all()
-
-    def adam_step(self, *args: Any, **kwargs: Any) -> None:
-        block = len(self.calls)
-        wanted = {f"read {3 * (block + 1) + part}" for part in range(3)} if block < 5 else set()
-        wanted |= {f"write {3 * (block - 2) + part}" for part in range(3)} if block > 1 else set()
-        with self.changed:
-            if self.is_watching:
-                self.in_time.append(self.changed.wait_for(lambda: wanted <= self.done, TIMEOUT_S))
-        super().adam_step(*args, **kwargs)
+    expected = trained(groups=GROUPS, steps=range(1), kernel=ReferenceAdam())
+    assert torch.equal(space.flat_params(), expected["params"])
 
 
 def test_next_block_is_read_and_last_one_written_during_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The update of each block waits for its neighbours' transfers: without overlap, for ever."""
-    space, kernel = Space(), _WatchingAdam()
+    """A step's blocks are announced at once. Whoever updates one waits for its neighbours."""
+    done: set[tuple[str, int]] = set()
+
+    class Watch(ReferenceAdam):
+        def adam_step(self, *args: Any, **kwargs: Any) -> None:
+            block = len(self.calls)
+            wanted = {("read", 3 * block + 3 + part) for part in range(3) if block < 5}
+            wanted |= {("write", 3 * block - 6 + part) for part in range(3) if block > 1}
+            wait_until(lambda: not is_watching or wanted <= done)
+            super().adam_step(*args, **kwargs)
+
+    def note(what: str) -> None:
+        call = getattr(BlockFile, f"{what}_block")
+
+        def noted(file: BlockFile, record: int, tensor: torch.Tensor) -> None:
+            call(file, record, tensor)
+            done.add((what, record))
+
+        monkeypatch.setattr(BlockFile, f"{what}_block", noted)
+
+    space, kernel, is_watching = Space(), Watch(), False
     tier = _make(space, tmp_path, kernel=kernel)
     train(tier, space, GROUPS, range(1))  # moments never written are not read
     tier.read_scalars(0)
-    read, write = BlockFile.read_block, BlockFile.write_block
     kernel.calls.clear()
-    kernel.is_watching = True
-
-    def noted_read(file: BlockFile, record: int, tensor: torch.Tensor) -> None:
-        read(file, record, tensor)
-        kernel.note("read", record)
-
-    def noted_write(file: BlockFile, record: int, tensor: torch.Tensor) -> None:
-        write(file, record, tensor)
-        kernel.note("write", record)
-
+    is_watching = True
     waits: list[float] = []
-    monkeypatch.setattr(BlockFile, "read_block", noted_read)
-    monkeypatch.setattr(BlockFile, "write_block", noted_write)
+    note("read")
+    note("write")
     monkeypatch.setattr(BlockFile, "waited", lambda _, seconds: waits.append(seconds))
     train(tier, space, GROUPS, range(1, 2), active=[0, 1, 2])
     tier.read_scalars(0)
     assert kernel.calls == [50, 50, 50, 50, 50, 3]
-    assert kernel.in_time == [True] * 6
     # The first read and the last two writes are in the open, of three records each.
     assert len(waits) <= 9
 
@@ -424,7 +397,7 @@ def test_nothing_is_left_in_the_folder_and_the_file_closes_with_its_tier(tmp_pat
     fd = _file(tier).fileno()
     del tier
     gc.collect()
-    wait_until(lambda: is_closed(fd))
+    wait_until(lambda: not Path(f"/proc/self/fd/{fd}").is_symlink())
 
 
 @pytest.mark.parametrize(

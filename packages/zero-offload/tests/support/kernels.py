@@ -90,32 +90,24 @@ class ReferenceKernel(ReferenceAdam):
         exp_avg.mul_(hyper["beta2"]).add_(g, alpha=1 - hyper["beta2"])
         _publish(master, out)
 
-    def adam_step_8bit(
-        self,
-        param: Any,
-        grad: Any,
-        exp_avg: Any,
-        exp_avg_sq: Any,
-        exp_avg_scale: Any,
-        exp_avg_sq_scale: Any,
-        **hyper: Any,
-    ) -> None:
+    def adam_step_8bit(self, param: Any, grad: Any, *stored: Any, **hyper: Any) -> None:
+        exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = stored
         first = codes.decode_exp_avg(exp_avg, exp_avg_scale)
         second = codes.decode_exp_avg_sq(exp_avg_sq, exp_avg_sq_scale)
         self._compact_step(param, grad, first, second, **hyper)
-        targets = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
-        values = (*codes.encode_exp_avg(first), *codes.encode_exp_avg_sq(second))
+        values = *codes.encode_exp_avg(first), *codes.encode_exp_avg_sq(second)
+        targets = exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale
         for target, value in zip(targets, values, strict=True):
             target.copy_(value)
 
     def adam_step_bf16(
-        self, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, *, seed: int = 0, **hyper: Any
+        self, param: Any, grad: Any, *moments: Any, seed: int = 0, **hyper: Any
     ) -> None:
         """Not rounded stochastically, but by where an element lies, which a test can see too."""
-        moments = (exp_avg.float(), exp_avg_sq.float())
-        self._compact_step(param, grad, *moments, **hyper)
+        values = [moment.float() for moment in moments]
+        self._compact_step(param, grad, *values, **hyper)
         odd = torch.arange(param.numel()) % 2 == 1
-        for target, value in zip((exp_avg, exp_avg_sq), moments, strict=True):
+        for target, value in zip(moments, values, strict=True):
             cut = (value.view(torch.int32) & -65536).view(torch.float32)
             target.copy_(torch.where(odd, cut, value))
 

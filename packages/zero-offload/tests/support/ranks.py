@@ -75,20 +75,13 @@ def _serve(pipe: Connection) -> None:
     gc.freeze()  # the collector need not look at what the server has imported
     while True:
         rank, worker, world_size, store, args = pipe.recv()
+        message, keys = "", {"rank": rank, "world_size": world_size}
         try:
-            _run_rank(rank, worker, world_size, store, args)
+            dist.init_process_group("gloo", init_method=f"file://{store}", **keys)
+            worker(rank, world_size, *args)
         except BaseException:
-            pipe.send(traceback.format_exc())
-        else:
-            pipe.send("")
-
-
-def _run_rank(
-    rank: int, worker: Callable[..., None], world_size: int, store: str, args: tuple[Any, ...]
-) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    try:
-        worker(rank, world_size, *args)
-    finally:
+            message = traceback.format_exc()
         gc.collect()  # an object that still holds the group would end its threads only at exit
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send(message)

@@ -5,10 +5,10 @@ No accelerator is needed. Whoever forgets to wait reads or overwrites the wrong 
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
@@ -24,29 +24,23 @@ class Fired(threading.Event):
         return self.is_set()
 
 
-class _Queue:
-    """A stream: one thread that does what it is given in order, each item a little late."""
+class _Stream(ThreadPoolExecutor):
+    """One thread that does what it is given in order, each item a little late."""
 
     def __init__(self, delay_s: float = 0.002) -> None:
+        super().__init__(max_workers=1)
         self._delay_s = delay_s
-        self._items: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        while (item := self._items.get()) is not None:
-            time.sleep(self._delay_s)
-            item()
 
     def put(self, item: Callable[[], object]) -> Any:
         done = Fired()
-        self._items.put(item)
-        self._items.put(done.set)
-        return done
 
-    def close(self) -> None:
-        self._items.put(None)
-        self._thread.join()
+        def work() -> None:
+            time.sleep(self._delay_s)
+            item()
+            done.set()
+
+        self.submit(work)
+        return done
 
 
 class LateStreams(HostStreams):
@@ -56,7 +50,7 @@ class LateStreams(HostStreams):
     """
 
     def __init__(self, up_s: float = 0.002) -> None:
-        self.down, self.up, self.checksums = _Queue(), _Queue(up_s), _Queue()
+        self.down, self.up, self.checksums = _Stream(), _Stream(up_s), _Stream()
 
     def to_host(self, target: Tensor, source: Tensor) -> Any:
         return self.down.put(lambda: target.copy_(source))
@@ -86,4 +80,4 @@ class LateStreams(HostStreams):
 
     def close(self) -> None:
         for stream in (self.down, self.up, self.checksums):
-            stream.close()
+            stream.shutdown()

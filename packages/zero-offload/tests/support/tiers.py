@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +41,9 @@ class Space:
     numel = 360
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, num_groups: int = 1) -> None:
-        self.pieces = [
-            (0, 37, 0),
-            (37, 42, 1 % num_groups),
-            (42, 253, 0),
-            (260, 261, 0),
-            (272, 336, 1 % num_groups),
-        ]
+        other = 1 % num_groups
+        self.pieces = [(0, 37, 0), (37, 42, other), (42, 253, 0)]
+        self.pieces += [(260, 261, 0), (272, 336, other)]
         generator = torch.Generator().manual_seed(7)
         self.initial = torch.randn(self.numel, generator=generator)
         self.dtype = dtype
@@ -93,6 +88,7 @@ def make_tier(
     *,
     kernel: Any = None,
     on: torch.device = CPU,
+    micro_steps: int = 0,
     **options: Any,
 ) -> TwinTier:
     """Create a tier with the space's values. Options are `create_tier`'s, or keys of its block."""
@@ -109,6 +105,8 @@ def make_tier(
         device_tier=make_device_tier,
         **passed,
     )
+    if micro_steps:
+        tier.expect_micro_steps(micro_steps)
     tier.write_state("master_weight", 0, space.initial)
     return tier
 
@@ -241,14 +239,6 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 def workers() -> set[threading.Thread]:
     """Threads of host tiers that are alive."""
     return {t for t in threading.enumerate() if t.name.startswith("zero-offload")}
-
-
-def is_closed(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return True
-    return False
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
