@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from support import ReferenceAdam, ReferenceKernel
+from support.kernels import ReferenceKernel, cpu_adam
 
 # A busy machine must not fail a property by being slow.
 settings.register_profile(
@@ -29,16 +27,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def reference() -> ReferenceAdam:
-    return ReferenceAdam()
-
-
 @pytest.fixture(params=["reference", "cpu_adam"])
 def kernel(request: pytest.FixtureRequest) -> Any:
     """The reference kernel, and cpu-adam's where that optional package is installed."""
-    if request.param == "reference":
-        return ReferenceKernel()
-    if importlib.util.find_spec("cpu_adam") is None:
-        pytest.skip("the optional cpu-adam is not installed")
-    return importlib.import_module("cpu_adam")
+    return ReferenceKernel() if request.param == "reference" else cpu_adam()

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import RATIOS, ReferenceAdam, Space, group_of
+from support.kernels import ReferenceAdam
+from support.tiers import ADAM, RATIOS, Space, make_tier
 from torch import nn, optim
 
 from zero_offload import OffloadedOptimizer
-from zero_offload.tier import create_tier, make_device_tier
 
 pytestmark = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="this machine has no accelerator"
 )
-GROUPS = [group_of(optim.AdamW, lr=1e-2)]
 
 
 def _train(ratio: float, dtype: torch.dtype, *, pin_memory: bool) -> torch.Tensor:
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    space = Space(dtype=dtype)
+    space = Space(dtype)
     space.params = [(start, shard.to(device)) for start, shard in space.params]
-    tier = create_tier(
-        numel=space.numel,
-        pieces=space.pieces,
-        params=space.params,
-        device=device,
-        optimizer_class=optim.AdamW,
-        groups=GROUPS,
-        config={"offload_optimizer": {"ratio": ratio, "pin_memory": pin_memory}},
-        adam_kernel=ReferenceAdam(),
-        device_tier=make_device_tier,
-    )
-    tier.write_state("master_weight", 0, space.initial)
+    block = {"ratio": ratio, "pin_memory": pin_memory}
+    tier = make_tier(space, kernel=ReferenceAdam(), on=device, **block)
     for step in range(20):
         grad = space.grad(step).to(device)
         releases = [tier.offer_grad(256, grad[256:]), tier.offer_grad(0, grad[:256])]
-        tier.step(GROUPS, range(5), grad_scale=0.5)
+        tier.step(ADAM, range(5), grad_scale=0.5)
         for release in releases:
             if release is not None:
                 release()

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from support import (
-    CPU,
-    ReferenceKernel,
+from support.kernels import ReferenceKernel, cpu_adam
+from support.streams import LateStreams
+from support.tiers import (
+    ADAM,
+    BF16,
+    FP16,
+    FP32,
     Space,
     assert_same,
-    group_of,
+    host_tier,
     make_tier,
     snapshot,
+    trained,
 )
-from test_transfer import LateStreams
-from torch import Tensor, optim
+from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import add_up
-from zero_offload.memory.host_memory import HostMemory
 from zero_offload.steppers.torch_stepper import TorchStepper
-from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.twin import TwinTier
 from zero_offload.tiers.worker import Job, Worker
 from zero_offload.transfers.mover import HostMover
 
 SEGMENTS = ((256, 360), (0, 256))  # backward ends with the first
 RATIOS = (0.0, 0.3, 1.0)
-GROUPS = [group_of(optim.AdamW, lr=1e-2)]
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def _grads(space: Space, step: int, count: int) -> list[Tensor]:
@@ -56,65 +53,76 @@ def _add(tier: TwinTier, grads: Sequence[Tensor]) -> None:
             tier.add_grad(a, grad[a:b].clone(), is_last=micro_step == len(grads))
 
 
-def _tier(space: Space, count: int, *, ratio: float, kernel: Any, **block: Any) -> TwinTier:
-    tier = make_tier(space, optim.AdamW, GROUPS, ratio=ratio, kernel=kernel, **block)
-    tier.expect_micro_steps(count)
-    return tier
+def _tier(space: Space, count: int, **options: Any) -> TwinTier:
+    return make_tier(space, micro_steps=count, **options)
 
 
-def _train(count: int, dtype: torch.dtype, *, ratio: float, kernel: Any, **block: Any) -> Any:
-    space = Space(dtype=dtype)
-    tier = _tier(space, count, ratio=ratio, kernel=kernel, **block)
+def _train(
+    count: int, dtype: torch.dtype = BF16, *, is_by_unit: bool = False, **block: Any
+) -> dict[str, Tensor]:
+    """Add up gradients and update, at the end or each unit as soon as its last gradient is in."""
+    space = Space(dtype)
+    tier = _tier(space, count, **block)
     for step in range(3):
-        _add(tier, _grads(space, step, count))
-        tier.step(GROUPS, range(5), grad_scale=0.5)
+        *first, last = _grads(space, step, count)
+        for grad in first:
+            for a, b in SEGMENTS:
+                tier.add_grad(a, grad[a:b].clone(), is_last=False)
+        for (a, b), pieces in zip(SEGMENTS, ([3, 4], [0, 1, 2]), strict=True):
+            tier.add_grad(a, last[a:b].clone(), is_last=True)
+            if is_by_unit:
+                tier.step(ADAM, pieces, grad_scale=0.5)
+        if not is_by_unit:
+            tier.step(ADAM, range(5), grad_scale=0.5)
         tier.discard_grads()
     tier.wait_params(0, space.numel)
     return snapshot(tier, space)
 
 
-def _train_on_sums(count: int, dtype: torch.dtype, *, kernel: Any, **block: Any) -> Any:
-    """Offer what plain torch adds up, at once: what a device that has the sum would do."""
-    space = Space(dtype=dtype)
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel, **block)
-    for step in range(3):
-        tier.offer_grad(0, _plain_sum(_grads(space, step, count)))
-        tier.step(GROUPS, range(5), grad_scale=0.5)
-    tier.wait_params(0, space.numel)
-    return snapshot(tier, space)
+class _Summed(Space):
+    """Its gradients are what plain torch adds up, as those of a device that has the sum."""
+
+    def __init__(self, dtype: torch.dtype, count: int) -> None:
+        super().__init__(dtype)
+        self.count = count
+
+    def grad(self, step: int) -> Tensor:
+        return _plain_sum(_grads(Space(self.dtype), step, self.count))
+
+
+def _train_on_sums(count: int, dtype: torch.dtype = BF16, **block: Any) -> dict[str, Tensor]:
+    return trained(space=_Summed(dtype, count), steps=range(3), grad_scale=0.5, **block)
 
 
 @pytest.fixture(params=["torch", "one gradient", "several gradients"])
 def kernel(request: pytest.FixtureRequest) -> Any:
     """Torch's update, a kernel that takes one gradient, and one that adds several."""
-    if request.param == "torch":
-        return None
-    if request.param == "one gradient":
-        return ReferenceKernel()
-    if importlib.util.find_spec("cpu_adam") is None:
-        pytest.skip("the optional cpu-adam is not installed")
-    return importlib.import_module("cpu_adam")
+    makers = {"torch": lambda: None, "one gradient": ReferenceKernel, "several gradients": cpu_adam}
+    return makers[request.param]()
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [(FP32, 1), (FP32, 3), (BF16, 2), (BF16, 4), (BF16, 5), (FP16, 3), (FP16, 7)],
+)
 def test_the_update_is_that_of_the_sum_at_every_ratio(
     kernel: Any, dtype: torch.dtype, count: int
 ) -> None:
+    """Whether units are updated at once or while the last micro-step goes on."""
     expected = _train_on_sums(count, dtype, kernel=kernel)
     for ratio in RATIOS:
-        assert_same(_train(count, dtype, ratio=ratio, kernel=kernel), expected)
+        for is_by_unit in (False, True):
+            found = _train(count, dtype, ratio=ratio, kernel=kernel, is_by_unit=is_by_unit)
+            assert_same(found, expected)
 
 
-@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
-@pytest.mark.parametrize("count", [3, 6])
-def test_compact_states_take_several_gradients(kernel: Any, state_dtype: str, count: int) -> None:
-    if kernel is None:
-        pytest.skip("torch's own update has no compact states")
-    expected = _train_on_sums(count, BF16, kernel=kernel, state_dtype=state_dtype)
+@pytest.mark.parametrize("make", [ReferenceKernel, cpu_adam])
+@pytest.mark.parametrize(("state_dtype", "count"), [("int8", 3), ("bfloat16", 6), ("int8", 6)])
+def test_compact_states_take_several_gradients(make: Any, state_dtype: str, count: int) -> None:
+    block: dict[str, Any] = {"kernel": make(), "state_dtype": state_dtype}
+    expected = _train_on_sums(count, **block)
     for ratio in RATIOS:
-        found = _train(count, BF16, ratio=ratio, kernel=kernel, state_dtype=state_dtype)
-        assert_same(found, expected)
+        assert_same(_train(count, ratio=ratio, **block), expected)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +135,11 @@ def test_compact_states_take_several_gradients(kernel: Any, state_dtype: str, co
     ],
 )
 def test_host_memory_per_element(dtype: torch.dtype, count: int, nbytes: int) -> None:
-    space = Space(dtype=dtype)
-    tier = _tier(space, count, ratio=1.0, kernel=None)
+    space = Space(dtype)
+    tier = _tier(space, count, ratio=1.0)
     for step in range(2):
         _add(tier, _grads(space, step, count))
-        tier.step(GROUPS, range(5), grad_scale=1.0)
+        tier.step(ADAM, range(5), grad_scale=1.0)
         tier.discard_grads()
     (part,) = tier.report()
     assert part.tier is not None
@@ -141,39 +149,18 @@ def test_host_memory_per_element(dtype: torch.dtype, count: int, nbytes: int) ->
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_more_micro_steps_than_expected_are_added_as_well(ratio: float, count: int) -> None:
-    space = Space(dtype=BF16)
-    tier = _tier(space, count, ratio=ratio, kernel=None)
+    space = Space(BF16)
+    tier = _tier(space, count, ratio=ratio)
     grads = _grads(space, 0, 11)
     _add(tier, grads)
     assert torch.equal(tier.read_grad(0, space.numel).float(), _plain_sum(grads))
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("count", [3, 6])
-def test_units_are_updated_while_the_last_micro_step_goes_on(
-    kernel: Any, ratio: float, count: int
-) -> None:
-    expected = _train_on_sums(count, BF16, kernel=kernel)
-    space = Space(dtype=BF16)
-    tier = _tier(space, count, ratio=ratio, kernel=kernel)
-    for step in range(3):
-        *first, last = _grads(space, step, count)
-        for grad in first:
-            for a, b in SEGMENTS:
-                tier.add_grad(a, grad[a:b].clone(), is_last=False)
-        for (a, b), pieces in zip(SEGMENTS, ([3, 4], [0, 1, 2]), strict=True):
-            tier.add_grad(a, last[a:b].clone(), is_last=True)
-            tier.step(GROUPS, pieces, grad_scale=0.5)
-        tier.discard_grads()
-    tier.wait_params(0, space.numel)
-    assert_same(snapshot(tier, space), expected)
 
 
 @pytest.mark.parametrize("count", [2, 6])
 def test_square_sums_do_not_depend_on_the_ratio_and_show_what_is_not_finite(
     kernel: Any, count: int
 ) -> None:
-    space = Space(dtype=BF16)
+    space = Space(BF16)
     grads = _grads(space, 0, count)
     found = []
     for ratio in RATIOS:
@@ -194,9 +181,9 @@ def test_square_sums_do_not_depend_on_the_ratio_and_show_what_is_not_finite(
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("count", [3, 6])
-def test_an_offer_replaces_the_sum_and_is_added_to(ratio: float, count: int) -> None:
-    space = Space(dtype=BF16)
-    tier = _tier(space, count, ratio=ratio, kernel=None)
+def test_sums_begin_anew_after_an_offer_a_discard_and_a_step(ratio: float, count: int) -> None:
+    space = Space(BF16)
+    tier = _tier(space, count, ratio=ratio)
     grads = _grads(space, 0, count)
     _add(tier, grads)
     given = torch.linspace(-1, 1, 104)
@@ -205,31 +192,22 @@ def test_an_offer_replaces_the_sum_and_is_added_to(ratio: float, count: int) -> 
     tier.add_grad(256, grads[0][256:].clone(), is_last=True)
     assert torch.equal(tier.read_grad(256, 360), given + grads[0][256:].float())
     assert torch.equal(tier.read_grad(0, 256), _plain_sum(grads)[:256])
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("count", [3, 6])
-def test_a_discarded_step_leaves_nothing(ratio: float, count: int) -> None:
-    space = Space(dtype=BF16)
-    tier = _tier(space, count, ratio=ratio, kernel=None)
-    _add(tier, _grads(space, 0, count)[:2])
+    _add(tier, grads[:2])
     tier.discard_grads()
     with pytest.raises(ValueError, match="no gradient was offered"):
         tier.read_grad(0, space.numel)
-    grads = _grads(space, 1, count)
-    _add(tier, grads)
-    assert torch.equal(tier.read_grad(0, space.numel), _plain_sum(grads))
+    for step in (1, 2):
+        grads = _grads(space, step, count)
+        _add(tier, grads)
+        assert torch.equal(tier.read_grad(0, space.numel), _plain_sum(grads))
+        tier.step(ADAM, [1, 3], grad_scale=1.0)  # what it leaves out is not added to
 
 
 @pytest.mark.parametrize("count", [3, 6])
 def test_copies_that_come_late_are_waited_for(count: int) -> None:
     """The caller may reuse its memory after the release; whoever adds waits for the copies."""
-    space, streams = Space(dtype=BF16), LateStreams()
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    stepper = TorchStepper(geometry, CPU, optim.AdamW, GROUPS, is_in_place=False)
-    memory = HostMemory(should_pin=False)
-    mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
-    tier = HostTier(geometry, stepper, mover)
+    space = Space(BF16)
+    tier, _ = host_tier(space, None, streams=LateStreams(), is_staged=True)
     tier.expect_micro_steps(count)
     for step in range(2):
         grads = _grads(space, step, count)
@@ -246,37 +224,29 @@ def test_copies_that_come_late_are_waited_for(count: int) -> None:
         tier.discard_grads()
 
 
-def test_an_error_while_adding_is_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError("no room")
-
-    space = Space(dtype=BF16)
-    tier = _tier(space, 5, ratio=1.0, kernel=None)
-    monkeypatch.setattr("zero_offload.tiers.accumulation.add_up", fail)
-    tier.add_grad(0, space.grad(0), is_last=False)
-    with pytest.raises(MemoryError, match="no room"):
-        tier.add_grad(0, space.grad(1), is_last=False)
-
-
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_a_step_whose_sum_failed_changes_nothing(
+def test_an_error_while_adding_is_raised_by_the_next_call_and_changes_nothing(
     ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 
-    space = Space(dtype=BF16)
-    tier = _tier(space, 5, ratio=ratio, kernel=None)
+    space = Space(BF16)
+    tier = _tier(space, 5, ratio=ratio)
     before = snapshot(tier, space)
     with monkeypatch.context() as patched:
         patched.setattr("zero_offload.tiers.accumulation.add_up", fail)
-        tier.add_grad(0, space.grad(0), is_last=False)
-        with pytest.raises(MemoryError, match="no room"):
-            tier.step(GROUPS, range(5), grad_scale=1.0)
-        tier.discard_grads()
+        for call in (
+            lambda: tier.add_grad(0, space.grad(1), is_last=False),
+            lambda: tier.step(ADAM, range(5), grad_scale=1.0),
+        ):
+            tier.add_grad(0, space.grad(0), is_last=False)
+            with pytest.raises(MemoryError, match="no room"):
+                call()
+            tier.discard_grads()
     assert_same(snapshot(tier, space), before)
     _add(tier, _grads(space, 0, 5))
-    tier.step(GROUPS, range(5), grad_scale=1.0)
+    tier.step(ADAM, range(5), grad_scale=1.0)
     assert {tier.read_scalars(i)["num_steps"] for i in range(5)} == {1}
 
 
@@ -284,8 +254,8 @@ def test_a_step_whose_sum_failed_changes_nothing(
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_range_without_a_gradient_is_refused(ratio: float, count: int) -> None:
     """Also after a step or a discard, when the device's copy is still in memory."""
-    space = Space(dtype=BF16)
-    tier = _tier(space, count, ratio=ratio, kernel=None)
+    space = Space(BF16)
+    tier = _tier(space, count, ratio=ratio)
 
     def check(start: int, stop: int) -> None:
         for read in (tier.square_sum, tier.read_grad):
@@ -298,22 +268,10 @@ def test_a_range_without_a_gradient_is_refused(ratio: float, count: int) -> None
     tier.discard_grads()
     check(0, 300)
     _add(tier, _grads(space, 0, count))
-    tier.step(GROUPS, [0, 4], grad_scale=1.0)
+    tier.step(ADAM, [0, 4], grad_scale=1.0)
     check(0, 2)
     check(350, 360)
     assert tier.square_sum(50, 60)().item() > 0  # of a piece that was left out
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("count", [2, 5])
-def test_what_a_step_left_out_is_not_added_to_the_next(ratio: float, count: int) -> None:
-    space = Space(dtype=BF16)
-    tier = _tier(space, count, ratio=ratio, kernel=None)
-    _add(tier, _grads(space, 0, count))
-    tier.step(GROUPS, [1, 3], grad_scale=1.0)
-    grads = _grads(space, 1, count)
-    _add(tier, grads)
-    assert torch.equal(tier.read_grad(0, space.numel), _plain_sum(grads))
 
 
 @pytest.mark.parametrize("count", [5, 7])
@@ -324,34 +282,34 @@ def test_a_step_waits_for_the_sums_of_units_that_the_last_micro_step_left_out(
         time.sleep(0.05)
         add_up(*args)
 
-    grads = [Space(dtype=BF16).grad(k) for k in range(2)]
-    results = []
-    for adds_late in (False, True):
-        space = Space(dtype=BF16)
-        tier = _tier(space, count, ratio=1.0, kernel=None)
-        if adds_late:
-            monkeypatch.setattr("zero_offload.tiers.accumulation.add_up", add_up_late)
-            for grad in grads:
-                tier.add_grad(0, grad.clone(), is_last=False)
-        else:
-            tier.offer_grad(0, _plain_sum(grads))
-        tier.step(GROUPS, range(5), grad_scale=1.0)
-        tier.wait_params(0, space.numel)
-        results.append(snapshot(tier, space))
-    assert_same(results[1], results[0])
+    monkeypatch.setattr("zero_offload.tiers.accumulation.add_up", add_up_late)
+    space = Space(BF16)
+    tier = _tier(space, count, ratio=1.0)
+    for grad in _grads(space, 0, 2):
+        tier.add_grad(0, grad.clone(), is_last=False)
+    tier.step(ADAM, range(5), grad_scale=1.0)
+    assert_same(snapshot(tier, space), trained(space=_Summed(BF16, 2), steps=range(1)))
+
+
+class _SlowSums(TorchStepper):
+    """Notes square sums, which take their time, and updates."""
+
+    order: ClassVar[list[str]] = []
+
+    def square_sum(self, terms: list[Tensor]) -> float:
+        time.sleep(0.05)
+        self.order.append("square sum")
+        return super().square_sum(terms)
+
+    def update(self, *args: Any) -> None:
+        self.order.append("update")
+        super().update(*args)
 
 
 @pytest.mark.parametrize("is_discarded", [False, True])
 def test_a_square_sum_under_way_is_of_the_gradients_before(is_discarded: bool) -> None:
-    class Late(TorchStepper):
-        def square_sum(self, terms: list[Tensor]) -> float:
-            time.sleep(0.05)
-            return super().square_sum(terms)
-
-    space = Space(dtype=BF16)
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    stepper = Late(geometry, CPU, optim.AdamW, GROUPS, is_in_place=False)
-    tier = HostTier(geometry, stepper, HostMover(geometry, CPU, HostMemory(should_pin=False)))
+    space = Space(BF16)
+    tier, _ = host_tier(space, None, torch_stepper=_SlowSums)
     tier.expect_micro_steps(2)
     tier.add_grad(0, space.grad(0), is_last=True)
     found = tier.square_sum(0, space.numel)
@@ -366,7 +324,7 @@ def test_a_square_sum_under_way_is_of_the_gradients_before(is_discarded: bool) -
 
 def test_gradients_are_added_only_where_that_was_announced() -> None:
     space = Space()
-    tier = make_tier(space, optim.AdamW, GROUPS)
+    tier = make_tier(space)
     with pytest.raises(RuntimeError, match="call that once before"):
         tier.add_grad(0, space.grad(0), is_last=False)
 
@@ -399,13 +357,11 @@ def test_waits_do_not_count_as_updates() -> None:
             for _ in job.chunks:
                 worker.run_next()
 
-    space = Space(dtype=BF16)
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    stepper = Timed(geometry, CPU, optim.AdamW, GROUPS, is_in_place=False)
-    mover = Waiting(geometry, CPU, HostMemory(should_pin=False))
-    tier = HostTier(geometry, stepper, mover, InPlace())
+    space = Space(BF16)
+    tier, _ = host_tier(space, None, torch_stepper=Timed, mover_class=Waiting, thread=InPlace())
+    clock[0] = 0.0
     tier.offer_grad(0, space.grad(0))
-    tier.step(GROUPS, range(5), grad_scale=1.0)
+    tier.step(ADAM, range(5), grad_scale=1.0)
     num_chunks = clock[0] // 111
     assert clock[0] == num_chunks * 111.0
     assert tier.drain() == num_chunks
@@ -413,28 +369,16 @@ def test_waits_do_not_count_as_updates() -> None:
 
 def test_square_sums_go_before_updates() -> None:
     """The caller waits for them at the end of backward, with the updates of all units behind it."""
-    order = []
-
-    class Slow(TorchStepper):
-        def square_sum(self, terms: list[Tensor]) -> float:
-            time.sleep(0.05)
-            order.append("square sum")
-            return super().square_sum(terms)
-
-        def update(self, *args: Any) -> None:
-            order.append("update")
-            super().update(*args)
-
-    space = Space(dtype=BF16)
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    stepper = Slow(geometry, CPU, optim.AdamW, GROUPS, is_in_place=False)
-    tier = HostTier(geometry, stepper, HostMover(geometry, CPU, HostMemory(should_pin=False)))
+    order = _SlowSums.order
+    order.clear()
+    space = Space(BF16)
+    tier, _ = host_tier(space, None, torch_stepper=_SlowSums)
     tier.expect_micro_steps(2)
     for (a, b), pieces in zip(SEGMENTS, ([3, 4], [0, 1, 2]), strict=True):
         for is_last in (False, True):
             tier.add_grad(a, space.grad(0)[a:b].clone(), is_last=is_last)
         tier.square_sum(a, b)
-        tier.step(GROUPS, pieces, grad_scale=1.0)
+        tier.step(ADAM, pieces, grad_scale=1.0)
     tier.wait_params(0, space.numel)
     assert order[0] == "square sum"
     assert order.count("square sum") == order.count("update") == 2

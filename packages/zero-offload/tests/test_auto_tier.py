@@ -10,23 +10,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import CPU, ReferenceAdam, Space, assert_same, group_of, make_tier, snapshot, train
-from torch import nn, optim
+from support.kernels import ReferenceAdam
+from support.models import loop, make_model, weights
+from support.tiers import (
+    BF16,
+    CPU,
+    FP32,
+    Space,
+    assert_same,
+    group_of,
+    make_tier,
+    offer,
+    offload_tiers,
+    snapshot,
+    train,
+    trained,
+)
+from torch import optim
 
 from zero_offload import OffloadedOptimizer
-from zero_offload.flat.geometry import Geometry
-from zero_offload.settings import OffloadSettings
 from zero_offload.testing.virtual_time import VirtualStream, VirtualThread, VirtualTime
-from zero_offload.tier import make_device_tier
 from zero_offload.tiers.auto_ratio import STEPS_PER_PROBE, AutoRatio, Sample
-from zero_offload.tiers.auto_tier import (
-    AutoTier,
-    DeviceRoom,
-    MemoryReading,
-    read_memory,
-)
+from zero_offload.tiers.auto_tier import AutoTier, DeviceRoom, MemoryReading, read_memory
 from zero_offload.tiers.clock import DeviceClock, HostClock
-from zero_offload.tiers.factory import OffloadTiers
+from zero_offload.tiers.twin import TwinTier
 
 GROUPS = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
 RATIOS = (0.5, 0.25, 0.9, 0.0, 1.0, 0.999, 0.3)
@@ -76,54 +83,41 @@ class TimedAdam(ReferenceAdam):
 
 
 def make_auto(
-    space: Space, cls: Any, groups: Any, kernel: Any = None, script: AutoRatio | None = None
+    space: Space,
+    kernel: Any = None,
+    script: AutoRatio | None = None,
+    cls: Any = optim.AdamW,
+    groups: Any = GROUPS,
 ) -> AutoTier:
-    geometry = Geometry(space.numel, space.pieces, space.params, len(groups))
-    tiers = OffloadTiers(
-        geometry,
-        OffloadSettings(ratio="auto"),
-        device=CPU,
-        optimizer_class=cls,
-        groups=groups,
-        adam_kernel=kernel,
-        device_tier=make_device_tier,
-    )
+    geometry = space.geometry()
+    tiers = offload_tiers(geometry, kernel, cls, groups)
     tier = AutoTier(geometry, groups, tiers, device=CPU, element_bytes=12, controller=script)
     tier.write_state("master_weight", 0, space.initial)
     return tier
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("route", ["kernel", "adamw", "nadam"])
 def test_whatever_it_chooses_no_bit_changes(route: str, dtype: torch.dtype) -> None:
     cls = optim.NAdam if route == "nadam" else optim.AdamW
     kernel = ReferenceAdam() if route == "kernel" else None
-    groups = [group_of(cls, lr=1e-2)]
-    space, same = Space(dtype=dtype), Space(dtype=dtype)
-    script = Scripted(RATIOS)
-    tier = make_auto(space, cls, groups, kernel, script)
-    expected = make_tier(same, cls, groups, kernel=kernel)
-    cuts = []
+    groups, space = [group_of(cls, lr=1e-2)], Space(dtype)
+    script, cuts = Scripted(RATIOS), []
+    tier = make_auto(space, kernel, script, cls, groups)
     for step in range(len(RATIOS) + 1):
-        for each, its_space in ((tier, space), (expected, same)):
-            train(each, its_space, groups, range(step, step + 1))
+        train(tier, space, groups, range(step, step + 1))
         cuts.append(tier.host_numel)
-    assert_same(snapshot(tier, space), snapshot(expected, same))
+    options: dict[str, Any] = {"kernel": kernel, "space": Space(dtype)}
+    expected = trained(cls, groups, steps=range(len(RATIOS) + 1), **options)
+    assert_same(snapshot(tier, space), expected)
     assert cuts == [360, *(round(ratio * 360) for ratio in RATIOS)]
     assert len(script.samples) == len(RATIOS)
 
 
-def test_ratio_auto_in_a_config_makes_a_tier_that_searches() -> None:
-    tier = make_tier(Space(), optim.AdamW, GROUPS, ratio="auto")  # type: ignore[arg-type]
-    assert isinstance(tier, AutoTier)
-    assert tier.ratio_report is None
-
-
 def test_each_step_is_measured(clock: VirtualTime) -> None:
     """A host kernel that takes 20 ms per run, and a caller that comes for the values at once."""
-    space = Space()
-    script = Scripted((1.0, 0.5, 0.5))
-    tier = make_auto(space, optim.AdamW, GROUPS, TimedAdam(clock, 0.02, 0.005), script)
+    space, script = Space(), Scripted((1.0, 0.5, 0.5))
+    tier = make_auto(space, TimedAdam(clock, 0.02, 0.005), script)
     train(tier, space, GROUPS, range(4), active=[0, 1, 2])  # one run
     whole, _, half = script.samples
     assert (whole.host_numel, whole.device_numel) == (253, 0)
@@ -134,14 +128,11 @@ def test_each_step_is_measured(clock: VirtualTime) -> None:
 
 def test_a_stall_is_the_hosts_lateness_alone(clock: VirtualTime) -> None:
     """A caller that comes later than the host is done waits for nothing."""
-    space = Space()
-    script = Scripted(())
-    tier = make_auto(space, optim.AdamW, GROUPS, TimedAdam(clock, 0.02, 0.005), script)
+    space, script = Space(), Scripted(())
+    tier = make_auto(space, TimedAdam(clock, 0.02, 0.005), script)
     train(tier, space, GROUPS, range(1))
     for step in range(1, 8):
-        grad = space.grad(step)
-        tier.offer_grad(0, grad[:256])
-        tier.offer_grad(256, grad[256:])
+        offer(tier, space, step)
         tier.step(GROUPS, range(5), grad_scale=1.0)
         tier.parts[0].drain()
         tier.wait_params(0, space.numel)
@@ -151,25 +142,21 @@ def test_a_stall_is_the_hosts_lateness_alone(clock: VirtualTime) -> None:
 
 def test_units_updated_one_by_one_are_one_step() -> None:
     """Updates within backward: each unit is offered and stepped before the next one comes."""
-    space, same = Space(), Space()
-    script = Scripted((0.5, 0.2, 0.9))
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
-    expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
-    train(expected, same, GROUPS, range(4))
+    space, script = Space(), Scripted((0.5, 0.2, 0.9))
+    tier = make_auto(space, ReferenceAdam(), script)
     for step in range(4):
         grad = space.grad(step)
         for start, stop, active in ((256, 360, [3, 4]), (0, 256, [0, 1, 2])):
             tier.offer_grad(start, grad[start:stop])
             tier.step(GROUPS, active, grad_scale=1.0)
         tier.wait_params(0, space.numel)
-    assert_same(snapshot(tier, space), snapshot(expected, same))
+    assert_same(snapshot(tier, space), trained(groups=GROUPS, kernel=ReferenceAdam()))
     assert [s.host_numel + s.device_numel for s in script.samples] == [253 + 65] * 3
 
 
 def test_a_skipped_step_is_not_measured_twice() -> None:
-    space = Space()
-    script = Scripted((0.5, 0.3))
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
+    space, script = Space(), Scripted((0.5, 0.3))
+    tier = make_auto(space, ReferenceAdam(), script)
     train(tier, space, GROUPS, range(1))
     for _ in range(3):
         tier.offer_grad(0, space.grad(1)[:256])
@@ -181,20 +168,22 @@ def test_a_skipped_step_is_not_measured_twice() -> None:
 
 def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
     """The step in which it comes is noticed after its gradient is in: nothing moves then."""
-    space, same = Space(), Space()
-    script = Scripted(RATIOS)
-    tier = make_auto(space, optim.AdamW, GROUPS, ReferenceAdam(), script)
-    expected = make_tier(same, optim.AdamW, GROUPS, kernel=ReferenceAdam())
-    for step in range(6):
-        for each, its_space in ((tier, space), (expected, same)):
-            grad = its_space.grad(step)
+    results, script = [], Scripted(RATIOS)
+    for is_auto in (True, False):
+        space, kernel = Space(), ReferenceAdam()
+        tier: TwinTier = make_tier(space, groups=GROUPS, kernel=kernel)
+        if is_auto:
+            tier = make_auto(space, kernel, script)
+        for step in range(6):
+            grad = space.grad(step)
             active = [1, 2, 3, 4] if step % 3 == 0 else [0, 1, 2, 3, 4]
             for i in active:
-                a, b, _ = its_space.pieces[i]
-                each.offer_grad(a, grad[a:b])
-            each.step(GROUPS, active, grad_scale=1.0)
-            each.wait_params(0, 360)
-    assert_same(snapshot(tier, space), snapshot(expected, same))
+                a, b, _ = space.pieces[i]
+                tier.offer_grad(a, grad[a:b])
+            tier.step(GROUPS, active, grad_scale=1.0)
+            tier.wait_params(0, 360)
+        results.append(snapshot(tier, space))
+    assert_same(*results)
     assert len(script.samples) == 3  # of 5: steps 1 and 4 began unnoticed
 
 
@@ -205,7 +194,7 @@ def test_a_host_that_is_always_late_gives_all_to_the_device(
     caplog.set_level(logging.INFO, logger="zero_offload")
     space = Space()
     space.pieces[-1] = (272, 360, 0)  # any share has an element to update
-    tier = make_auto(space, optim.AdamW, GROUPS, TimedAdam(clock, 0.004, 1e-5))
+    tier = make_auto(space, TimedAdam(clock, 0.004, 1e-5))
     assert tier.ratio_report is None
     train(tier, space, GROUPS, range(10 * (STEPS_PER_PROBE + 1)))
     report = tier.ratio_report
@@ -218,25 +207,20 @@ def test_a_host_that_is_always_late_gives_all_to_the_device(
 
 
 def test_an_optimizer_with_auto_trains_as_one_without() -> None:
-    results = []
-    for ratio in (1.0, "auto"):
-        torch.manual_seed(0)
-        net = nn.Linear(9, 7)
-        optimizer = OffloadedOptimizer(optim.AdamW, net.parameters(), ratio=ratio, lr=1e-2)  # type: ignore[arg-type]
-        for step in range(30):
-            optimizer.zero_grad()
-            x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step))
-            net(x).square().mean().backward()
-            optimizer.step()
-        results.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
-    assert torch.equal(*results)
+    plain, ours = make_model(), make_model()
+    expected = loop(plain, optim.AdamW(plain.parameters(), lr=1e-2), steps=range(30))
+    optimizer = OffloadedOptimizer(optim.AdamW, ours.parameters(), ratio="auto", lr=1e-2)
+    assert loop(ours, optimizer, steps=range(30)) == expected
+    assert torch.equal(weights(ours), weights(plain))
 
 
-def test_a_rank_without_elements_may_choose_too() -> None:
+def test_ratio_auto_makes_a_tier_that_searches_also_without_elements() -> None:
     space = Space()
     space.numel, space.pieces, space.params = 0, [], []
     space.initial = torch.zeros(0)
-    tier = make_auto(space, optim.AdamW, GROUPS)
+    tier = make_tier(space, ratio="auto")
+    assert isinstance(tier, AutoTier)
+    assert tier.ratio_report is None
     for _ in range(5):
         tier.step(GROUPS, [], grad_scale=1.0)
         tier.wait_params(0, 0)
@@ -329,8 +313,8 @@ def test_room_counts_sums_of_micro_steps_once(
 
     reading = MemoryReading(available=3800, peak=1000, total=0)
     monkeypatch.setattr("zero_offload.tiers.auto_tier.read_memory", lambda _: reading)
-    space = Space(dtype=torch.bfloat16)
-    tier = make_auto(space, optim.AdamW, GROUPS, script=Bounded())
+    space = Space(BF16)
+    tier = make_auto(space, script=Bounded())
     for _ in range(num_calls):
         tier.expect_micro_steps(2)
     for step in range(2):

@@ -3,49 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from support import (
-    ReferenceAdam,
+from support.kernels import TIMEOUT_S, GatedAdam, ReferenceAdam
+from support.tiers import (
+    ADAM,
+    BF16,
     Space,
     assert_same,
-    group_of,
     make_tier,
     offer,
     snapshot,
     train,
+    trained,
     workers,
 )
-from torch import optim
 
 from zero_offload import OffloadError
 from zero_offload.tiers.progress import Progress
 from zero_offload.tiers.twin import TwinTier
-
-GROUPS = [group_of(optim.AdamW, lr=1e-2)]
-TIMEOUT_S = 120.0
-
-
-class GatedAdam(ReferenceAdam):
-    """A kernel that waits before its ``gate_at``-th call, or raises there."""
-
-    def __init__(self, gate_at: int, error: BaseException | None = None) -> None:
-        super().__init__()
-        self.gate_at, self.error = gate_at, error
-        self.gate, self.reached = threading.Event(), threading.Event()
-        self.threads: list[str] = []
-
-    def adam_step(self, *args: Any, **kwargs: Any) -> None:
-        self.threads.append(threading.current_thread().name)
-        if len(self.calls) == self.gate_at:
-            self.reached.set()
-            if self.error is not None:
-                raise self.error
-            assert self.gate.wait(TIMEOUT_S)
-        super().adam_step(*args, **kwargs)
 
 
 def _in_thread(call: Callable[[], object]) -> threading.Thread:
@@ -56,9 +36,9 @@ def _in_thread(call: Callable[[], object]) -> threading.Thread:
 
 def test_first_unit_is_free_while_the_second_is_updated() -> None:
     space, kernel = Space(), GatedAdam(gate_at=1)
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
+    tier = make_tier(space, kernel=kernel)
     offer(tier, space, 0)
-    tier.step(GROUPS, range(5), grad_scale=1.0)
+    tier.step(ADAM, range(5), grad_scale=1.0)
     tier.wait_params(0, 256)
     assert kernel.reached.wait(TIMEOUT_S)
     assert not torch.equal(space.params[0][1][:253], space.initial[:253])
@@ -88,9 +68,9 @@ def test_state_and_gradients_in_use_wait_for_a_step_in_flight(
     call: Callable[[TwinTier], object],
 ) -> None:
     space, kernel = Space(), GatedAdam(gate_at=0)
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
+    tier = make_tier(space, kernel=kernel)
     offer(tier, space, 0)
-    tier.step(GROUPS, range(5), grad_scale=1.0)
+    tier.step(ADAM, range(5), grad_scale=1.0)
     waiter = _in_thread(lambda: call(tier))
     waiter.join(0.05)
     assert waiter.is_alive()
@@ -102,71 +82,54 @@ def test_state_and_gradients_in_use_wait_for_a_step_in_flight(
 
 def test_a_step_over_other_pieces_queues_up_behind_one_in_flight() -> None:
     """As when units are updated while backward goes on: nobody waits, and no bit changes."""
-    space, plain, kernel = Space(), Space(), GatedAdam(gate_at=0)
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
+    space, kernel = Space(), GatedAdam(gate_at=0)
+    tier = make_tier(space, kernel=kernel)
     grad = space.grad(0)
     tier.offer_grad(256, grad[256:].clone())
-    tier.step(GROUPS, [3, 4], grad_scale=1.0)
+    tier.step(ADAM, [3, 4], grad_scale=1.0)
     assert kernel.reached.wait(TIMEOUT_S)
     tier.offer_grad(0, grad[:256].clone())
-    tier.step(GROUPS, [0, 2], grad_scale=1.0)
-    tier.step(GROUPS, [1], grad_scale=1.0)
+    tier.step(ADAM, [0, 2], grad_scale=1.0)
+    tier.step(ADAM, [1], grad_scale=1.0)
     with pytest.raises(ValueError, match="no gradient was offered"):
-        tier.step(GROUPS, [1], grad_scale=1.0)  # it is used up
+        tier.step(ADAM, [1], grad_scale=1.0)  # it is used up
     kernel.gate.set()
     tier.wait_params(0, space.numel)
-    other = make_tier(plain, optim.AdamW, GROUPS, kernel=ReferenceAdam())
-    train(other, plain, GROUPS, range(1))
-    assert_same(snapshot(tier, space), snapshot(other, plain))
+    assert_same(snapshot(tier, space), trained(steps=range(1), kernel=ReferenceAdam()))
 
 
-def test_a_step_behind_one_that_failed_does_not_run() -> None:
-    space, kernel = Space(), GatedAdam(gate_at=0)
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
-    kernel.error = MemoryError("no memory")
-    offer(tier, space, 0)
-    tier.step(GROUPS, [3, 4], grad_scale=1.0)
-    with pytest.raises(OffloadError):
-        tier.wait_params(256, 360)
-    with pytest.raises(OffloadError):
-        tier.step(GROUPS, [0], grad_scale=1.0)
-    assert torch.equal(space.flat_params(), space.initial)
-
-
-def test_readers_do_not_wait_for_steps_that_queue_behind_one_that_failed() -> None:
+def test_nobody_waits_for_steps_that_queue_behind_one_that_failed() -> None:
     class FailsLate(GatedAdam):
         def adam_step(self, *args: Any, **kwargs: Any) -> None:
             super().adam_step(*args, **kwargs)
             raise MemoryError("no memory")
 
-    space, kernel = Space(), FailsLate(gate_at=0)
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=kernel)
+    space, kernel = Space(), FailsLate()
+    tier = make_tier(space, kernel=kernel)
     offer(tier, space, 0)
-    tier.step(GROUPS, [3, 4], grad_scale=1.0)
+    tier.step(ADAM, [3, 4], grad_scale=1.0)
     assert kernel.reached.wait(TIMEOUT_S)
-    tier.step(GROUPS, [0, 1], grad_scale=1.0)
-    tier.step(GROUPS, [2], grad_scale=1.0)
+    for pieces in ([0], [2]):
+        tier.step(ADAM, pieces, grad_scale=1.0)
     kernel.gate.set()
-    for call in (lambda: tier.read_state("exp_avg", 0, 1), lambda: tier.read_scalars(0)):
-        failed: list[BaseException] = []
-
-        def read(call: Callable[[], object] = call, failed: list[BaseException] = failed) -> None:
-            try:
-                call()
-            except OffloadError as error:
-                failed.append(error)
-
-        reader = _in_thread(read)
-        reader.join(TIMEOUT_S)
-        assert failed
+    with ThreadPoolExecutor() as pool:
+        for call in (
+            lambda: tier.read_state("exp_avg", 0, 1),
+            lambda: tier.read_scalars(0),
+            lambda: tier.wait_params(0, 256),
+            lambda: tier.step(ADAM, [1], grad_scale=1.0),
+        ):
+            error = pool.submit(call).exception(TIMEOUT_S)
+            assert isinstance(error, OffloadError)
+    assert torch.equal(space.params[0][1], space.initial[:256])  # none of those behind it ran
 
 
 def test_what_is_offered_can_be_read_back_until_a_step_uses_it() -> None:
-    space = Space(dtype=torch.bfloat16)
-    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.3, kernel=ReferenceAdam())
+    space = Space(BF16)
+    tier = make_tier(space, ratio=0.3, kernel=ReferenceAdam())
     offer(tier, space, 0)
     assert torch.equal(tier.read_grad(20, 300), space.grad(0)[20:300])
-    tier.step(GROUPS, [0, 1], grad_scale=1.0)
+    tier.step(ADAM, [0, 1], grad_scale=1.0)
     assert torch.equal(tier.read_grad(42, 360), space.grad(0)[42:])
     with pytest.raises(ValueError, match="no gradient was offered"):
         tier.read_grad(41, 50)
@@ -188,9 +151,9 @@ def test_host_and_device_step_at_the_same_time() -> None:
                 super().adam_step(*args, **kwargs)
 
     kernel, device = Halves(gate_at=0), ReferenceAdam()
-    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.5, kernel=kernel)
+    tier = make_tier(space, ratio=0.5, kernel=kernel)
     offer(tier, space, 0)
-    tier.step(GROUPS, range(5), grad_scale=1.0)
+    tier.step(ADAM, range(5), grad_scale=1.0)
     assert device.calls
     tier.wait_params(0, 180)
     assert not kernel.calls
@@ -200,91 +163,61 @@ def test_host_and_device_step_at_the_same_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda tier: tier.wait_params(0, 360),
-        lambda tier: tier.step(GROUPS, [], grad_scale=1.0),
-        lambda tier: tier.read_state("master_weight", 0, 1),
-        lambda tier: tier.write_state("master_weight", 0, torch.zeros(1)),
-        lambda tier: tier.read_scalars(0),
-        lambda tier: tier.offer_grad(0, torch.zeros(1)),
-    ],
+    ("ratio", "pieces", "gate_at", "awaited"),
+    [(0.5, [0, 1], 0, 0), (1.0, [0, 1], 0, 0), (1.0, range(5), 1, 300)],
 )
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_an_error_in_the_worker_reaches_every_later_call(
-    call: Callable[[TwinTier], object], ratio: float
+    ratio: float, pieces: Sequence[int], gate_at: int, awaited: int
 ) -> None:
-    space = Space()
-    cause = MemoryError("no memory for the moments")
-    kernel = GatedAdam(0, cause)
-    tier = make_tier(space, optim.AdamW, GROUPS, ratio=ratio, kernel=kernel, host_share="first")
+    """And whoever waits for a run behind the one that failed."""
+    space, cause = Space(), MemoryError("no memory for the moments")
+    kernel = GatedAdam(gate_at, cause)
+    tier = make_tier(space, ratio=ratio, kernel=kernel, host_share="first")
     offer(tier, space, 0)
-    host_pieces = [0, 1]
-    tier.step(GROUPS, host_pieces, grad_scale=1.0)
+    tier.step(ADAM, pieces, grad_scale=1.0)
     with pytest.raises(OffloadError):
-        tier.wait_params(0, 10)  # by now it has happened
-    for _ in range(2):
-        with pytest.raises(OffloadError, match="no memory for the moments") as caught:
-            call(tier)
-        assert caught.value.__cause__ is cause
-
-
-def test_an_error_before_the_awaited_run_wakes_the_waiter() -> None:
-    space = Space()
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=GatedAdam(1, ZeroDivisionError("kernel")))
-    offer(tier, space, 0)
-    tier.step(GROUPS, range(5), grad_scale=1.0)
-    with pytest.raises(OffloadError, match="kernel"):
-        tier.wait_params(300, 310)
+        tier.wait_params(awaited, awaited + 10)
+    for call in (
+        lambda: tier.wait_params(0, 360),
+        lambda: tier.step(ADAM, [], grad_scale=1.0),
+        lambda: tier.read_state("master_weight", 0, 1),
+        lambda: tier.write_state("master_weight", 0, torch.zeros(1)),
+        lambda: tier.read_scalars(0),
+        lambda: tier.offer_grad(0, torch.zeros(1)),
+    ):
+        for _ in range(2):
+            with pytest.raises(OffloadError, match="no memory for the moments") as caught:
+                call()
+            assert caught.value.__cause__ is cause
 
 
 def test_an_error_of_the_device_part_is_raised_by_step_itself() -> None:
     space = Space()
-    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.0, kernel=GatedAdam(0, OSError("device")))
+    tier = make_tier(space, ratio=0.0, kernel=GatedAdam(0, OSError("device")))
     offer(tier, space, 0)
     with pytest.raises(OSError, match="device"):
-        tier.step(GROUPS, range(5), grad_scale=1.0)
+        tier.step(ADAM, range(5), grad_scale=1.0)
     with pytest.raises(OffloadError, match="partly updated"):
         tier.read_state("master_weight", 0, 1)
 
 
-def test_a_missing_gradient_is_refused_before_anything_is_updated() -> None:
+@pytest.mark.parametrize(("start", "stop"), [(0, 256), (0, 144), (144, 360)])
+@pytest.mark.parametrize("ratio", [0.6, 1.0])
+def test_a_missing_gradient_is_refused_before_anything_is_updated(
+    ratio: float, start: int, stop: int
+) -> None:
+    """Also in the half that has all of its own: the host's begins at element 144."""
     space = Space()
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceAdam())
+    tier = make_tier(space, ratio=ratio, kernel=ReferenceAdam())
     before = snapshot(tier, space)
-    tier.offer_grad(0, space.grad(0)[:256])
-    with pytest.raises(ValueError, match=r"no gradient was offered for \[260, 261\)"):
-        tier.step(GROUPS, range(5), grad_scale=1.0)
-    for name, value in snapshot(tier, space).items():
-        assert torch.equal(value, before[name])
-    train(tier, space, GROUPS, range(1))  # and the tier goes on
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_half_without_its_gradient_holds_back_the_other(missing: int) -> None:
-    space = Space()
-    tier = make_tier(space, optim.AdamW, GROUPS, ratio=0.6, kernel=ReferenceAdam())
-    before = snapshot(tier, space)
-    split = space.numel - tier.host_numel
-    start, stop = ((0, split), (split, space.numel))[missing]
     tier.offer_grad(start, space.grad(0)[start:stop])
-    with pytest.raises(ValueError, match="no gradient was offered"):
-        tier.step(GROUPS, range(5), grad_scale=1.0)
-    for name, value in snapshot(tier, space).items():
-        assert torch.equal(value, before[name])
+    with pytest.raises(ValueError, match=r"no gradient was offered for \["):
+        tier.step(ADAM, range(5), grad_scale=1.0)
+    assert_same(snapshot(tier, space), before)
+    train(tier, space, steps=range(1))  # and the tier goes on
 
 
-def test_the_worker_ends_with_its_tier() -> None:
-    space, before = Space(), workers()
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceAdam())
-    train(tier, space, GROUPS, range(1))
-    (worker,) = workers() - before
-    del tier
-    worker.join(TIMEOUT_S)
-    assert not worker.is_alive()
-
-
-def test_the_worker_does_not_record_gradients() -> None:
+def test_the_worker_records_no_gradients_and_ends_with_its_tier() -> None:
     """Grad mode is per thread: a kernel that uses torch must run without it in the worker too."""
     modes: list[bool] = []
 
@@ -293,9 +226,14 @@ def test_the_worker_does_not_record_gradients() -> None:
             modes.append(torch.is_grad_enabled())
             super().adam_step(*args, **kwargs)
 
-    space = Space()
-    train(make_tier(space, optim.AdamW, GROUPS, kernel=Watch()), space, GROUPS, range(1))
+    space, before = Space(), workers()
+    tier = make_tier(space, kernel=Watch())
+    train(tier, space, steps=range(1))
     assert modes == [False] * 3
+    (worker,) = workers() - before
+    del tier
+    worker.join(TIMEOUT_S)
+    assert not worker.is_alive()
 
 
 def test_progress_waits_for_the_overlapping_runs_only() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import wait_until
+from support.tiers import wait_until
 from torch import Tensor
 
 from zero_offload.errors import StorageError
@@ -49,6 +49,14 @@ def _sizes(num_blocks: int) -> list[int]:
     return [100 + record for record in range(num_blocks * NUM_PARTS)]
 
 
+def _check(file: BlockFile, expected: Sequence[int]) -> None:
+    """Each block is full of its number."""
+    for record, size in enumerate(file.block_bytes):
+        found = torch.full((size,), 99, dtype=torch.uint8)
+        file.read(record, found).wait()
+        assert found.eq(expected[record // NUM_PARTS]).all()
+
+
 def _add_one(pipeline: BlockPipeline, blocks: Sequence[int]) -> None:
     pipeline.announce(blocks)
     for block in blocks:
@@ -79,10 +87,7 @@ def test_every_update_of_every_block_counts(
         for block in blocks:
             expected[block] += 1
     pipeline.flush()
-    for record, size in enumerate(file.block_bytes):
-        found = torch.full((size,), 99, dtype=torch.uint8)
-        file.read(record, found).wait()
-        assert found.eq(expected[record // NUM_PARTS]).all()
+    _check(file, expected)
     file.close()
 
 
@@ -100,10 +105,7 @@ def test_what_followed_last_time_is_read_before_it_is_announced(tmp_path: Path) 
     pipeline.flush()
     reads = [entry for entry in file.log if entry.startswith("begin read")]
     assert sorted(int(entry.split()[-1]) for entry in reads) == [0, 1, 4, 5]  # of blocks 0 and 2
-    for record, size in enumerate(file.block_bytes):
-        found = torch.empty(size, dtype=torch.uint8)
-        file.read(record, found).wait()
-        assert found.eq(3).all()
+    _check(file, [3] * 5)
 
 
 def test_prefetched_blocks_make_room_for_announced_ones(tmp_path: Path) -> None:
@@ -115,11 +117,7 @@ def test_prefetched_blocks_make_room_for_announced_ones(tmp_path: Path) -> None:
     assert pipeline.prefetched == [1, 2]
     _add_one(pipeline, [4, 3, 1])
     pipeline.flush()
-    expected = [2, 2, 1, 1, 1]
-    for record, size in enumerate(file.block_bytes):
-        found = torch.empty(size, dtype=torch.uint8)
-        file.read(record, found).wait()
-        assert found.eq(expected[record // NUM_PARTS]).all()
+    _check(file, [2, 2, 1, 1, 1])
 
 
 def test_next_is_read_and_last_is_written_while_one_is_held(tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from support import CPU, ReferenceAdam, Space, group_of, make_tier, workers
+from support.kernels import ReferenceAdam
+from support.tiers import ADAM, CPU, Space, group_of, make_tier, workers
 from torch import Tensor, nn, optim
 
 import zero_offload
 from zero_offload import ELEMENTWISE, OffloadedOptimizer, create_tier
 from zero_offload.protocols import StateTier
 from zero_offload.rules.resolve import GROUP, resolve_kernel
-from zero_offload.settings import OffloadSettings
+from zero_offload.settings import NvmeSettings, OffloadSettings
 from zero_offload.tier import make_device_tier
 
 
@@ -26,17 +27,14 @@ def _block(**keys: Any) -> OffloadSettings:
 
 
 def test_deepspeeds_block_is_read() -> None:
-    settings = _block(
-        device="cpu",
-        ratio=0.4,
-        pin_memory=False,
-        nvme_path=None,
-        buffer_count=4,
-        pipeline_read=False,
-        pipeline_write=False,
-        fast_init=False,
-    )
-    assert settings == OffloadSettings(ratio=0.4, pin_memory=False)
+    ignored = {"buffer_count": 4, "pipeline_read": False, "pipeline_write": False}
+    block = {"ratio": 0.4, "pin_memory": False, "nvme_path": None, "fast_init": False, **ignored}
+    assert _block(device="cpu", **block) == OffloadSettings(ratio=0.4, pin_memory=False)
+    keys = {"buffer_count": 5, "fast_init": True, "pipeline_read": True}
+    settings = _block(device="nvme", nvme_path="/local_nvme", **keys)
+    assert settings.nvme == NvmeSettings("/local_nvme", 5)
+    for config in ({}, {"offload_optimizer": None}, {"offload_optimizer": {"device": "none"}}):
+        assert OffloadSettings.from_config(config) == OffloadSettings(ratio=1.0, pin_memory=True)
 
 
 def test_numa_binding_asked_for_is_answered_with_the_advice() -> None:
@@ -45,6 +43,9 @@ def test_numa_binding_asked_for_is_answered_with_the_advice() -> None:
     with pytest.warns(DeprecationWarning, match="numa has no effect: .*torchrun --numa-binding"):
         OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(2))], lr=0.1, numa=True)
     assert _block(numa=False) == OffloadSettings()
+    with pytest.warns(DeprecationWarning, match="torchrun --numa-binding"):
+        found = zero_offload.numa.locate(CPU)
+    assert (found.node, found.cpus) == (None, frozenset())
 
 
 @pytest.mark.parametrize("value", ["yes", "", 0, 1, []])
@@ -53,19 +54,6 @@ def test_a_numa_switch_that_is_no_boolean_is_refused(value: Any) -> None:
         _block(numa=value)
     with pytest.raises(ValueError, match="numa must be true or false"):
         OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(2))], lr=0.1, numa=value)
-
-
-def test_numa_locate_binds_nothing_and_gives_the_advice() -> None:
-    with pytest.warns(DeprecationWarning, match="torchrun --numa-binding"):
-        found = zero_offload.numa.locate(CPU)
-    assert (found.node, found.cpus) == (None, frozenset())
-    assert "numactl" in found.reason
-
-
-@pytest.mark.parametrize("config", [{}, {"offload_optimizer": None}])
-def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
-    assert OffloadSettings.from_config(config) == OffloadSettings(ratio=1.0, pin_memory=True)
-    assert _block(device="none") == OffloadSettings()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +76,6 @@ def test_a_missing_block_means_the_defaults(config: dict[str, Any]) -> None:
         ({"pin_memory": 1}, r"offload_optimizer\.pin_memory"),
         ({"state_dtype": "int4"}, r"offload_optimizer\.state_dtype"),
         ({"state_dtype": "int8"}, r"offload_optimizer\.state_dtype.*not SGD"),
-        ({"state_dtype": "int8"}, r"offload_optimizer\.state_dtype"),
     ],
 )
 def test_settings_that_are_not_served_are_refused_by_name(keys: dict[str, Any], match: str) -> None:
@@ -143,27 +130,21 @@ class _Liar(optim.Optimizer):
 
 
 def test_a_class_of_ones_own_vouches_for_itself() -> None:
+    make_tier(Space(), _Vouched, [group_of(_Vouched)])
     with pytest.raises(ValueError, match="is_elementwise = True"):
         make_tier(Space(), _Tuned, [group_of(_Tuned)])
-    make_tier(Space(), _Vouched, [group_of(_Vouched)])
-
-
-def test_state_that_is_not_elementwise_gives_a_class_away() -> None:
     with pytest.raises(ValueError, match="not elementwise"):
         make_tier(Space(), _Liar, [{"lr": 0.1}])
-
-
-def test_a_kernel_is_refused_for_an_optimizer_that_none_computes() -> None:
-    with pytest.raises(ValueError, match="not RMSprop"):
+    with pytest.raises(ValueError, match="not RMSprop"):  # which no kernel computes
         make_tier(Space(), optim.RMSprop, [group_of(optim.RMSprop)], kernel=ReferenceAdam())
 
 
 def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = importlib.metadata.EntryPoint("tested", "support:ReferenceAdam", GROUP)
+    entry = importlib.metadata.EntryPoint("tested", "support.kernels:ReferenceAdam", GROUP)
     broken = importlib.metadata.EntryPoint("zzz_broken", "no_such_module:kernel", GROUP)
-    installed = importlib.metadata.EntryPoints([broken, entry])
+    installed = [importlib.metadata.EntryPoints([broken, entry])]
     monkeypatch.setattr(
-        "zero_offload.rules.resolve.entry_points", lambda **wanted: installed.select(**wanted)
+        "zero_offload.rules.resolve.entry_points", lambda **wanted: installed[0].select(**wanted)
     )
     kernel = ReferenceAdam()
     assert resolve_kernel(kernel, optim.Adam) is kernel
@@ -179,31 +160,28 @@ def test_kernels_are_found_by_name_object_or_auto(monkeypatch: pytest.MonkeyPatc
         resolve_kernel(object(), optim.Adam)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not RMSprop"):
         resolve_kernel("tested", optim.RMSprop)
-
-
-def test_auto_without_an_installed_kernel_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero_offload.rules.resolve.entry_points", lambda **_: ())
+    installed[0] = importlib.metadata.EntryPoints([])
     assert resolve_kernel("auto", optim.Adam) is None
 
 
+def _empty(params: list[tuple[int, Tensor]], numel: int = 0, pieces: Any = ()) -> Space:
+    space = Space()
+    space.numel, space.pieces, space.params = numel, list(pieces), params
+    space.initial = torch.zeros(numel)
+    return space
+
+
+@pytest.mark.parametrize("params", [[], [(0, torch.zeros(0))]])
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-def test_ranks_without_elements_have_a_tier_too(ratio: float) -> None:
-    for params in ([], [(0, torch.zeros(0))]):
-        tier = create_tier(
-            numel=0,
-            pieces=[],
-            params=params,
-            device=CPU,
-            optimizer_class=optim.AdamW,
-            groups=[group_of(optim.AdamW)],
-            config={"offload_optimizer": {"ratio": ratio}},
-            adam_kernel=None,
-            device_tier=make_device_tier,
-        )
-        tier.step([group_of(optim.AdamW)], [], grad_scale=1.0)
-        tier.wait_params(0, 0)
-        assert tier.state_names()[0] == "master_weight"
-        assert tier.read_state("master_weight", 0, 0).numel() == 0
+def test_ranks_without_elements_have_a_tier_too(
+    ratio: float, params: list[tuple[int, Tensor]]
+) -> None:
+    tier = make_tier(_empty(params), ratio=ratio)
+    tier.step(ADAM, [], grad_scale=1.0)
+    tier.wait_params(0, 0)
+    assert tier.state_names()[0] == "master_weight"
+    assert tier.read_state("master_weight", 0, 0).numel() == 0
+    assert isinstance(tier, StateTier)
 
 
 @pytest.mark.parametrize(
@@ -223,25 +201,7 @@ def test_layouts_that_do_not_fit_are_refused(
     pieces: list[tuple[int, int, int]], params: list[tuple[int, Tensor]], match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
-        create_tier(
-            numel=8,
-            pieces=pieces,
-            params=params,
-            device=CPU,
-            optimizer_class=optim.SGD,
-            groups=[group_of(optim.SGD)],
-            config={},
-            adam_kernel=None,
-            device_tier=make_device_tier,
-        )
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
-def test_tiers_have_the_protocols_methods(ratio: float) -> None:
-    tier = make_tier(Space(), optim.SGD, [group_of(optim.SGD)], ratio=ratio)
-    assert isinstance(tier, StateTier)
-    for part in tier.parts:
-        assert isinstance(part.tier, StateTier)
+        make_tier(_empty(params, 8, pieces))
 
 
 def test_the_entry_point_is_create_tier() -> None:

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import (
-    RATIOS,
-    WORLD_SIZES,
-    groups_of,
-    loop,
-    make_model,
-    shard,
-    spawn,
-    weights,
-    whole,
-)
-from torch import nn, optim
+from support.kernels import cpu_adam
+from support.models import groups_of, loop, make_model, weights, whole
+from support.ranks import spawn
+from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_offload import OffloadedOptimizer
 
+RATIOS = (0.0, 0.3, 1.0)
+WORLD_SIZES = (1, 3)
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (optim.AdamW, {"lr": 1e-2, "foreach": False}),
     (optim.Adam, {"lr": 1e-2, "foreach": True}),
@@ -43,6 +37,16 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
 
 PAIRS = [(0, 0.0), (0, 1.0), (1, 0.3), (2, 0.3)]
 """A class of `CLASSES` and a ratio. One process compares every class at every ratio."""
+
+
+def shard(
+    model: nn.Sequential, *, is_mixed: bool = False, mesh: DeviceMesh | None = None
+) -> nn.Sequential:
+    """FSDP2, a unit per layer with weights; ``is_mixed``: computed in bf16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_mixed else None)
+    for module in (model[0], model[3], model[4], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def _assert_equals_torch(
@@ -62,23 +66,31 @@ def _assert_equals_torch(
         assert torch.equal(weights(ours), expected[index][1])
 
 
-def _ddp(rank: int, world_size: int, is_view: bool) -> None:
-    _assert_equals_torch(
-        rank,
-        lambda: DistributedDataParallel(make_model(), gradient_as_bucket_view=is_view),
-        max_norm=0.0,
-    )
+def _ddp(rank: int, world_size: int) -> None:
+    for is_view, pairs in ((False, PAIRS[2:]), (True, PAIRS)):
+        keys = {"gradient_as_bucket_view": is_view}
+        _assert_equals_torch(
+            rank, lambda keys=keys: DistributedDataParallel(make_model(), **keys), 0.0, pairs
+        )
 
 
-@pytest.mark.parametrize("is_view", [False, True])
-def test_ddp_equals_torch_bit_for_bit(is_view: bool) -> None:
-    spawn(_ddp, 2, is_view)
+def test_ddp_equals_torch_bit_for_bit() -> None:
+    spawn(_ddp, 2)
+
+
+def _equal_at_every_ratio(train: Callable[[Callable[..., Any]], Tensor]) -> None:
+    """What ``train`` returns is the same whichever optimizer the model is given."""
+    expected = train(lambda model: optim.AdamW(groups_of(model), lr=1e-2))
+    for ratio in RATIOS:
+        keys = {"lr": 1e-2, "ratio": ratio}
+        found = train(lambda m, keys=keys: OffloadedOptimizer(optim.AdamW, groups_of(m), **keys))
+        assert torch.equal(found, expected)
 
 
 def _late_ddp(rank: int, world_size: int) -> None:
     """DDP's first broadcast reaches the masters of an optimizer that was made before."""
 
-    def train(make: Any) -> torch.Tensor:
+    def train(make: Callable[..., Any]) -> Tensor:
         model = make_model()
         with torch.no_grad():
             for p in model.parameters():
@@ -87,14 +99,7 @@ def _late_ddp(rank: int, world_size: int) -> None:
         loop(DistributedDataParallel(model), optimizer, rank)
         return weights(model)
 
-    expected = train(lambda model: optim.AdamW(groups_of(model), lr=1e-2))
-    for ratio in RATIOS:
-        found = train(
-            lambda model, ratio=ratio: OffloadedOptimizer(
-                optim.AdamW, groups_of(model), lr=1e-2, ratio=ratio
-            )
-        )
-        assert torch.equal(found, expected)
+    _equal_at_every_ratio(train)
 
 
 def test_an_optimizer_made_before_ddp_trains_on_rank_0s_weights() -> None:
@@ -130,7 +135,7 @@ def test_hsdp_equals_torch_bit_for_bit() -> None:
 
 
 def _kernels_class(rank: int, world_size: int, dtype: torch.dtype, ratio: float) -> None:
-    cls = importlib.import_module("cpu_adam").CPUAdam
+    cls = cpu_adam().CPUAdam
     plain, ours = shard(make_model(dtype)), shard(make_model(dtype))
     expected = loop(plain, cls(groups_of(plain), lr=1e-2), rank, max_norm=0.05)
     optimizer = OffloadedOptimizer(cls, groups_of(ours), lr=1e-2, ratio=ratio)
@@ -140,8 +145,7 @@ def _kernels_class(rank: int, world_size: int, dtype: torch.dtype, ratio: float)
 
 @pytest.mark.parametrize(("dtype", "ratio"), [(torch.float32, 0.3), (torch.bfloat16, 1.0)])
 def test_cpu_adam_class_offloaded_equals_itself_on_fsdp2(dtype: torch.dtype, ratio: float) -> None:
-    if importlib.util.find_spec("cpu_adam") is None:
-        pytest.skip("the optional cpu-adam is not installed")
+    cpu_adam()
     spawn(_kernels_class, 3, dtype, ratio)
 
 
@@ -270,7 +274,7 @@ def test_a_plain_torch_state_is_taken_over_on_fsdp2() -> None:
 def _overflow(rank: int, world_size: int) -> None:
     """An element that overflows on one rank alone skips the step on all."""
 
-    def train(make: Any) -> tuple[Any, list[float]]:
+    def train(make: Callable[..., Any]) -> Tensor:
         model = shard(make_model())
         optimizer = make(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -284,18 +288,10 @@ def _overflow(rank: int, world_size: int) -> None:
             scaler.step(optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
-        return weights(model), scales
+        assert scales == [1024.0, 512.0, 512.0, 512.0]
+        return weights(model)
 
-    expected, scales = train(lambda model: optim.AdamW(groups_of(model), lr=1e-2))
-    assert scales == [1024.0, 512.0, 512.0, 512.0]
-    for ratio in RATIOS:
-        found, theirs = train(
-            lambda model, ratio=ratio: OffloadedOptimizer(
-                optim.AdamW, groups_of(model), lr=1e-2, ratio=ratio
-            )
-        )
-        assert theirs == scales
-        assert torch.equal(found, expected)
+    _equal_at_every_ratio(train)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:

@@ -6,17 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import RATIOS, ReferenceAdam
-from torch import Tensor, nn, optim
+from support.kernels import ReferenceAdam
+from support.models import make_model, weights
+from support.tiers import FP16, FP32, RATIOS
+from torch import nn, optim
 
 from zero_offload import OffloadedOptimizer
 
 OVERFLOW_AT = 2
-
-
-def _model(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5)).to(dtype)
 
 
 def _train(
@@ -25,8 +22,8 @@ def _train(
     *,
     max_norm: float = 0.0,
     before_step: Callable[[float], None] = lambda scale: None,
-) -> list[float]:
-    """Five steps, the third with an overflow; the loss scale after each."""
+) -> None:
+    """Five steps, the third with an overflow, which halves the loss scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     scales = []
     for step in range(5):
@@ -43,29 +40,24 @@ def _train(
         scaler.update()
         scales.append(scaler.get_scale())
     assert scales == [4096.0, 4096.0, 2048.0, 2048.0, 2048.0]
-    return scales
-
-
-def _weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_fp32_loop_with_a_scaler_equals_torch_bit_for_bit(ratio: float, max_norm: float) -> None:
-    plain, ours = _model(torch.float32), _model(torch.float32)
+    plain, ours = make_model(FP32), make_model(FP32)
     _train(plain, optim.AdamW(plain.parameters(), lr=1e-2), max_norm=max_norm)
     optimizer = OffloadedOptimizer(optim.AdamW, ours.parameters(), lr=1e-2, ratio=ratio)
     _train(ours, optimizer, max_norm=max_norm)
-    assert torch.equal(_weights(ours), _weights(plain))
+    assert torch.equal(weights(ours), weights(plain))
     assert optimizer.state_dict()["state"][0]["num_steps"] == 4
 
 
 @pytest.mark.parametrize("kernel", [None, ReferenceAdam()], ids=["torch", "reference"])
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 def test_fp16_gradients_are_unscaled_in_fp32(ratio: float, kernel: ReferenceAdam | None) -> None:
     """Torch's AdamW over fp32 copies that take the unscaled gradients is what must come out."""
-    plain, ours = _model(torch.float16), _model(torch.float16)
+    plain, ours = make_model(FP16), make_model(FP16)
     copies = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
     over_copies = optim.AdamW(copies, lr=1e-2)
 
@@ -86,12 +78,10 @@ def test_fp16_gradients_are_unscaled_in_fp32(ratio: float, kernel: ReferenceAdam
     )
     _train(ours, optimizer)
     entries = optimizer.state_dict()["state"]
+    tolerance = 0 if kernel is None else 1e-5
     for i, copy in enumerate(copies):
         found = entries[i]["master_weight"]
-        if kernel is None:
-            assert torch.equal(found, copy)
-        else:
-            torch.testing.assert_close(found, copy.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, copy.detach(), rtol=tolerance, atol=tolerance / 10)
 
 
 class _Idle(optim.Optimizer):

@@ -8,29 +8,29 @@ from typing import Any
 
 import pytest
 import torch
-from late_streams import LateStreams
-from support import (
+from support.kernels import NamedLion, ReferenceKernel
+from support.streams import LateStreams
+from support.tiers import (
+    BF16,
     CPU,
-    NamedLion,
-    ReferenceKernel,
+    FP16,
+    FP32,
     Space,
     assert_same,
     group_of,
+    host_tier,
     make_tier,
+    offer,
     snapshot,
 )
 from torch import Tensor, optim
 
-from zero_offload.flat.geometry import Geometry
 from zero_offload.memory.host_memory import HostMemory
 from zero_offload.memory.streams import HostStreams
 from zero_offload.optimizer import OffloadedOptimizer
 from zero_offload.rules.resolve import resolve_rule
 from zero_offload.steppers.file_stepper import FileStepper
-from zero_offload.steppers.memory_stepper import MemoryStepper
-from zero_offload.tier import create_tier, make_device_tier
 from zero_offload.tiers.flat_tier import HostTier
-from zero_offload.tiers.twin import TwinTier
 from zero_offload.transfers.differences import SHORTEST_NBYTES, UploadDifferences, part_numel
 from zero_offload.transfers.mover import HostMover
 
@@ -66,7 +66,6 @@ class WideSpace(Space):
     """Two shards, long enough for differences, with pieces that some steps leave out."""
 
     numel = 140_000
-    sizes = (40_003, 38_997, 59_001)
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.pieces = [(0, 40_003, 0), (40_003, 79_000, 0), (80_000, 139_001, 0)]
@@ -88,50 +87,54 @@ GROUPS = [group_of(optim.SGD, lr=1e-2)]
 PIECES = range(3)
 
 
-def build(
-    space: WideSpace,
-    streams: HostStreams | None = None,
-    codec: ChangedElements | None = None,
-    cls: type[torch.optim.Optimizer] = optim.SGD,
-    groups: list[dict[str, Any]] = GROUPS,
-    state_dtype: str = "float32",
-    published_numel: int = 70_000,
-) -> tuple[HostTier, HostMover]:
-    """Return a tier whose shards are on a device of its own, as far as it can tell."""
-    geometry = Geometry(space.numel, space.pieces, space.params, 1, published_numel=published_numel)
-    memory = HostMemory(should_pin=False)
-    mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True, codec=codec)
-    rule = resolve_rule(ReferenceKernel(), cls, groups, state_dtype)
-    assert rule is not None
-    stepper = MemoryStepper(geometry, rule, groups, is_in_place=False, upper=mover.hold)
-    tier = HostTier(geometry, stepper, mover)
-    tier.write_state("master_weight", 0, space.initial)
-    return tier, mover
+class Pair:
+    """A tier that sends differences to a device of its own, as far as it can tell; one that does
+    not."""
 
+    def __init__(
+        self,
+        streams: HostStreams | None = None,
+        dtype: torch.dtype = BF16,
+        *,
+        pieces: list[tuple[int, int, int]] | None = None,
+        cls: type[optim.Optimizer] = optim.SGD,
+        groups: list[dict[str, Any]] = GROUPS,
+        published_numel: int = 70_000,
+        **keys: Any,
+    ) -> None:
+        self.groups = groups
+        self.space, self.plain = WideSpace(dtype), WideSpace(dtype)
+        for space in (self.space, self.plain):
+            space.pieces = pieces or space.pieces
+        keys = {"is_staged": True, "published_numel": published_numel, **keys}
+        codec = ChangedElements()
+        self.tier, self.mover = host_tier(
+            self.space, ReferenceKernel(), cls, groups, streams=streams, codec=codec, **keys
+        )
+        self.whole, self.whole_mover = host_tier(self.plain, ReferenceKernel(), cls, groups, **keys)
 
-def differences_of(mover: HostMover) -> UploadDifferences:
-    assert mover.differences is not None
-    return mover.differences
+    @property
+    def both(self) -> tuple[tuple[HostTier, WideSpace], tuple[HostTier, WideSpace]]:
+        return (self.tier, self.space), (self.whole, self.plain)
 
+    @property
+    def differences(self) -> UploadDifferences:
+        assert self.mover.differences is not None
+        return self.mover.differences
 
-def offer(tier: TwinTier | HostTier, space: WideSpace, step: int) -> None:
-    """Offer a step's gradient. It may be overwritten as soon as that returns."""
-    grad = space.grad(step)
-    for start, stop in ((80_000, space.numel), (0, 80_000)):
-        release = tier.offer_grad(start, grad[start:stop])
-        if release is not None:
-            release()
+    def train(self, steps: range = range(6)) -> None:
+        """Train both and compare all they have."""
+        for tier, space in self.both:
+            for step in steps:
+                offer(tier, space, step)
+                tier.step(self.groups, PIECES if step != 3 else (0, 2), grad_scale=0.5)
+                if step == 3:
+                    tier.discard_grads()
+                tier.wait_params(0, space.numel)
+        self.check()
 
-
-def train(
-    tier: HostTier, space: WideSpace, groups: list[dict[str, Any]], steps: range = range(6)
-) -> None:
-    for step in steps:
-        offer(tier, space, step)
-        tier.step(groups, PIECES if step != 3 else (0, 2), grad_scale=0.5)
-        if step == 3:
-            tier.discard_grads()
-        tier.wait_params(0, space.numel)
+    def check(self) -> None:
+        assert_same(snapshot(self.tier, self.space), snapshot(self.whole, self.plain))
 
 
 @pytest.fixture(params=["at once", "late"])
@@ -142,51 +145,46 @@ def streams(request: pytest.FixtureRequest) -> Iterator[HostStreams]:
         found.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_steps_leave_the_bits_of_whole_values_and_send_less(
     streams: HostStreams, dtype: torch.dtype
 ) -> None:
-    space, plain = WideSpace(dtype), WideSpace(dtype)
-    tier, mover = build(space, streams, ChangedElements())
-    whole, whole_mover = build(plain)
-    assert torch.equal(space.flat_params(), space.initial.to(dtype))
-    sent, nbytes = [], mover.bytes_h2d
+    pair = Pair(streams, dtype)
+    assert torch.equal(pair.space.flat_params(), pair.space.initial.to(dtype))
+    sent, nbytes = [], pair.mover.bytes_h2d
     for step in range(6):
-        train(tier, space, GROUPS, range(step, step + 1))
-        train(whole, plain, GROUPS, range(step, step + 1))
-        assert torch.equal(space.flat_params(), plain.flat_params())
-        sent.append(mover.bytes_h2d - nbytes)
-        nbytes = mover.bytes_h2d
+        pair.train(range(step, step + 1))
+        sent.append(pair.mover.bytes_h2d - nbytes)
+        nbytes = pair.mover.bytes_h2d
     per_step = 138_001 * dtype.itemsize
-    assert whole_mover.bytes_h2d > 5 * per_step
+    assert pair.whole_mover.bytes_h2d > 5 * per_step
     assert all(n < per_step / 4 for step, n in enumerate(sent) if step != 2)
     assert sent[2] == per_step  # a difference would be longer
-    assert differences_of(mover).num_changed == 2  # the first values
-    assert differences_of(mover).num_bytes == space.numel * dtype.itemsize
+    assert pair.differences.num_changed == 2  # the first values
+    assert pair.differences.num_bytes == pair.space.numel * dtype.itemsize
 
 
 def test_queued_steps_check_what_the_step_before_has_sent() -> None:
-    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
     streams = LateStreams(up_s=0.02)  # later than the next step's checks
-    tier, mover = build(space, streams, ChangedElements())
-    whole, _ = build(plain)
-    for found, of in ((tier, space), (whole, plain)):
+    pair = Pair(streams)
+    for found, of in pair.both:
         for step in (0, 1, 3, 4):
             offer(found, of, step)
             found.step(GROUPS, [2], grad_scale=0.5)  # one run: no staging has to be waited for
             found.discard_grads()
         found.wait_params(0, of.numel)
-    assert torch.equal(space.flat_params(), plain.flat_params())
-    assert differences_of(mover).num_changed == 2  # the first values
-    assert differences_of(mover).num_differences == 4
+    pair.check()
+    assert pair.differences.num_changed == 2  # the first values
+    assert pair.differences.num_differences == 4
     streams.close()
 
 
 def test_parts_of_a_span_wait_for_the_buffer_that_they_share() -> None:
-    published_numel = 35_200
-    shard = torch.zeros(5 * part_numel(published_numel), dtype=torch.bfloat16)
-    pieces = [(0, shard.numel(), 0)]
-    geometry = Geometry(shard.numel(), pieces, [(0, shard)], 1, published_numel=published_numel)
+    space, published_numel = Space(), 35_200
+    space.numel = 5 * part_numel(published_numel)
+    shard = torch.zeros(space.numel, dtype=BF16)
+    space.pieces, space.params = [(0, shard.numel(), 0)], [(0, shard)]
+    geometry = space.geometry(published_numel=published_numel)
     streams, memory = LateStreams(up_s=0.03), HostMemory(should_pin=False)
     found = UploadDifferences(geometry, [0], ChangedElements(), memory, streams)
     values = torch.zeros_like(shard)
@@ -204,86 +202,80 @@ def test_parts_of_a_span_wait_for_the_buffer_that_they_share() -> None:
 def test_values_that_others_changed_are_sent_whole_and_then_as_differences(
     streams: HostStreams,
 ) -> None:
-    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
-    tier, mover = build(space, streams, ChangedElements())
-    whole, _ = build(plain)
-    for found in (tier, whole):
-        train(found, space if found is tier else plain, GROUPS, range(2))
-    before = differences_of(mover).num_changed
-    space.params[1][1][17] += 1.0  # behind the tier's back: its next values replace it
-    train(tier, space, GROUPS, range(3, 4))
-    assert differences_of(mover).num_changed == before + 1  # the part that holds it
-    train(whole, plain, GROUPS, range(3, 4))
-    assert torch.equal(space.flat_params(), plain.flat_params())
-    nbytes = mover.bytes_h2d
-    train(tier, space, GROUPS, range(4, 5))
-    assert mover.bytes_h2d - nbytes < 138_001 / 2
-    assert differences_of(mover).num_changed == before + 1
+    pair = Pair(streams)
+    pair.train(range(2))
+    before = pair.differences.num_changed
+    pair.space.params[1][1][17] += 1.0  # behind the tier's back: its next values replace it
+    pair.train(range(3, 4))
+    assert pair.differences.num_changed == before + 1  # the part that holds it
+    nbytes = pair.mover.bytes_h2d
+    pair.train(range(4, 5))
+    assert pair.mover.bytes_h2d - nbytes < 138_001 / 2
+    assert pair.differences.num_changed == before + 1
 
 
 def test_restored_master_weights_arrive(streams: HostStreams) -> None:
-    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
-    tier, _ = build(space, streams, ChangedElements())
-    whole, _ = build(plain)
-    for found, of in ((tier, space), (whole, plain)):
-        train(found, of, GROUPS, range(2))
+    pair = Pair(streams)
+    pair.train(range(2))
+    for found, _ in pair.both:
         found.write_state("master_weight", 30_000, torch.ones(60_001))
-        train(found, of, GROUPS, range(4, 6))
-    assert torch.equal(space.flat_params(), plain.flat_params())
+    pair.train(range(4, 6))
 
 
-@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
-def test_split_master_weights_go_up_as_differences(streams: HostStreams, state_dtype: str) -> None:
-    groups = [group_of(optim.AdamW, lr=1e-5)]
-    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
-    made: dict[str, Any] = {"cls": optim.AdamW, "groups": groups, "state_dtype": state_dtype}
-    made["published_numel"] = 36_000  # a run is a whole shard, sent in several parts
-    tier, mover = build(space, streams, ChangedElements(), **made)
-    whole, whole_mover = build(plain, **made)
-    for found, of in ((tier, space), (whole, plain)):
-        train(found, of, groups)
-    assert torch.equal(space.flat_params(), plain.flat_params())
-    assert_same(snapshot(tier, space), snapshot(whole, plain))
-    assert differences_of(mover).num_differences > 6
-    assert mover.bytes_h2d < whole_mover.bytes_h2d / 2
+ADAM = {"cls": optim.AdamW, "groups": [group_of(optim.AdamW, lr=1e-5)]}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        # A run is a whole shard, sent in several parts.
+        {**ADAM, "state_dtype": "int8", "published_numel": 36_000},
+        {**ADAM, "state_dtype": "bfloat16", "published_numel": 36_000},
+        # Spans begin anywhere: with a share of the elements, or after one without a gradient.
+        {"pieces": [(3, 40_003, 0), (40_006, 79_001, 0), (80_001, 139_002, 0)]},
+    ],
+)
+def test_split_master_weights_and_spans_that_begin_anywhere_go_up_as_differences(
+    streams: HostStreams, keys: dict[str, Any]
+) -> None:
+    pair = Pair(streams, **keys)
+    pair.train()
+    assert pair.differences.num_differences > 6
+    assert pair.mover.bytes_h2d < pair.whole_mover.bytes_h2d / 2
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_steps_that_begin_before_their_decision_go_up_as_differences(
     streams: HostStreams, *, is_kept: bool
 ) -> None:
-    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
-    tier, mover = build(space, streams, ChangedElements())
-    whole, _ = build(plain)
-    assert tier.enable_undo(None)
+    pair = Pair(streams)
+    assert pair.tier.enable_undo(None)
     factor = 0.5 if is_kept else 0.25
     for step in (0, 1, 3):
-        for found, of in ((tier, space), (whole, plain)):
+        for found, of in pair.both:
             offer(found, of, step)
-            if found is tier:
-                tier.speculate(GROUPS, PIECES, grad_scale=0.5)
+            if found is pair.tier:
+                found.speculate(GROUPS, PIECES, grad_scale=0.5)
             found.step(GROUPS, PIECES, grad_scale=factor)
             found.wait_params(0, of.numel)
-    assert torch.equal(space.flat_params(), plain.flat_params())
-    assert differences_of(mover).num_differences >= 6
+    pair.check()
+    assert pair.differences.num_differences >= 6
 
 
 def test_short_spans_are_sent_whole_without_a_check(streams: HostStreams) -> None:
-    space = WideSpace(torch.bfloat16)
-    tier, mover = build(space, streams, ChangedElements(), published_numel=SHORTEST_NBYTES // 2 - 1)
-    train(tier, space, GROUPS, range(2))
-    assert differences_of(mover).num_differences == 0
-    assert mover.bytes_h2d == 2 * (space.numel + 2 * 138_001)
+    pair = Pair(streams, published_numel=SHORTEST_NBYTES // 2 - 1)
+    pair.train(range(2))
+    assert pair.differences.num_differences == 0
+    assert pair.mover.bytes_h2d == 2 * (pair.space.numel + 2 * 138_001)
 
 
 def test_elements_that_the_codec_does_not_serve_are_sent_whole() -> None:
-    space, plain = WideSpace(torch.float64), WideSpace(torch.float64)
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    mover = HostMover(
-        geometry, CPU, HostMemory(should_pin=False), is_staged=True, codec=ChangedElements()
-    )
-    assert differences_of(mover).num_bytes == 0
-    view, values = space.params[0][1], plain.params[0][1]
+    space, memory = WideSpace(torch.float64), HostMemory(should_pin=False)
+    mover = HostMover(space.geometry(), CPU, memory, is_staged=True, codec=ChangedElements())
+    assert mover.differences is not None
+    assert mover.differences.num_bytes == 0
+    view = space.params[0][1]
+    values = view + 1
     mover.open_spans([(0, 80_000)])
     mover.out(0, 80_000).copy_(values)
     mover.publish(0, 80_000)
@@ -291,37 +283,25 @@ def test_elements_that_the_codec_does_not_serve_are_sent_whole() -> None:
     assert mover.bytes_h2d == 640_000
 
 
-def test_a_host_as_the_device_has_nothing_to_send() -> None:
-    space = WideSpace(torch.bfloat16)
-    tier = make_tier(
-        space,
-        optim.SGD,
-        GROUPS,
-        kernel=ReferenceKernel(),
-        upload_codec=ChangedElements(),
-        lossless_upload=True,
-    )
+def test_a_host_that_is_the_device_sends_nothing_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    space, codec = WideSpace(BF16), ChangedElements()
+    block: dict[str, Any] = {"upload_codec": codec, "lossless_upload": True}
+    tier = make_tier(space, optim.SGD, GROUPS, kernel=ReferenceKernel(), **block)
     offer(tier, space, 0)
     tier.step(GROUPS, PIECES, grad_scale=1.0)
     tier.wait_params(0, space.numel)
     assert tier.bytes_h2d == 2 * (space.numel + 138_001)
     assert "published weights" not in {kind for kind, n in tier.host_memory_bytes().items() if n}
+    caplog.clear()
+    OffloadedOptimizer(optim.SGD, [torch.nn.Parameter(torch.zeros(3))], upload_codec=codec)
+    assert "lossless_upload has no effect: no shard" in caplog.text
 
 
 def test_a_codec_that_is_not_there_is_asked_for_by_name() -> None:
-    space = WideSpace(torch.bfloat16)
     with pytest.raises(ValueError, match="lossless_upload needs a codec: install zero-comm"):
-        create_tier(
-            numel=space.numel,
-            pieces=space.pieces,
-            params=space.params,
-            device=torch.device("cuda"),
-            optimizer_class=optim.SGD,
-            groups=GROUPS,
-            config={"offload_optimizer": {"device": "cpu", "lossless_upload": True}},
-            adam_kernel=ReferenceKernel(),
-            device_tier=make_device_tier,
-        )
+        make_tier(Space(), on=torch.device("cuda"), lossless_upload=True)
     params = [torch.nn.Parameter(torch.zeros(3))]
     with pytest.raises(ValueError, match="no upload codec 'other' is installed"):
         OffloadedOptimizer(optim.SGD, params, upload_codec="other")
@@ -329,64 +309,36 @@ def test_a_codec_that_is_not_there_is_asked_for_by_name() -> None:
         OffloadedOptimizer(optim.SGD, params, upload_codec=3)  # type: ignore[arg-type]
 
 
-def test_a_host_that_is_the_device_is_said_to_send_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    params = [torch.nn.Parameter(torch.zeros(3))]
-    OffloadedOptimizer(optim.SGD, params, upload_codec=ChangedElements())
-    assert "lossless_upload has no effect: no shard" in caplog.text
-
-
 def test_a_wide_span_waits_for_a_short_one_that_is_under_way() -> None:
     """A short run is sent whole, without a checksum. The next step's run has it within."""
     groups = [group_of(NamedLion, lr=0.1)]  # runs of pieces with unequal counts of steps are joined
-    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
-    for of in (space, plain):
-        of.pieces = [(0, 1_000, 0), (1_000, 79_000, 0), (80_000, 139_001, 0)]
     streams = LateStreams(up_s=0.05)
+    pieces = [(0, 1_000, 0), (1_000, 79_000, 0), (80_000, 139_001, 0)]
     made: dict[str, Any] = {"cls": NamedLion, "groups": groups, "published_numel": 100_000}
-    tier, mover = build(space, streams, ChangedElements(), **made)
-    whole, _ = build(plain, **made)
-    for found, of in ((tier, space), (whole, plain)):
+    pair = Pair(streams, pieces=pieces, **made)
+    for found, of in pair.both:
         for step, active in ((0, [0]), (1, [0, 1])):
             offer(found, of, step)
             found.step(groups, active, grad_scale=1.0)
             found.discard_grads()
         found.wait_params(0, of.numel)
-    assert torch.equal(space.flat_params(), plain.flat_params())
-    assert differences_of(mover).num_differences == 1
-    assert differences_of(mover).num_changed == 2  # the first values
+    pair.check()
+    assert pair.differences.num_differences == 1
+    assert pair.differences.num_changed == 2  # the first values
     streams.close()
-
-
-def test_spans_that_begin_anywhere_have_the_bits_of_whole_values(streams: HostStreams) -> None:
-    """Of a share of the elements, or after a parameter that has no gradient."""
-    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
-    for of in (space, plain):
-        of.pieces = [(3, 40_003, 0), (40_006, 79_001, 0), (80_001, 139_002, 0)]
-    tier, mover = build(space, streams, ChangedElements())
-    whole, whole_mover = build(plain)
-    for found, of in ((tier, space), (whole, plain)):
-        train(found, of, GROUPS)
-    assert torch.equal(space.flat_params(), plain.flat_params())
-    assert differences_of(mover).num_differences > 6
-    assert mover.bytes_h2d < whole_mover.bytes_h2d / 2
 
 
 def test_states_in_a_file_go_with_differences(streams: HostStreams, tmp_path: Path) -> None:
     """Its chunks have several runs."""
-    space, plain = WideSpace(torch.bfloat16), WideSpace(torch.bfloat16)
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    memory = HostMemory(should_pin=False)
-    codec = ChangedElements()
-    mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True, codec=codec)
+    pair = Pair(streams)
+    geometry = pair.space.geometry()
+    memory, codec = HostMemory(should_pin=False), ChangedElements()
+    pair.mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True, codec=codec)
     rule = resolve_rule(ReferenceKernel(), optim.SGD, GROUPS, "float32")
     assert rule is not None
     stepper = FileStepper(geometry, rule, GROUPS, folder=str(tmp_path), buffer_count=3)
-    tier = HostTier(geometry, stepper, mover)
-    tier.write_state("master_weight", 0, space.initial)
-    whole, _ = build(plain)
-    for found, of in ((tier, space), (whole, plain)):
-        train(found, of, GROUPS)
-    assert torch.equal(space.flat_params(), plain.flat_params())
-    assert differences_of(mover).num_differences > 6
+    pair.tier = HostTier(geometry, stepper, pair.mover)
+    pair.tier.write_state("master_weight", 0, pair.space.initial)
+    for step in range(6):
+        pair.train(range(step, step + 1))
+    assert pair.differences.num_differences > 6

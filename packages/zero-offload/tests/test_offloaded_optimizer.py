@@ -7,43 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import RATIOS, ReferenceAdam
+from support.kernels import ReferenceAdam
+from support.models import groups_of, loop, make_model, weights
+from support.tiers import BF16, FP32, RATIOS
 from torch import Tensor, nn, optim
 
 from zero_offload import OffloadedOptimizer
-
-
-def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5)).to(dtype)
-
-
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Decay for matrices, none for vectors: the usual two groups."""
-    params = list(model.parameters())
-    return [
-        {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3},
-    ]
-
-
-def _loop(model: nn.Module, optimizer: optim.Optimizer, steps: range = range(6)) -> list[float]:
-    schedule = optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    losses = []
-    for step in steps:
-        data = torch.randn(11, 7, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss = model(data.to(next(model.parameters()).dtype)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    return losses
-
-
-def _weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
 
 CLASSES = [
     (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -58,72 +27,71 @@ CLASSES = [
 ]
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(("cls", "settings"), CLASSES)
 def test_fp32_loop_equals_torch_bit_for_bit(
     cls: type[optim.Optimizer], settings: dict[str, Any], ratio: float
 ) -> None:
-    plain, ours = _model(), _model()
-    expected = _loop(plain, cls(_groups(plain), **settings))
-    found = _loop(ours, OffloadedOptimizer(cls, _groups(ours), ratio=ratio, **settings))
-    assert found == expected
-    assert torch.equal(_weights(ours), _weights(plain))
+    plain, ours = make_model(), make_model()
+    expected = loop(plain, cls(groups_of(plain), **settings))
+    assert loop(ours, OffloadedOptimizer(cls, groups_of(ours), ratio=ratio, **settings)) == expected
+    assert torch.equal(weights(ours), weights(plain))
 
 
-@pytest.mark.parametrize("adam_kernel", ["torch", "reference", "auto"])
-def test_bf16_loop_keeps_fp32_masters_at_every_ratio(adam_kernel: str) -> None:
+@pytest.mark.parametrize("kernel", [None, ReferenceAdam(), "auto"])
+def test_bf16_loop_keeps_fp32_masters_at_every_ratio(kernel: Any) -> None:
     results = []
     for ratio in RATIOS:
-        model = _model(torch.bfloat16)
-        kernel = {"torch": None, "reference": ReferenceAdam(), "auto": "auto"}[adam_kernel]
-        optimizer = OffloadedOptimizer(
-            optim.AdamW, _groups(model), ratio=ratio, lr=1e-5, adam_kernel=kernel
-        )
-        start = _weights(model).clone()
-        losses = _loop(model, optimizer)
+        model = make_model(BF16)
+        keys: dict[str, Any] = {"ratio": ratio, "lr": 1e-5, "adam_kernel": kernel}
+        optimizer = OffloadedOptimizer(optim.AdamW, groups_of(model), **keys)
+        losses = loop(model, optimizer)
         state = optimizer.state_dict()["state"]
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, param in enumerate(params):
-            assert state[i]["master_weight"].dtype == torch.float32
-            assert torch.equal(state[i]["master_weight"].bfloat16(), param.detach())
-        masters = torch.cat([state[i]["master_weight"].flatten() for i in range(len(params))])
+        params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        found = [state[i]["master_weight"] for i in range(len(params))]
+        for master, param in zip(found, params, strict=True):
+            assert master.dtype == FP32
+            assert torch.equal(master.bfloat16(), param)
+        masters = torch.cat([master.flatten() for master in found])
         # steps of 1e-5 vanish in bf16 weights near 1, and must not in the masters
-        moved = torch.cat([p.detach().flatten() for p in params]).float() != masters
+        moved = torch.cat([p.flatten() for p in params]).float() != masters
         assert moved.float().mean() > 0.9
-        results.append((losses, masters, start))
-    for losses, masters, _ in results:
+        results.append((losses, masters))
+    for losses, masters in results:
         assert losses == results[0][0]
         assert torch.equal(masters, results[0][1])
 
 
-@pytest.mark.parametrize("target_ratio", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("target_ratio", "dtype"), [(0.0, FP32), (0.3, BF16), (1.0, BF16)])
 @pytest.mark.parametrize(("cls", "settings"), CLASSES)
 def test_state_dict_resumes_bit_identically_at_another_ratio(
     cls: type[optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype, target_ratio: float
 ) -> None:
-    first, second = _model(dtype), _model(dtype)
-    source = OffloadedOptimizer(cls, _groups(first), ratio=0.6, **settings)
-    _loop(first, source, range(3))
+    first, second = make_model(dtype), make_model(dtype)
+    source = OffloadedOptimizer(cls, groups_of(first), ratio=0.6, **settings)
+    loop(first, source, steps=range(3))
     saved = copy.deepcopy((first.state_dict(), source.state_dict()))
-    target = OffloadedOptimizer(cls, _groups(second), ratio=target_ratio, **settings)
+    target = OffloadedOptimizer(cls, groups_of(second), ratio=target_ratio, **settings)
     second.load_state_dict(saved[0])
     target.load_state_dict(saved[1])
     assert [g["lr"] for g in target.param_groups] == [g["lr"] for g in source.param_groups]
-    assert _loop(first, source, range(3, 6)) == _loop(second, target, range(3, 6))
-    assert torch.equal(_weights(first), _weights(second))
+    rest = range(3, 6)
+    assert loop(first, source, steps=rest) == loop(second, target, steps=rest)
+    assert torch.equal(weights(first), weights(second))
 
 
 def test_state_dict_survives_a_weights_only_file(tmp_path: Any) -> None:
-    model, other = _model(), _model()
-    optimizer = OffloadedOptimizer(optim.AdamW, model.parameters(), lr=1e-2)
-    _loop(model, optimizer)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    target = OffloadedOptimizer(optim.AdamW, other.parameters(), lr=1e-2, ratio=0.5)
+    model, other = make_model(), make_model()
+    optimizer = OffloadedOptimizer(optim.AdamW, model.named_parameters(), lr=1e-2)
+    loop(model, optimizer)
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["param_names"] == [n for n, _ in model.named_parameters()]
+    torch.save(saved, tmp_path / "state.pt")
+    target = OffloadedOptimizer(optim.AdamW, other.named_parameters(), lr=1e-2, ratio=0.5)
     target.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert torch.equal(_weights(other), _weights(model))  # masters bring the parameters along
+    assert torch.equal(weights(other), weights(model))  # masters bring the parameters along
     entry = target.state_dict()["state"][0]
-    assert entry["num_steps"] == 6
+    assert entry["num_steps"] == 5
     assert entry["exp_avg"].shape == next(iter(model.parameters())).shape
 
 
@@ -131,33 +99,33 @@ def test_state_dict_survives_a_weights_only_file(tmp_path: Any) -> None:
 def test_a_plain_torch_state_dict_loads(
     cls: type[optim.Optimizer], settings: dict[str, Any]
 ) -> None:
-    plain, ours = _model(), _model()
-    source = cls(_groups(plain), **settings)
-    _loop(plain, source, range(3))
+    plain, ours = make_model(), make_model()
+    source = cls(groups_of(plain), **settings)
+    loop(plain, source, steps=range(3))
     ours.load_state_dict(plain.state_dict())
-    target = OffloadedOptimizer(cls, _groups(ours), ratio=0.5, **settings)
+    target = OffloadedOptimizer(cls, groups_of(ours), ratio=0.5, **settings)
     target.load_state_dict(copy.deepcopy(source.state_dict()))
-    assert _loop(plain, source, range(3, 6)) == _loop(ours, target, range(3, 6))
+    assert loop(plain, source, steps=range(3, 6)) == loop(ours, target, steps=range(3, 6))
 
 
 def test_another_optimizers_state_dict_is_refused() -> None:
-    model, other = _model(), _model()
+    model, other = make_model(), make_model()
     source = optim.Adam(model.parameters())
-    _loop(model, source, range(1))
+    loop(model, source, steps=range(1))
     target = OffloadedOptimizer(optim.SGD, other.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="exp_avg"):
         target.load_state_dict(source.state_dict())
 
 
 def test_parameters_without_gradient_are_left_alone() -> None:
-    model = _model()
+    model = make_model()
     optimizer = OffloadedOptimizer(optim.AdamW, model.parameters(), lr=1e-2, ratio=0.5)
     first, *rest = model.parameters()
     before = [p.detach().clone() for p in rest]
     first.grad = torch.ones_like(first)
     optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(rest, before, strict=True))
-    assert [e["num_steps"] for e in optimizer.state_dict()["state"].values()] == [1, 0, 0, 0, 0, 0]
+    assert [e["num_steps"] for e in optimizer.state_dict()["state"].values()] == [1] + 7 * [0]
 
 
 def test_memory_formats_scalars_and_empty_parameters_are_served() -> None:
@@ -208,23 +176,15 @@ def test_closure_is_run_with_gradients() -> None:
     assert torch.equal(weight.detach(), torch.zeros(3))
 
 
-def test_named_parameters_keep_their_names() -> None:
-    model = _model()
-    optimizer = OffloadedOptimizer(optim.AdamW, model.named_parameters(), lr=1e-2)
-    _loop(model, optimizer, range(1))
-    names = optimizer.state_dict()["param_groups"][0]["param_names"]
-    assert names == [name for name, _ in model.named_parameters()]
-
-
 def test_loaded_weights_are_taken_with_sync_from_params() -> None:
-    model = _model(torch.bfloat16)
+    model = make_model(BF16)
     optimizer = OffloadedOptimizer(optim.SGD, model.parameters(), lr=0.0)
     with torch.no_grad():
         for p in model.parameters():
             p.data.fill_(0.5)  # which nobody can notice
     optimizer.sync_from_params()
-    _loop(model, optimizer, range(1))
-    assert torch.equal(_weights(model), torch.full_like(_weights(model), 0.5))
+    loop(model, optimizer, steps=range(1))
+    assert torch.equal(weights(model), torch.full_like(weights(model), 0.5))
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -233,15 +193,15 @@ def test_weights_that_others_write_are_followed(ratio: float) -> None:
 
     def train(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
         for step in range(4):
-            _loop(model, optimizer, range(step, step + 1))
+            loop(model, optimizer, steps=range(step, step + 1))
             with torch.no_grad():
                 for p in model.parameters():
                     p.clamp_(-0.1, 0.1)
-        return _weights(model)
+        return weights(model)
 
-    plain, ours = _model(), _model()
-    expected = train(plain, optim.AdamW(_groups(plain), lr=1e-2))
-    optimizer = OffloadedOptimizer(optim.AdamW, _groups(ours), lr=1e-2, ratio=ratio)
+    plain, ours = make_model(), make_model()
+    expected = train(plain, optim.AdamW(groups_of(plain), lr=1e-2))
+    optimizer = OffloadedOptimizer(optim.AdamW, groups_of(ours), lr=1e-2, ratio=ratio)
     assert torch.equal(train(ours, optimizer), expected)
     with torch.no_grad():
         ours.get_parameter("0.weight").fill_(0.25)
@@ -250,9 +210,9 @@ def test_weights_that_others_write_are_followed(ratio: float) -> None:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_masters_keep_their_bits_where_weights_are_written_as_they_were(ratio: float) -> None:
-    model = _model(torch.bfloat16)
+    model = make_model(BF16)
     optimizer = OffloadedOptimizer(optim.AdamW, model.parameters(), lr=1e-5, ratio=ratio)
-    _loop(model, optimizer)
+    loop(model, optimizer)
     before = optimizer.state_dict()["state"]
     with torch.no_grad():
         model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
@@ -263,14 +223,6 @@ def test_masters_keep_their_bits_where_weights_are_written_as_they_were(ratio: f
     assert torch.equal(after[0]["master_weight"], changed)
     for i in range(1, len(before)):
         assert torch.equal(after[i]["master_weight"], before[i]["master_weight"])
-
-
-def test_counters_are_on_the_tier() -> None:
-    weight = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
-    optimizer = OffloadedOptimizer(optim.SGD, [weight], lr=0.1, ratio=0.4)
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    assert (optimizer.tier.bytes_d2h, optimizer.tier.bytes_h2d) == (80, 80)
 
 
 def test_misuse_is_refused_with_the_reason() -> None:

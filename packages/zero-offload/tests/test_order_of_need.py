@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support import CPU, ReferenceAdam, Space, group_of
+from support.kernels import GatedAdam, ReferenceAdam
+from support.tiers import ADAM, CPU, Space, host_tier
 from torch import Tensor, optim
 
 from zero_offload.flat.geometry import Geometry
@@ -28,10 +29,8 @@ from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.worker import UpdateThread
 from zero_offload.transfers.mover import HostMover
 
-GROUPS = [group_of(optim.AdamW, lr=1e-2)]
 NUM_UNITS, UNIT_NUMEL, CHUNK_NUMEL = 20, 120, 40
 BACKWARD_S, UPDATE_S, COPY_S = 0.020, 0.015, 0.002  # of a unit
-TIMEOUT_S = 120.0
 
 
 class Recorded(ReferenceAdam):
@@ -51,7 +50,7 @@ class Recorded(ReferenceAdam):
 class Units:
     """A host tier over units of three chunks each, and a device's backward, in virtual time."""
 
-    def __init__(self, streams: type[VirtualStreams] = VirtualStreams) -> None:
+    def __init__(self) -> None:
         self.time = VirtualTime()
         self.compute = VirtualStream(self.time, "compute")
         numel = NUM_UNITS * UNIT_NUMEL
@@ -65,15 +64,13 @@ class Units:
             published_numel=CHUNK_NUMEL,
         )
         self.thread = VirtualThread(self.time)
-        own = streams(self.compute, COPY_S / UNIT_NUMEL, COPY_S / UNIT_NUMEL)
+        own = VirtualStreams(self.compute, COPY_S / UNIT_NUMEL, COPY_S / UNIT_NUMEL)
         memory = HostMemory(should_pin=False)
         mover = HostMover(geometry, CPU, memory, streams=own, is_staged=True)
         self.kernel = Recorded(self.time, params)
         rule = AdamRule.of(self.kernel, optim.AdamW)
-        stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=True, upper=geometry.view)
+        stepper = MemoryStepper(geometry, rule, ADAM, is_in_place=True, upper=geometry.view)
         self.tier = HostTier(geometry, stepper, mover, self.thread)
-        if isinstance(own, Hasty):
-            own.thread = self.thread
 
     def backward(self, num_ahead: int, *, step_at_end: bool = False) -> None:
         """Compute, offer and update each unit, from the last to the first.
@@ -88,24 +85,10 @@ class Units:
                 self.time.caller = max(self.time.caller, ends[-1 - num_ahead])
             self.tier.offer_grad(unit * UNIT_NUMEL, torch.zeros(UNIT_NUMEL))
             if not step_at_end:
-                self.tier.step(GROUPS, [unit], grad_scale=1.0)
+                self.tier.step(ADAM, [unit], grad_scale=1.0)
         if step_at_end:
             self.time.caller = self.compute.end
-            self.tier.step(GROUPS, range(NUM_UNITS), grad_scale=1.0)
-
-
-class Hasty(VirtualStreams):
-    """The caller makes up wait at once, before the worker has enqueued the copies of before."""
-
-    thread: VirtualThread
-
-    def mark_readers(self) -> torch.Event:
-        self.thread.catch_up()
-        super().follow(super().mark_readers())
-        return super().mark_readers()
-
-    def follow(self, event: torch.Event) -> None:
-        """Up waits already."""
+            self.tier.step(ADAM, range(NUM_UNITS), grad_scale=1.0)
 
 
 @pytest.mark.parametrize("num_ahead", [1, 4, 8])
@@ -114,14 +97,6 @@ def test_updates_in_backward_end_with_it_however_far_the_caller_is_ahead(num_ahe
     units.backward(num_ahead)
     units.tier.wait_params(0, NUM_UNITS * UNIT_NUMEL)
     assert units.compute.end < NUM_UNITS * BACKWARD_S + 2 * UPDATE_S
-
-
-def test_a_wait_that_the_caller_enqueues_itself_holds_copies_back() -> None:
-    """The checker checked: with that fault updates end a backward later."""
-    units = Units(Hasty)
-    units.backward(num_ahead=8)
-    units.tier.wait_params(0, NUM_UNITS * UNIT_NUMEL)
-    assert units.compute.end > NUM_UNITS * BACKWARD_S + 4 * UPDATE_S
 
 
 def test_the_newest_gradient_goes_first_and_the_first_unit_before_the_second() -> None:
@@ -161,32 +136,20 @@ def test_a_chunk_waits_for_its_own_part_of_the_gradient_alone() -> None:
 
 def test_updates_of_an_element_stay_in_the_order_of_their_steps() -> None:
     """Also where the later step begins at a lower offset."""
-    space, gate = Space(), threading.Event()
-    calls: list[tuple[int, int]] = []
-
-    class Gated(ReferenceAdam):
-        def adam_step(self, master: Any, *args: Any, **kwargs: Any) -> None:
-            assert gate.wait(TIMEOUT_S)
-            calls.append((master.numel(), kwargs["step"]))
-            super().adam_step(master, *args, **kwargs)
-
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    rule = AdamRule.of(Gated(), optim.AdamW)
-    stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=True, upper=geometry.view)
-    mover = HostMover(geometry, CPU, HostMemory(should_pin=False))
-    tier = HostTier(geometry, stepper, mover)
+    space, kernel = Space(), GatedAdam()
+    tier, _ = host_tier(space, kernel)
     grads = space.grad(0)
     tier.offer_grad(272, grads[272:])
-    tier.step(GROUPS, [4], grad_scale=1.0)  # the worker is held within it
+    tier.step(ADAM, [4], grad_scale=1.0)  # the worker is held within it
     tier.offer_grad(37, grads[37:256])
-    tier.step(GROUPS, [1, 2], grad_scale=1.0)
+    tier.step(ADAM, [1, 2], grad_scale=1.0)
     tier.offer_grad(260, grads[260:270])
-    tier.step(GROUPS, [3], grad_scale=1.0)
+    tier.step(ADAM, [3], grad_scale=1.0)
     tier.offer_grad(0, grads[:37])
-    tier.step(GROUPS, [0], grad_scale=1.0)
-    gate.set()
+    tier.step(ADAM, [0], grad_scale=1.0)
+    kernel.gate.set()
     tier.drain()
-    assert calls == [(64, 1), (37, 1), (216, 1), (1, 1)]
+    assert kernel.calls == [64, 37, 216, 1]
 
 
 def test_the_worker_takes_its_device_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +168,9 @@ def test_the_worker_takes_its_device_before_anything_else(monkeypatch: pytest.Mo
             super().adam_step(*args, **kwargs)
 
     space = Space()
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    rule = AdamRule.of(Watch(), optim.AdamW)
-    stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=True, upper=geometry.view)
-    device, memory = torch.device("cuda", 1), HostMemory(should_pin=False)
-    tier = HostTier(geometry, stepper, HostMover(geometry, device, memory, streams=HostStreams()))
+    tier, _ = host_tier(space, Watch(), device=torch.device("cuda", 1), streams=HostStreams())
     tier.offer_grad(0, space.grad(0))
-    tier.step(GROUPS, range(5), grad_scale=1.0)
+    tier.step(ADAM, range(5), grad_scale=1.0)
     tier.drain()
     assert calls[0] == ("device cuda:1", "zero-offload")
     assert [what for what, _ in calls[1:]] == ["update"] * 3
@@ -280,18 +239,3 @@ def test_what_staging_takes_of_the_shards_is_found_once() -> None:
 
 
 _: type[UpdateThread] = VirtualThread
-
-
-def test_waits_of_threads_beside_the_worker_move_no_clock() -> None:
-    time_ = VirtualTime()
-    compute = VirtualStream(time_, "compute")
-    streams = VirtualStreams(compute, 1.0, 1.0)
-    compute.enqueue("backward", 5.0)
-    event = compute.record_event()
-    beside = threading.Thread(target=streams.wait, args=(event,))
-    with time_.as_worker():
-        beside.start()
-        beside.join()
-        assert time_.worker == 0.0
-        streams.wait(event)
-    assert (time_.caller, time_.worker) == (0.0, 5.0)

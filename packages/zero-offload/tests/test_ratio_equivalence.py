@@ -1,169 +1,173 @@
-"""Any ratio gives the same bits, and those are torch's."""
+"""Any ratio gives the same bits: torch's own, or those of a kernel, torch's too."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from support import (
-    RATIOS,
-    Lion,
-    Space,
-    assert_same,
-    group_of,
-    make_tier,
-    snapshot,
-    torch_oracle,
-    train,
-)
-from torch import Tensor, optim
+from support.kernels import Lion, NamedLion, ReferenceKernel, cpu_adam
+from support.tiers import BF16, FP16, FP32, RATIOS, Space, assert_same, group_of, make_tier, trained
+from torch import Tensor, nn, optim
 
-OPTIMIZERS = [
-    pytest.param(optim.SGD, {"lr": 0.1}, id="sgd"),
-    pytest.param(
-        optim.SGD,
-        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
-        id="sgd-dampened",
-    ),
-    pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, id="sgd-nesterov"),
-    pytest.param(optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}, id="adam"),
-    pytest.param(optim.Adam, {"lr": 1e-2, "amsgrad": True, "maximize": True}, id="amsgrad"),
-    pytest.param(optim.AdamW, {"lr": 1e-2, "foreach": True}, id="adamw-foreach"),
-    pytest.param(optim.AdamW, {"lr": torch.tensor(1e-2)}, id="adamw-tensor-lr"),
-    pytest.param(optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, id="adagrad"),
-    pytest.param(optim.RMSprop, {"momentum": 0.9, "centered": True}, id="rmsprop"),
-    pytest.param(optim.Adadelta, {}, id="adadelta"),
-    pytest.param(optim.NAdam, {}, id="nadam"),
-    pytest.param(optim.RAdam, {}, id="radam"),
-    pytest.param(optim.Adamax, {}, id="adamax"),
-    pytest.param(optim.ASGD, {"t0": 2}, id="asgd"),
-    pytest.param(optim.Rprop, {}, id="rprop"),
-    pytest.param(Lion, {"lr": 1e-2}, id="lion"),
+
+class NamedSGD(optim.SGD):
+    """A class of somebody's that says what its update is."""
+
+    is_elementwise = True
+    update_rule = "sgd"
+
+
+class NamedAdagrad(optim.Adagrad):
+    """The same for Adagrad."""
+
+    is_elementwise = True
+    update_rule = "adagrad"
+
+
+SGD = {"lr": 0.1, "momentum": 0.9}
+SGD_FULL = {**SGD, "dampening": 0.3, "weight_decay": 0.01}
+ADAGRAD_FULL = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.1}
+BY_TORCH: list[tuple[Any, dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, SGD_FULL),
+    (optim.SGD, {**SGD, "nesterov": True}),
+    (optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    (optim.Adam, {"lr": 1e-2, "amsgrad": True, "maximize": True}),
+    (optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    (optim.AdamW, {"lr": torch.tensor(1e-2)}),
+    (optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (optim.Adadelta, {}),
+    (optim.NAdam, {}),
+    (optim.RAdam, {}),
+    (optim.Adamax, {}),
+    (optim.ASGD, {"t0": 2}),
+    (optim.Rprop, {}),
+    (Lion, {"lr": 1e-2}),
+    # Fused kernels round a tensor's last elements another way: a piece is cut at multiples of 16.
+    *[(cls, {"lr": 1e-2, "fused": True}) for cls in (optim.AdamW, optim.Adam, optim.Adagrad)],
+    (optim.SGD, {**SGD, "fused": True}),
+]
+BY_KERNEL: list[tuple[Any, dict[str, Any]]] = [
+    (optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "maximize": True}),
+    (optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    (optim.SGD, SGD_FULL),
+    (optim.SGD, {**SGD, "nesterov": True}),
+    (optim.SGD, {**SGD, "maximize": True}),
+    (optim.Adagrad, {"lr": 0.1}),
+    (optim.Adagrad, {**ADAGRAD_FULL, "maximize": True}),
+    (NamedSGD, SGD),
+    (NamedAdagrad, {"lr": 0.1}),
+    (NamedLion, {"lr": 1e-2, "weight_decay": 0.1}),
 ]
 ENDS = ("last", "first")
 
 
-def _run(cls: Any, settings: dict[str, Any], ratio: float) -> tuple[Space, dict[str, Tensor]]:
+def _by_torch(
+    cls: Any, groups: Sequence[Mapping[str, Any]], steps: range, *, grad_scale: float = 1.0
+) -> Tensor:
+    """The fp32 weights after plain torch.optim over one tensor per piece; padding as it was."""
     space = Space()
-    groups = [group_of(cls, **settings)]
-    tier = make_tier(space, cls, groups, ratio=ratio)
-    train(tier, space, groups, range(7))
-    return space, snapshot(tier, space)
+    weights = space.initial.clone()
+    params = [nn.Parameter(weights[a:b].clone()) for a, b, _ in space.pieces]
+    # Adagrad takes its initial sum from the constructor alone.
+    initial = "initial_accumulator_value"
+    settings = {initial: groups[0][initial]} if initial in groups[0] else {}
+    optimizer = cls([{**groups[0], "params": params}], **settings)
+    for step in steps:
+        grad = space.grad(step) * grad_scale
+        for param, (a, b, _) in zip(params, space.pieces, strict=True):
+            param.grad = grad[a:b].clone()
+        optimizer.step()
+    for param, (a, b, _) in zip(params, space.pieces, strict=True):
+        weights[a:b] = param.detach()
+    return weights
 
 
-@pytest.mark.parametrize(("cls", "settings"), OPTIMIZERS)
+@pytest.mark.parametrize(("cls", "settings"), BY_TORCH)
 def test_torch_route_equals_torch_bit_for_bit_at_every_ratio(
     cls: Any, settings: dict[str, Any]
 ) -> None:
-    space, whole = _run(cls, settings, 1.0)
     plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in settings.items()}
-    groups = [group_of(cls, **plain)]
-    expected = torch_oracle(space, cls, groups, range(7))
-    assert torch.equal(whole["master_weight"][space.covered()], expected[space.covered()])
-    assert torch.equal(whole["params"], whole["master_weight"])
-    for ratio in RATIOS[:-1]:
-        assert_same(_run(cls, settings, ratio)[1], whole)
+    expected = _by_torch(cls, [group_of(cls, **plain)], range(7))
+    more = (0.1, 0.2, 0.25, 0.66, 0.7, 0.71) if settings.get("fused") else ()
+    for ratio in (*RATIOS, *more):
+        found = trained(cls, [group_of(cls, **settings)], steps=range(7), ratio=ratio)
+        assert torch.equal(found["master_weight"], expected), ratio
+        assert torch.equal(found["params"], expected), ratio
 
 
-@pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW, optim.Adam, optim.Adagrad])
-def test_fused_torch_kernels_give_the_same_bits_at_every_ratio(cls: Any) -> None:
-    """They round a tensor's last elements another way, so a piece is cut at multiples of 16."""
-    settings = {"lr": 1e-2, "fused": True}
-    if cls is optim.SGD:
-        settings["momentum"] = 0.9
-    space, whole = _run(cls, settings, 1.0)
-    expected = torch_oracle(space, cls, [group_of(cls, **settings)], range(7))
-    assert torch.equal(whole["master_weight"][space.covered()], expected[space.covered()])
-    for ratio in (*RATIOS[:-1], 0.1, 0.2, 0.25, 0.66, 0.7, 0.71):
-        assert_same(_run(cls, settings, ratio)[1], whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
-def test_kernel_route_gives_the_same_bits_at_every_ratio(
-    kernel: Any, cls: Any, dtype: torch.dtype
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize(("cls", "settings"), BY_KERNEL)
+def test_kernel_gives_torchs_numbers_and_the_same_bits_at_every_ratio(
+    kernel: Any, cls: Any, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
+    groups, steps = [group_of(cls, **settings)], range(6)
     results = []
-    for ratio in RATIOS:
-        space = Space(dtype=dtype)
-        groups = [group_of(cls, lr=1e-2, weight_decay=0.1)]
+    for ratio in RATIOS if dtype == BF16 else (0.0, 0.3, 1.0):
+        space = Space(dtype)
         tier = make_tier(space, cls, groups, ratio=ratio, kernel=kernel)
-        train(tier, space, groups, grad_scale=0.5)
-        results.append(snapshot(tier, space))
+        assert all(part.tier is not None and part.tier.has_kernel for part in tier.report())
+        options: dict[str, Any] = {"ratio": ratio, "kernel": kernel, "grad_scale": 0.5}
+        results.append(trained(cls, groups, space=space, steps=steps, **options))
     for result in results:
         assert_same(result, results[0])
         assert torch.equal(result["params"], result["master_weight"].to(dtype))
-    expected = torch_oracle(space, cls, groups, grad_scale=0.5)
-    # Adam's few roundings per step, four steps: a handful of ulps of weights around 1
-    torch.testing.assert_close(results[0]["master_weight"], expected, rtol=1e-6, atol=1e-6)
+    if dtype == FP32:
+        # A few ulps for Adam's and Adagrad's square roots. The others use each operation of
+        # torch's, in its order; fp32 weights around 1 are then equal.
+        exact = not issubclass(cls, optim.Adagrad | optim.Adam)
+        tolerance = 0 if exact else 1e-6
+        expected = _by_torch(cls, groups, steps, grad_scale=0.5)
+        masters = results[0]["master_weight"]
+        torch.testing.assert_close(masters, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.num_threads(2)
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("ratio", [0.001, 0.3, 0.5])
-def test_large_fused_step_is_cut_without_a_trace(ratio: float, end: str) -> None:
-    results = []
-    for share in (1.0, ratio):
-        space = _large_space()
-        groups = [group_of(optim.AdamW, lr=1e-2, fused=True)]
-        tier = make_tier(space, optim.AdamW, groups, ratio=share, host_share=end)
-        num_more = tier.host_numel - round(share * space.numel)
-        assert 0 <= (num_more if end == "last" else -num_more) < 16  # the split point moves down
-        train(tier, space, groups)
-        results.append(snapshot(tier, space))
-    assert_same(results[0], results[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
 def test_compact_states_give_the_same_bits_at_every_ratio(
     kernel: Any, state_dtype: str, dtype: torch.dtype
 ) -> None:
-    """A piece is cut where its blocks meet."""
-    results = []
-    for ratio in (*RATIOS, 0.6, 0.7):
-        space = Space(dtype=dtype)
-        groups = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
-        tier = make_tier(
-            space, optim.AdamW, groups, ratio=ratio, kernel=kernel, state_dtype=state_dtype
-        )
-        train(tier, space, groups, grad_scale=0.5)
-        found = snapshot(tier, space)
-        results.append({name: _covered(space, values) for name, values in found.items()})
-    for result in results:
-        assert_same(result, results[0])
+    """A piece is cut where its blocks meet. Padding may lose the lower half of a split master."""
+    groups = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
+    block: dict[str, Any] = {"kernel": kernel, "state_dtype": state_dtype, "padding": False}
+    expected = trained(groups=groups, space=Space(dtype), **block)
+    for ratio in (0.0, 0.001, 0.3, 0.6, 0.7, 0.999):
+        assert_same(trained(groups=groups, space=Space(dtype), ratio=ratio, **block), expected)
     if state_dtype == "int8":
-        assert tier.host_numel == space.numel - 42  # of 252: from 108, in the piece [42, 253)
-
-
-def _covered(space: Space, values: Tensor) -> Tensor:
-    """Without padding, of which a split master has no lower half where it is cut off."""
-    return values[space.covered()] if values.numel() == space.numel else values
-
-
-@pytest.mark.num_threads(2)
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_large_odd_space_is_cut_at_an_element_without_a_trace(
-    kernel: Any, ratio: float, end: str
-) -> None:
-    """100,003 elements: more than one thread's share in torch and in the kernel."""
-    results = []
-    for share in (1.0, ratio):
-        space = _large_space()
-        groups = [group_of(optim.AdamW, lr=1e-2)]
-        tier = make_tier(space, optim.AdamW, groups, ratio=share, kernel=kernel, host_share=end)
-        assert tier.host_numel == round(share * space.numel)
-        train(tier, space, groups)
-        results.append(snapshot(tier, space))
-    assert_same(results[0], results[1])
+        tier = make_tier(Space(dtype), ratio=0.7, kernel=kernel, state_dtype=state_dtype)
+        assert tier.host_numel == 360 - 42  # of 252: from 108, in the piece [42, 253)
 
 
 def _large_space() -> Space:
-    space = Space(dtype=torch.bfloat16)
+    space = Space(BF16)
     space.numel = 100_003
     space.initial = torch.randn(space.numel, generator=torch.Generator().manual_seed(1))
     space.pieces = [(0, 99_991, 0), (99_991, space.numel, 0)]
     space.params = [(0, space.initial.bfloat16())]
     return space
+
+
+@pytest.mark.num_threads(2)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("ratio", [0.0, 0.001, 0.3, 0.5])
+@pytest.mark.parametrize("route", ["reference", "cpu_adam", "fused"])
+def test_large_odd_space_is_cut_at_an_element_without_a_trace(
+    route: str, ratio: float, end: str
+) -> None:
+    """100,003 elements: more than one thread's share in torch and in the kernel."""
+    kernel = {"reference": ReferenceKernel, "cpu_adam": cpu_adam, "fused": lambda: None}[route]()
+    groups = [group_of(optim.AdamW, lr=1e-2, fused=route == "fused")]
+    results = []
+    for share in (1.0, ratio):
+        space = _large_space()
+        block: dict[str, Any] = {"ratio": share, "kernel": kernel, "host_share": end}
+        tier = make_tier(space, groups=groups, **block)
+        num_more = tier.host_numel - round(share * space.numel)
+        # A fused update is split a little further down.
+        assert 0 <= (num_more if end == "last" else -num_more) < (16 if route == "fused" else 1)
+        results.append(trained(groups=groups, space=space, **block))
+    assert_same(results[0], results[1])

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from support import (
-    CPU,
-    ReferenceAdam,
+from support.kernels import GatedAdam, ReferenceAdam
+from support.tiers import (
+    ADAM,
+    BF16,
+    FP32,
     Space,
     assert_same,
     group_of,
     make_tier,
     offer,
+    offload_tiers,
     snapshot,
     train,
+    trained,
 )
 from torch import optim
 
@@ -27,14 +31,11 @@ from zero_offload import OffloadError
 from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.intervals import Intervals
 from zero_offload.protocols import StateTier
-from zero_offload.settings import OffloadSettings
-from zero_offload.tier import create_tier, make_device_tier
 from zero_offload.tiers.factory import OffloadTiers
 from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.tiers.twin import TwinTier
 
 SPLITS = (180, 41, 0, 360, 255, 1, 359)
-GROUPS = [group_of(optim.AdamW, lr=1e-2)]
 ROUTES = [
     pytest.param(optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}, True, id="kernel"),
     pytest.param(optim.AdamW, {"lr": 1e-2}, False, id="adamw"),
@@ -51,8 +52,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_offload.tiers.part.BLOCK_NUMEL", 50)
 
 
-@pytest.mark.parametrize("end", ["last", "first"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "end"), [(FP32, "last"), (BF16, "first")])
 @pytest.mark.parametrize(("cls", "settings", "has_kernel"), ROUTES)
 def test_a_moving_split_point_changes_no_bit(
     cls: Any, settings: dict[str, Any], has_kernel: bool, dtype: torch.dtype, end: str
@@ -61,9 +61,9 @@ def test_a_moving_split_point_changes_no_bit(
     groups = [group_of(cls, **settings)]
     results = []
     for moves in (False, True):
-        space = Space(dtype=dtype)
+        space = Space(dtype)
         kernel = ReferenceAdam() if has_kernel else None
-        tier = make_tier(space, cls, groups, ratio=1.0, kernel=kernel, host_share=end)
+        tier = make_tier(space, cls, groups, kernel=kernel, host_share=end)
         for step, split in enumerate(SPLITS):
             active = [0, 2, 3, 4] if step < 3 else range(5)
             train(tier, space, groups, range(step, step + 1), active=active, grad_scale=0.5)
@@ -79,37 +79,26 @@ def test_a_moving_split_point_changes_no_bit(
 
 @pytest.mark.parametrize("end", ["last", "first"])
 def test_the_host_updates_the_elements_of_its_end_and_no_more(end: str) -> None:
-    space, kernel = Space(), ReferenceAdam()
-    groups = [group_of(optim.AdamW, lr=1e-2)]
-    tier = make_tier(space, optim.AdamW, groups, kernel=kernel, host_share=end)
+    space = Space()
+    tier = make_tier(space, kernel=ReferenceAdam(), host_share=end)
     for split in (100, 300, 0):
         tier.resplit(split)
-        spans = [(360 - split, 360)] if end == "last" else [(0, split)]
+        span = (360 - split, 360) if end == "last" else (0, split)
         held = [part.spans for part in tier.report() if part.is_host]
-        assert held == ([tuple(spans)] if split else [])
+        assert held == ([(span,)] if split else [])
         before = tier.bytes_d2h
-        train(tier, space, groups, range(1))
+        train(tier, space, steps=range(1))
         assert tier.bytes_d2h - before == 4 * split
 
 
 def test_a_resplit_waits_for_the_step_under_way() -> None:
-    gate = threading.Event()
-
-    class Gated(ReferenceAdam):
-        def adam_step(self, *args: Any, **kwargs: Any) -> None:
-            assert gate.wait(20)
-            super().adam_step(*args, **kwargs)
-
-    space, same = Space(), Space()
-    groups = [group_of(optim.AdamW, lr=1e-2)]
-    tier = make_tier(space, optim.AdamW, groups, kernel=Gated())
-    expected = make_tier(same, optim.AdamW, groups, kernel=ReferenceAdam())
-    train(expected, same, groups, range(1))
+    space, kernel = Space(), GatedAdam()
+    tier = make_tier(space, kernel=kernel)
     offer(tier, space, 0)
-    tier.step(groups, range(5), grad_scale=1.0)
-    threading.Timer(0.1, gate.set).start()
+    tier.step(ADAM, range(5), grad_scale=1.0)
+    threading.Timer(0.1, kernel.gate.set).start()
     tier.resplit(180)
-    assert_same(snapshot(tier, space), snapshot(expected, same))
+    assert_same(snapshot(tier, space), trained(steps=range(1), kernel=ReferenceAdam()))
 
 
 def test_offered_gradients_forbid_a_resplit() -> None:
@@ -170,19 +159,9 @@ class WatchedTiers:
 
 
 def _watched(space: Space, split: int) -> tuple[TwinTier, WatchedTiers]:
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    tiers = OffloadTiers(
-        geometry,
-        OffloadSettings(),
-        device=CPU,
-        optimizer_class=optim.AdamW,
-        groups=GROUPS,
-        adam_kernel=ReferenceAdam(),
-        device_tier=make_device_tier,
-    )
-    watched = WatchedTiers(tiers)
-    host = Intervals([(space.numel - split, space.numel)])
-    tier = TwinTier(geometry, GROUPS, host, watched)
+    geometry = space.geometry()
+    watched = WatchedTiers(offload_tiers(geometry, ReferenceAdam()))
+    tier = TwinTier(geometry, ADAM, Intervals([(space.numel - split, space.numel)]), watched)
     tier.write_state("master_weight", 0, space.initial)
     return tier, watched
 
@@ -191,7 +170,7 @@ def test_the_old_tiers_are_gone_before_the_device_has_a_new_one() -> None:
     """Their memory is the device's: two at once might not fit."""
     space = Space()
     tier, watched = _watched(space, 180)
-    train(tier, space, GROUPS, range(2))
+    train(tier, space, steps=range(2))
     for split in (250, 100):
         tier.resplit(split)
     assert watched.alive == [False, False, False]
@@ -200,7 +179,7 @@ def test_the_old_tiers_are_gone_before_the_device_has_a_new_one() -> None:
 def test_state_lost_on_the_way_is_never_read_as_zeros() -> None:
     space = Space()
     tier, watched = _watched(space, 180)
-    train(tier, space, GROUPS, range(2))
+    train(tier, space, steps=range(2))
     watched.error = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
         tier.resplit(100)
@@ -215,27 +194,14 @@ def test_state_lost_on_the_way_is_never_read_as_zeros() -> None:
 
 
 def test_a_share_chosen_by_name_is_not_split() -> None:
-    space = Space()
-    tier = create_tier(
-        numel=space.numel,
-        pieces=space.pieces,
-        params=space.params,
-        device=CPU,
-        optimizer_class=optim.SGD,
-        groups=[group_of(optim.SGD)],
-        config={"offload_optimizer": {"parameters": ["b"]}},
-        adam_kernel=None,
-        device_tier=make_device_tier,
-        names="abcde",
-    )
     with pytest.raises(ValueError, match="chosen by name"):
-        tier.resplit(3)
+        make_tier(Space(), names="abcde", parameters=["b"]).resplit(3)
 
 
 def test_a_resplit_without_room_for_the_new_share_leaves_the_old_one() -> None:
     space = Space()
     tier, watched = _watched(space, 108)
-    train(tier, space, GROUPS, range(2))
+    train(tier, space, steps=range(2))
     before = snapshot(tier, space)
     watched.error = OSError(errno.ENOSPC, "no room")
     with pytest.raises(OSError, match="no room"):
@@ -243,15 +209,12 @@ def test_a_resplit_without_room_for_the_new_share_leaves_the_old_one() -> None:
     assert_same(snapshot(tier, space), before)
     watched.error = None
     tier.resplit(300)
-    train(tier, space, GROUPS, range(2, 4))
-    plain = Space()
-    other = make_tier(plain, optim.AdamW, GROUPS, ratio=0.3, kernel=ReferenceAdam())
-    train(other, plain, GROUPS, range(4))
-    assert torch.equal(space.flat_params(), plain.flat_params())
+    train(tier, space, steps=range(2, 4))
+    assert_same(snapshot(tier, space), trained(kernel=ReferenceAdam()))
 
 
 def test_former_names_of_a_resplit_work_and_warn() -> None:
-    tier = make_tier(Space(), optim.AdamW, GROUPS)
+    tier = make_tier(Space())
     with pytest.warns(DeprecationWarning, match="recut is now resplit"):
         tier.recut(100)
     with pytest.warns(DeprecationWarning, match="cut is now host_numel"):

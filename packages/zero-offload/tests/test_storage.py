@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import is_closed, wait_until
+from support.tiers import wait_until
 from torch import Tensor
 
 from zero_offload.errors import StorageCorruptError, StorageError
@@ -39,6 +39,35 @@ def _aligned(values: Tensor, shift: int = 0) -> Tensor:
     """The values in memory that starts ``shift`` bytes after an aligned address."""
     memory = aligned_empty(values.numel() + shift)[shift:]
     return memory.copy_(values)
+
+
+def _is_closed(fd: int) -> bool:
+    return not Path(f"/proc/self/fd/{fd}").is_symlink()
+
+
+def _check(file: BlockFile, block: int, expected: Tensor) -> None:
+    found = torch.full_like(expected, 7)
+    file.read(block, found).wait()
+    assert torch.equal(found, expected)
+
+
+def _fail(monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{call}", fail)
+
+
+def _gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold writes back until the event is set."""
+    gate, real = threading.Event(), os.pwritev
+
+    def gated(fd: int, views: list[memoryview], at: int) -> int:
+        assert gate.wait(TIMEOUT_S)
+        return real(fd, views, at)
+
+    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", gated)
+    return gate
 
 
 def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,28 +113,21 @@ def test_any_order_of_writes_and_reads_behaves_like_memory(
         if data.draw(st.booleans()):
             expected[block] = _random(sizes[block], seed)
             file.write(block, expected[block]).wait()
-        found = torch.full((sizes[block],), 7, dtype=torch.uint8)
-        file.read(block, found).wait()
-        assert torch.equal(found, expected[block])
+        _check(file, block, expected[block])
     file.close()
 
 
 def test_a_read_leaves_the_memory_beside_its_tensor_alone(tmp_path: Path) -> None:
-    memory = aligned_empty(3 * ALIGNMENT).fill_(9)
-    file = BlockFile(tmp_path, [100])
+    memory, file = aligned_empty(3 * ALIGNMENT).fill_(9), BlockFile(tmp_path, [100, 40])
+    before, inside, after = memory.split([ALIGNMENT, 100, 2 * ALIGNMENT - 100])
     file.write(0, _random(100)).wait()
-    file.read(0, memory[ALIGNMENT : ALIGNMENT + 100]).wait()
-    assert torch.equal(memory[ALIGNMENT : ALIGNMENT + 100], _random(100))
-    assert memory[:ALIGNMENT].eq(9).all()
-    assert memory[ALIGNMENT + 100 :].eq(9).all()
-
-
-def test_a_block_never_written_reads_as_zeros_without_a_transfer(tmp_path: Path) -> None:
-    file = BlockFile(tmp_path, [40])
-    found = torch.ones(10)
-    file.read(0, found).wait()
-    assert not found.any()
-    assert file.bytes_read == 0
+    file.read(0, inside).wait()
+    assert torch.equal(inside, _random(100))
+    assert before.eq(9).all()
+    assert after.eq(9).all()
+    read = file.bytes_read
+    _check(file, 1, torch.zeros(10))  # never written: zeros, without a transfer
+    assert file.bytes_read == read
 
 
 def test_direct_io_is_used_where_the_file_system_has_it(tmp_path: Path) -> None:
@@ -140,15 +162,12 @@ def test_the_file_has_no_name_and_its_room_is_given_back(tmp_path: Path) -> None
     fd = file.fileno()
     file.close()
     file.close()
-    assert is_closed(fd)
-
-
-def test_a_dropped_file_closes_itself(tmp_path: Path) -> None:
-    file = BlockFile(tmp_path, [100])
-    file.write(0, _random(100)).wait()
-    fd = file.fileno()
-    del file
-    wait_until(lambda: is_closed(fd))
+    assert _is_closed(fd)
+    dropped = BlockFile(tmp_path, [100])
+    dropped.write(0, _random(100)).wait()
+    fd = dropped.fileno()
+    del dropped
+    wait_until(lambda: _is_closed(fd))
 
 
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -171,9 +190,7 @@ def test_files_in_one_folder_do_not_meet(tmp_path: Path) -> None:
     for seed, file in enumerate(files):
         file.write(0, _random(100, seed)).wait()
     for seed, file in enumerate(files):
-        found = torch.zeros(100, dtype=torch.uint8)
-        file.read(0, found).wait()
-        assert torch.equal(found, _random(100, seed))
+        _check(file, 0, _random(100, seed))
 
 
 def test_damage_on_the_disk_is_found(tmp_path: Path) -> None:
@@ -224,11 +241,7 @@ def test_errors_of_the_disk_surface_at_wait(
 ) -> None:
     file = BlockFile(tmp_path, [100])
     file.write(0, _random(100)).wait()
-
-    def fail(*_: Any) -> int:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(f"zero_offload.memory.direct_io.os.{call}", fail)
+    _fail(monkeypatch, call, code)
     start = file.read if call == "preadv" else file.write
     transfer = start(0, _random(100))
     for _ in range(2):
@@ -282,17 +295,13 @@ def test_a_disk_without_the_room_is_found_at_construction(tmp_path: Path) -> Non
     assert not [path for path in open_files if tmp_path in path.parents]
 
 
-def test_a_folder_that_does_not_serve_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
-        BlockFile(tmp_path / "missing", [10])
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="not a folder"):
-        BlockFile(tmp_path / "file", [10])
-
-
-def test_a_folder_without_write_permission_is_refused(
+def test_a_folder_that_does_not_serve_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "file").touch()
+    for folder, match in (("missing", "does not exist"), ("file", "not a folder")):
+        with pytest.raises(ValueError, match=match):
+            BlockFile(tmp_path / folder, [10])
     tmp_path.chmod(0o500)
     if os.access(tmp_path, os.W_OK):  # root may do anything: the answer of access() is replaced
         monkeypatch.setattr("zero_offload.memory.direct_io.os.access", lambda *_: False)
@@ -314,13 +323,7 @@ def test_a_tensor_of_another_length_or_place_is_refused(tmp_path: Path) -> None:
 def test_one_block_has_one_transfer_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, gate, real = BlockFile(tmp_path, [100, 100]), threading.Event(), os.pwritev
-
-    def gated(fd: int, views: list[memoryview], at: int) -> int:
-        assert gate.wait(TIMEOUT_S)
-        return real(fd, views, at)
-
-    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", gated)
+    file, gate = BlockFile(tmp_path, [100, 100]), _gate(monkeypatch)
     first = file.write(0, _random(100))
     other = file.write(1, _random(100))
     assert not first.is_done
@@ -347,11 +350,7 @@ def test_running_time_is_counted_once_however_many_run(monkeypatch: pytest.Monke
 
 
 def test_only_who_has_to_wait_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, gate, real = BlockFile(tmp_path, [100]), threading.Event(), os.pwritev
-
-    def gated(fd: int, views: list[memoryview], at: int) -> int:
-        assert gate.wait(TIMEOUT_S)
-        return real(fd, views, at)
+    file, gate = BlockFile(tmp_path, [100]), _gate(monkeypatch)
 
     def clock() -> float:
         """Seconds that pass while the caller waits alone: it lets the transfer go on."""
@@ -360,7 +359,6 @@ def test_only_who_has_to_wait_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
         return float(next(seconds))
 
     seconds = itertools.count()
-    monkeypatch.setattr("zero_offload.memory.direct_io.os.pwritev", gated)
     monkeypatch.setattr("zero_offload.memory.storage.time.perf_counter", clock)
     transfer = file.write(0, _random(100))
     transfer.wait()

@@ -1,6 +1,6 @@
 """Bytes that cross between device and host, their buffers, and their order.
 
-No accelerator is needed: see `late_streams`.
+No accelerator is needed: see `support.streams`.
 """
 
 from __future__ import annotations
@@ -11,82 +11,68 @@ from typing import Any
 
 import pytest
 import torch
-from late_streams import LateStreams
-from support import CPU, RATIOS, ReferenceAdam, Space, group_of, make_tier, train
-from torch import Tensor, optim
+from support.kernels import ReferenceAdam
+from support.streams import LateStreams
+from support.tiers import (
+    ADAM,
+    BF16,
+    CPU,
+    FP16,
+    FP32,
+    RATIOS,
+    Space,
+    assert_same,
+    host_tier,
+    make_tier,
+    snapshot,
+    train,
+    trained,
+)
+from torch import Tensor
 
-from zero_offload.flat.geometry import Geometry
 from zero_offload.flat.grads import GradLedger
 from zero_offload.memory.host_memory import HostMemory
-from zero_offload.rules.plain import AdamRule
-from zero_offload.steppers.memory_stepper import MemoryStepper
-from zero_offload.tiers.flat_tier import HostTier
 from zero_offload.transfers.mover import HostMover
 
-GROUPS = [group_of(optim.AdamW, lr=1e-2)]
 
-
-def _late_tier(space: Space, streams: LateStreams) -> HostTier:
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
-    stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=False, upper=geometry.view)
-    memory = HostMemory(should_pin=False)
-    mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
-    tier = HostTier(geometry, stepper, mover)
-    tier.write_state("master_weight", 0, space.initial)
-    return tier
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_late_copies_change_no_number(dtype: torch.dtype) -> None:
-    space, plain = Space(dtype=dtype), Space(dtype=dtype)
-    streams = LateStreams()
-    tier = _late_tier(space, streams)
+    """Nor do those of gradients that are discarded."""
+    space, streams = Space(dtype), LateStreams()
+    tier, _ = host_tier(space, ReferenceAdam(), streams=streams, is_staged=True)
+    tier.offer_grad(0, torch.full((256,), float("nan"), dtype=dtype))
+    tier.discard_grads()
     for step in range(6):
         grad = space.grad(step)
         releases = [tier.offer_grad(256, grad[256:]), tier.offer_grad(0, grad[:256])]
         if step % 3:
-            tier.step(GROUPS, range(5), grad_scale=1.0)
+            tier.step(ADAM, range(5), grad_scale=1.0)
         for release in releases:
             assert release is not None
             release()
         grad.fill_(float("nan"))  # the caller may, now that they are released
         if not step % 3:
-            tier.step(GROUPS, range(5), grad_scale=1.0)
+            tier.step(ADAM, range(5), grad_scale=1.0)
         if step % 2:
             tier.wait_params(0, space.numel)
     tier.wait_params(0, space.numel)
-    other = make_tier(plain, optim.AdamW, GROUPS, kernel=ReferenceAdam())
-    train(other, plain, GROUPS, range(6))
-    assert torch.equal(space.flat_params(), plain.flat_params())
+    expected = trained(space=Space(dtype), steps=range(6), kernel=ReferenceAdam())
+    assert torch.equal(space.flat_params(), expected["params"])
     tier.write_state("master_weight", 10, torch.ones(300))
     assert torch.equal(space.flat_params()[10:310], torch.ones(300, dtype=dtype))
     streams.close()
 
 
-def test_late_copies_of_discarded_gradients_do_no_harm() -> None:
-    space, plain = Space(), Space()
-    streams = LateStreams()
-    tier = _late_tier(space, streams)
-    bad = torch.full((256,), float("nan"))
-    tier.offer_grad(0, bad)
-    tier.discard_grads()
-    train(tier, space, GROUPS)
-    train(make_tier(plain, optim.AdamW, GROUPS, kernel=ReferenceAdam()), plain, GROUPS)
-    assert torch.equal(space.flat_params()[:253], plain.flat_params()[:253])
-    streams.close()
-
-
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_each_offloaded_element_goes_down_and_up_once_a_step(
     ratio: float, dtype: torch.dtype
 ) -> None:
-    space = Space(dtype=dtype)
-    tier = make_tier(space, optim.AdamW, GROUPS, ratio=ratio, kernel=ReferenceAdam())
+    space = Space(dtype)
+    tier = make_tier(space, ratio=ratio, kernel=ReferenceAdam())
     down, up = tier.bytes_d2h, tier.bytes_h2d
     assert down == 0
-    train(tier, space, GROUPS, range(3))
+    train(tier, space, steps=range(3))
     offloaded = round(ratio * space.numel)
     updated = int(space.covered()[space.numel - offloaded :].sum())
     assert tier.bytes_d2h - down == 3 * offloaded * dtype.itemsize
@@ -101,31 +87,30 @@ def test_sixteen_bit_gradients_stay_sixteen_bit_on_the_host() -> None:
             seen.extend((grad.dtype, kwargs["out"].dtype))
             super().adam_step(master, grad, *args, **kwargs)
 
-    space = Space(dtype=torch.bfloat16)
-    train(make_tier(space, optim.AdamW, GROUPS, kernel=Watch()), space, GROUPS, range(1))
-    assert set(seen) == {torch.bfloat16}
+    trained(space=Space(BF16), kernel=Watch())
+    assert set(seen) == {BF16}
 
 
 def test_gradients_of_two_dtypes_share_a_step() -> None:
-    space, plain = Space(), Space()
-    tier = make_tier(space, optim.AdamW, GROUPS, kernel=ReferenceAdam())
-    other = make_tier(plain, optim.AdamW, GROUPS, kernel=ReferenceAdam())
-    grad = space.grad(0)
-    grad[100:256] = grad[100:256].bfloat16().float()
+    class Rounded(Space):
+        def grad(self, step: int) -> Tensor:
+            grad = super().grad(step)
+            grad[100:256] = grad[100:256].bfloat16().float()
+            return grad
+
+    space = Rounded()
+    tier, grad = make_tier(space, kernel=ReferenceAdam()), space.grad(0)
     tier.offer_grad(0, grad[:100])
     tier.offer_grad(100, grad[100:256].bfloat16())  # the dtype changes within a piece
     tier.offer_grad(256, grad[256:].double())
-    other.offer_grad(0, grad)
-    for each in (tier, other):
-        each.step(GROUPS, range(5), grad_scale=1.0)
-        each.wait_params(0, space.numel)
-    assert torch.equal(space.flat_params(), plain.flat_params())
+    tier.step(ADAM, range(5), grad_scale=1.0)
+    expected = trained(space=Rounded(), steps=range(1), kernel=ReferenceAdam())
+    assert_same(snapshot(tier, space), expected)
 
 
 def test_landing_buffers_are_made_once() -> None:
-    space, memory, ledger = Space(dtype=torch.bfloat16), HostMemory(should_pin=False), GradLedger()
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    mover = HostMover(geometry, CPU, memory)
+    space, memory, ledger = Space(BF16), HostMemory(should_pin=False), GradLedger()
+    mover = HostMover(space.geometry(), CPU, memory)
     for start in (0, 300, 0):
         assert mover.offer(start, space.grad(0)[:10], ledger) is None
     assert memory.pageable_bytes == 2 * space.numel
@@ -139,9 +124,8 @@ def test_pinned_landing_memory_is_no_larger_than_it_must_be(
     """torch rounds each locked tensor up to a power of two."""
     monkeypatch.setattr("zero_offload.memory.host_memory.SMALL_BYTES", 64)
     locked = _refuse_to_lock(monkeypatch, limit=1 << 20)
-    space, ledger = Space(dtype=torch.bfloat16), GradLedger()
-    geometry = Geometry(space.numel, space.pieces, space.params, 1)
-    mover = HostMover(geometry, CPU, HostMemory(should_pin=True))
+    space, ledger = Space(BF16), GradLedger()
+    mover = HostMover(space.geometry(), CPU, HostMemory(should_pin=True))
     grad = space.grad(0)
     mover.offer(256, grad[256:], ledger)
     mover.offer(0, grad[:256], ledger)
@@ -156,16 +140,20 @@ def test_memory_that_cannot_be_pinned_is_used_pageable_with_one_warning(
 ) -> None:
     """What a machine without locked memory, or a torch without an accelerator, does."""
     _refuse_to_lock(monkeypatch)
-    memory = HostMemory(should_pin=True)
+    memory, direct = HostMemory(should_pin=True), HostMemory(should_pin=True)
     with pytest.warns(RuntimeWarning, match="pageable") as caught:
-        buffer = memory.empty(3, torch.float16)
-    assert len(caught) == 1
+        buffer = memory.empty(3, FP16)
+    with pytest.warns(RuntimeWarning, match="cannot lock") as also_caught:
+        buffers = [direct.buffer(100) for _ in range(2)]  # for direct I/O
+    assert len(caught) == len(also_caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        memory.empty(4, torch.float32)
-        HostMemory(should_pin=False).empty(4, torch.float32)
+        memory.empty(4, FP32)
+        HostMemory(should_pin=False).empty(4, FP32)
     assert buffer.device.type == "cpu"
     assert (memory.pinned_bytes, memory.pageable_bytes) == (0, 22)
+    assert [b.numel() for b in buffers] == [100, 100]
+    assert direct.num_bytes == 200
 
 
 def test_a_budget_of_pinned_bytes_is_kept_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,30 +180,12 @@ def test_packed_tensors_waste_little_of_a_power_of_two(monkeypatch: pytest.Monke
     assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
-def test_buffers_for_direct_io_that_cannot_be_pinned_are_pageable_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _refuse_to_lock(monkeypatch)
-    memory = HostMemory(should_pin=True)
-    with pytest.warns(RuntimeWarning, match="cannot lock") as caught:
-        buffers = [memory.buffer(100) for _ in range(2)]
-    assert len(caught) == 1
-    assert [b.numel() for b in buffers] == [100, 100]
-    assert memory.num_bytes == 200
-
-
 def test_staging_is_two_buffers_of_the_largest_chunk() -> None:
-    space, streams = Space(dtype=torch.bfloat16), LateStreams()
-    geometry = Geometry(space.numel, space.pieces, space.params, 1, published_numel=50)
-    rule = AdamRule.of(ReferenceAdam(), optim.AdamW)
-    stepper = MemoryStepper(geometry, rule, GROUPS, is_in_place=False, upper=geometry.view)
+    space, streams = Space(BF16), LateStreams()
+    keys: dict[str, Any] = {"streams": streams, "is_staged": True, "published_numel": 50}
     memory = HostMemory(should_pin=False)
-    mover = HostMover(geometry, CPU, memory, streams=streams, is_staged=True)
-    tier = HostTier(geometry, stepper, mover)
-    for step in range(3):
-        tier.offer_grad(0, space.grad(step))
-        tier.step(GROUPS, range(5), grad_scale=1.0)
-        tier.wait_params(0, space.numel)
+    tier, _ = host_tier(space, ReferenceAdam(), memory=memory, **keys)
+    train(tier, space, steps=range(3))
     landing, staging = 2 * space.numel, 2 * 2 * 50
     assert memory.pageable_bytes == landing + staging
     streams.close()

@@ -1,0 +1,1 @@
+"""Shared by the tests: reference kernels, flat spaces and their tiers, late streams, gloo ranks."""

@@ -1,0 +1,83 @@
+"""A device whose copies run in threads of their own, late, as an accelerator's may.
+
+No accelerator is needed. Whoever forgets to wait reads or overwrites the wrong numbers here too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from zero_offload.memory.streams import Checksum, HostStreams
+from zero_offload.protocols import UploadCodec
+
+
+class Fired(threading.Event):
+    """An event of such a stream."""
+
+    def query(self) -> bool:
+        return self.is_set()
+
+
+class _Stream(ThreadPoolExecutor):
+    """One thread that does what it is given in order, each item a little late."""
+
+    def __init__(self, delay_s: float = 0.002) -> None:
+        super().__init__(max_workers=1)
+        self._delay_s = delay_s
+
+    def put(self, item: Callable[[], object]) -> Any:
+        done = Fired()
+
+        def work() -> None:
+            time.sleep(self._delay_s)
+            item()
+            done.set()
+
+        self.submit(work)
+        return done
+
+
+class LateStreams(HostStreams):
+    """Copies run late in a down and an up queue; the caller's stream is the caller itself.
+
+    Each item of the up queue is late by ``up_s`` seconds.
+    """
+
+    def __init__(self, up_s: float = 0.002) -> None:
+        self.down, self.up, self.checksums = _Stream(), _Stream(up_s), _Stream()
+
+    def to_host(self, target: Tensor, source: Tensor) -> Any:
+        return self.down.put(lambda: target.copy_(source))
+
+    def to_device(self, target: Tensor, source: Tensor) -> Any:
+        return self.up.put(lambda: target.copy_(source))
+
+    def wait(self, event: Any) -> None:
+        event.wait()
+
+    release = arrive = wait
+
+    def checksum(
+        self, codec: UploadCodec, values: Tensor, value: Tensor, earlier: Iterable[Any]
+    ) -> Checksum:
+        before = list(earlier)
+
+        def compute() -> None:
+            for event in before:
+                event.wait()
+            value.copy_(codec.checksum(values))
+
+        return Checksum(value, self.checksums.put(compute))
+
+    def difference_to_device(self, codec: UploadCodec, target: Tensor, difference: Tensor) -> Any:
+        return self.up.put(lambda: codec.decode(difference, target))
+
+    def close(self) -> None:
+        for stream in (self.down, self.up, self.checksums):
+            stream.shutdown()
