@@ -76,7 +76,7 @@ HUGGING_FACE = {
         "lightning==2.6.5",
     ),
 }
-HUGGING_FACE_TESTS = "hf_ or hugging_face or accelerate or lightning or trainer or gathered"
+HUGGING_FACE_TESTS = "hf_ or hugging_face or libraries or lightning or trainer or gathered"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 
 
@@ -267,15 +267,15 @@ def compat(session: nox.Session, part: str) -> None:
     peers = ("trl>=1.16", "bitsandbytes>=0.50", "torchao>=0.18")
     install_everything(session, *peers, extras="[bench,ray]", tests_of=("integration",))
     if part == "scars":
-        run_compat(session, "releases.py", *session.posargs)
+        session.run("python", "integration/lab/releases.py", *session.posargs)
         return
     compiled = Path(session.bin).parent.resolve() / "compiled"
     session.env["TORCH_EXTENSIONS_DIR"] = str(compiled)  # all environments share one by default
     run_compat(session, "compile_deepspeed.py")
     if part == "peers":
         # That each of its modules is served or refused can be told only where it is installed.
-        # In a run of its own: it preloads what the checks expect not to be imported yet.
-        session.run(*PYTEST, "integration/tests/slow/test_import_hook.py")
+        beside = ("test_beside_deepspeed.py", "slow/test_import_hook.py")
+        session.run(*PYTEST, *(f"integration/tests/{name}" for name in beside))
         session.run(*PYTEST, "integration/compat/checks")
         run_compat(session, "compare.py", *session.posargs)
         run_compat(session, "trl_grid.py")

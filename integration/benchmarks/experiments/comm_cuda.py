@@ -377,7 +377,7 @@ def compare(
     if not is_equal[backend.name]:
         raise WrongResultError(
             f"{_name(job.about)}: the {backend.name} backend on {device} gives another result than "
-            "torch on the host: run packages/zero-comm/tests/test_quantizer_on_accelerator.py there"
+            "torch on the host: run packages/zero-comm/tests/test_quantizer_backends.py there"
         )
     source = torch.zeros(job.about["moved_bytes"] // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

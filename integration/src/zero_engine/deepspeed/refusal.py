@@ -131,7 +131,7 @@ def served_among(names: Iterable[str], module: ModuleType) -> dict[str, Any]:
 def names_by_module() -> dict[str, list[str]]:
     """Return the public names of DeepSpeed 0.19.8 by module, for the modules that are served.
 
-    ``tests/deepspeed_names.py`` writes the table.
+    ``tests/support/deepspeed_names.py`` writes the table.
     """
     path = Path(__file__).parent / "deepspeed_names.json"
     table: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
