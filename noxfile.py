@@ -27,8 +27,8 @@ nox.options.sessions = ["tests"]
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # uv reads none of pip's settings. Wheels beside an index, such as torch's for a CPU, are a setting.
 _pip_links = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
-_found = subprocess.run(_pip_links, capture_output=True, text=True, check=False).stdout.split()
-os.environ.setdefault("UV_FIND_LINKS", ",".join(_found))
+if _found := subprocess.run(_pip_links, capture_output=True, text=True, check=False).stdout:
+    os.environ.setdefault("UV_FIND_LINKS", ",".join(_found.split()))
 
 PACKAGES = ("cpu-adam", "zero-core", "zero-comm", "zero-offload")
 FOLDERS = {**{name: f"packages/{name}" for name in PACKAGES}, "integration": "integration"}
@@ -48,8 +48,6 @@ IN_PARALLEL = (
 )
 GATE = ("-m", "not slow", "--ignore=tests/slow")  # decision 228
 ONE_PROCESS = "--numprocesses=0"  # for few tests: each process imports torch, for seconds
-# There are more processes than cores: a thread that spins until others come takes theirs away.
-NO_SPINNING = {"OMP_WAIT_POLICY": "passive"}
 
 # A torch release and the CUDA version that its wheels on the package index are built for.
 TORCH_CUDA = {
@@ -94,7 +92,6 @@ def train(session: nox.Session) -> None:
     program = str(Path(session.bin) / "zero-engine")
     environment = {**os.environ, **{k: v for k, v in session.env.items() if v is not None}}
     sys.stdout.flush()
-    sys.stderr.flush()
     os.execve(program, ["zero-engine", "train", *session.posargs], environment)
 
 
@@ -118,7 +115,8 @@ def tests(session: nox.Session, part: str) -> None:
 def test_alone(session: nox.Session, package: str) -> None:
     """Install one package with nothing but what it declares, and run its tests."""
     folder = Path(FOLDERS[package])
-    session.install(*CONSTRAINTS, f"./{folder}", *group("test", package), *group("runners"))
+    tools = (*group("test", package), *group("runners"))
+    session.install(*CONSTRAINTS, *own(session, package), *tools)
     # A package that imports a sibling by accident must not find it.
     refuse(session, *(name.replace("-", "_") for name in PACKAGES if name != package))
     if package != "cpu-adam":
@@ -126,7 +124,7 @@ def test_alone(session: nox.Session, package: str) -> None:
         return
     refuse(session, "torch")  # it is optional: first without, then with it
     run_tests(session, package)
-    session.install(*CONSTRAINTS, f"./{folder}[torch]")
+    session.install(*CONSTRAINTS, *own(session, "cpu-adam[torch]"))
     files = sorted((folder / "tests").glob("test_*.py"))
     with_torch = [f"tests/{f.name}" for f in files if "torch" in f.read_text(encoding="utf-8")]
     run_tests(session, package, ONE_PROCESS, *with_torch)
@@ -175,8 +173,8 @@ def look_at_report(session: nox.Session) -> None:
 
 
 def run_kernels(session: nox.Session) -> None:
-    """Build and run the test program of cpu-adam's kernels; takes minutes."""
-    session.install(*CONSTRAINTS, "./packages/cpu-adam", *group("test", "cpu-adam"))
+    """Build and run the test program of cpu-adam's kernels, for minutes."""
+    session.install(*CONSTRAINTS, *own(session, "cpu-adam"), *group("test", "cpu-adam"))
     with session.chdir("packages/cpu-adam"):
         session.run(*PYTEST, "-m", "program")
 
@@ -184,8 +182,8 @@ def run_kernels(session: nox.Session) -> None:
 def test_sanitized(session: nox.Session) -> None:
     """Run cpu-adam's tests on a module built with AddressSanitizer and UBSan (Linux, GCC)."""
     sanitized = "--config-settings=cmake.define.CPU_ADAM_SANITIZE=ON"
-    requirements = ("./packages/cpu-adam[torch]", *group("test", "cpu-adam"))
-    session.install(*CONSTRAINTS, *requirements, sanitized, env={"CXX": "g++"})
+    requirements = (*own(session, "cpu-adam[torch]"), *group("test", "cpu-adam"), sanitized)
+    session.install(*CONSTRAINTS, *requirements, env={"CXX": "g++"})
     runtimes = [
         str(session.run("g++", f"-print-file-name={name}", external=True, silent=True)).strip()
         for name in ("libasan.so", "libstdc++.so")
@@ -331,29 +329,24 @@ def wheels(session: nox.Session) -> None:
     bare = {"PATH": str(programs), "CC": None, "CXX": None, "PIP_FIND_LINKS": None}
     bare["PIP_CONFIG_FILE"] = os.devnull
     pip_install = (str(programs / "python"), "-m", "pip", "install", "--quiet", "--no-index")
-    links = f"--find-links={wheelhouse}"
-    session.run(*pip_install, links, *own, env=bare, external=True)
-    run = ("--steps=20", "--layers=2", "--width=64", "--ranks=2", "--overwrite")
+    session.run(*pip_install, f"--find-links={wheelhouse}", *own, env=bare, external=True)
+    run = ("--steps=20", "--layers=2", "--width=64", "--ranks=2", "--output=run", "--overwrite")
     with session.chdir(temporary):  # away from the sources
-        zero_engine = str(programs / "zero-engine")
-        session.run(zero_engine, "train", *run, "--output=run", env=bare, external=True)
+        session.run(str(programs / "zero-engine"), "train", *run, env=bare, external=True)
 
 
 @nox.session
 @nox.parametrize("python", PYTHONS)
-@nox.parametrize(
-    "torch",
-    [nox.param(torch, id=f"torch-{torch}-cuda-{cuda}") for torch, cuda in TORCH_CUDA.items()],
-)
+@nox.parametrize("torch", [nox.param(v, id=f"torch-{v}-cuda-{c}") for v, c in TORCH_CUDA.items()])
 def matrix(session: nox.Session, torch: str) -> None:
     """Test everything together with another torch or Python.
 
     The CUDA version is that of the release's wheels. Without a GPU the same tests run on the CPU:
     that column is what CI runs, with the release in constraints.txt.
     """
-    own = [f"./{folder}" for folder in FOLDERS.values()]
-    further = (name for folder in FOLDERS for name in group("test", folder))
-    session.install("--quiet", *own, f"torch=={torch}", *OLD_NUMPY.get(torch, ()), *further)
+    tools = [*(tool for package in FOLDERS for tool in group("test", package)), *group("runners")]
+    pinned = (f"torch=={torch}", *OLD_NUMPY.get(torch, ()))
+    session.install("--quiet", *own(session, *FOLDERS), *pinned, *tools)
     for package in FOLDERS:
         run_tests(session, package)
 
@@ -362,11 +355,9 @@ def matrix(session: nox.Session, torch: str) -> None:
 @parts(*FOLDERS)
 def minimum(session: nox.Session, part: str) -> None:
     """Test a package with the lowest releases of all that its pyproject.toml declares."""
-    # Siblings by folder: an index may have packages of their names that are not these.
-    own = [f"./{folder}" for folder in FOLDERS.values()] if part == "integration" else []
-    extra = "[torch]" if part == "cpu-adam" else ""
+    packages = FOLDERS if part == "integration" else ["cpu-adam[torch]" if "cpu" in part else part]
     lowest = ("--quiet", "--resolution=lowest-direct")
-    session.install(*lowest, f"./{FOLDERS[part]}{extra}", *own, *group("test", part))
+    session.install(*lowest, *own(session, *packages), *group("test", part))
     session.install("--quiet", *group("runners"))  # they may be any release
     run_tests(session, part)
 
@@ -375,16 +366,25 @@ def run_tests(session: nox.Session, package: str, *arguments: str) -> None:
     """Run a package's tests from within its folder, where its settings are."""
     with session.chdir(FOLDERS[package]):
         options = (*IN_PARALLEL, *arguments, *session.posargs)
-        session.run(*PYTEST, *options, env=NO_SPINNING)
+        # There are more processes than cores: a thread that spins takes them from others.
+        session.run(*PYTEST, *options, env={"OMP_WAIT_POLICY": "passive"})
 
 
 def install_everything(
     session: nox.Session, *further: str, extras: str = "", tests_of: tuple[str, ...] = ()
 ) -> None:
     """Install the packages, ``further`` requirements, and the test tools of ``tests_of``."""
-    own = ["./packages/cpu-adam[torch]", *(f"./{FOLDERS[name]}" for name in PACKAGES[1:])]
+    packages = own(session, "cpu-adam[torch]", *PACKAGES[1:], f"integration{extras}")
     tools = [tool for name in tests_of for tool in (*group("test", name), *group("runners"))]
-    session.install(*CONSTRAINTS, *own, f"./integration{extras}", *further, *tools)
+    session.install(*CONSTRAINTS, *packages, *further, *tools)
+
+
+def own(session: nox.Session, *packages: str) -> tuple[str, str]:
+    """Name folders of this repository in a file: uv builds one that a command names every time."""
+    file = Path(session.virtualenv.location, "own.txt")
+    lines = [f"{p} @ {Path(FOLDERS[p.split('[')[0]]).resolve().as_uri()}\n" for p in packages]
+    file.write_text("".join(lines).replace("integration", "zero-engine", 1), encoding="utf-8")
+    return "--requirement", str(file)
 
 
 def group(name: str, package: str = "") -> tuple[str, ...]:

@@ -248,8 +248,12 @@ def _remove_unlocked(path: Path) -> None:
         return
     try:
         is_dead = _lock(descriptor)
-        if is_dead or (is_dead is None and _is_past(path)):
+        # The name may be that of a new save by now, whose folder has another lock.
+        is_same = os.path.samestat(path.stat(), os.fstat(descriptor))
+        if is_same and (is_dead or (is_dead is None and _is_past(path))):
             shutil.rmtree(path, ignore_errors=True)
+    except FileNotFoundError:  # another program was first
+        pass
     finally:
         os.close(descriptor)
 
