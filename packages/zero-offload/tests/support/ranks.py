@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 TIMEOUT_S = 300.0
 PRELOADED = [
+    "hypothesis",
     "pytest",
     "torch._dynamo",
     "torch.distributed.fsdp",
