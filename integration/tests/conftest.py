@@ -1,4 +1,4 @@
-"""Runs of the train program that several tests look at. Each is made once per test session."""
+"""Runs of the train program that several tests share, each made once per test session."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Leave garbage alone while test files import libraries: little of what they make is."""
+    """Disable garbage collection while test files import libraries, which make little garbage."""
     gc.disable()
 
 
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Collect garbage from here on, but do not look at what imports made."""
+    """Collect garbage from here on, except among the objects that imports made."""
     gc.freeze()
     gc.enable()
 
@@ -84,12 +84,12 @@ def _no_kept_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*arguments: str) -> list[str]:
-    """The command line that runs ``zero-engine ARGUMENTS`` with this interpreter."""
+    """Return the command line that runs ``zero-engine ARGUMENTS`` with this interpreter."""
     return [sys.executable, "-m", "zero_engine", *arguments]
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, one thread per rank, no downloads."""
+    """Return this process's environment with one thread per rank and without downloads."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -118,7 +118,7 @@ def run_here(*arguments: str, expected_code: int = 0) -> str:
 
 
 def refusal_of(*arguments: str) -> str:
-    """Return what ``zero-engine ARGUMENTS`` says to standard error as it ends with code 2."""
+    """Return what ``zero-engine ARGUMENTS`` prints to standard error as it ends with code 2."""
     return run_program(*arguments, expected_code=2).stderr
 
 
@@ -165,7 +165,7 @@ def process_group_ends_with_the_test() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A few hundred kilobytes of text."""
+    """Write a text file of a few hundred kilobytes."""
     root = Path(sysconfig.get_path("stdlib"))
     texts = [(root / f"{name}.py").read_text(encoding="utf-8") for name in ("argparse", "typing")]
     path = tmp_path_factory.mktemp("text") / "some.txt"
@@ -175,7 +175,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_options(text_file: Path) -> tuple[str, ...]:
-    """Options of a tiny run with the default configuration: stage 3, Twin-Flow, qwZ."""
+    """Return options of a tiny run with the default configuration: stage 3, Twin-Flow, qwZ."""
     return (*TINY, f"--data={text_file}", f"--steps={STEPS}")
 
 
@@ -183,7 +183,10 @@ def tiny_options(text_file: Path) -> tuple[str, ...]:
 def finished_run(
     tmp_path_factory: pytest.TempPathFactory, tiny_options: tuple[str, ...]
 ) -> tuple[RunFolder, str]:
-    """A run without a stop, and what it printed; made once for all of xdist's workers."""
+    """Return a run without a stop, and what it printed.
+
+    It is made once for all of xdist's workers.
+    """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     root, said = shared / "finished run", shared / "finished run.txt"

@@ -1,4 +1,4 @@
-"""What scripts ask ``deepspeed.accelerator.get_accelerator()``, on a machine without one."""
+"""Answers of ``deepspeed.accelerator.get_accelerator()`` on a machine without an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts see of this engine and of DeepSpeed itself, where it is installed."""
+"""This engine beside DeepSpeed itself, where that is installed, as scripts see both."""
 
 from __future__ import annotations
 

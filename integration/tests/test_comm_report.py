@@ -1,4 +1,4 @@
-"""What an engine says that it has sent and keeps, against the plan."""
+"""An engine's reports of bytes sent and kept, compared with its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which window a rank sees depends on seed, step and rank, and on nothing else."""
+"""The order of training windows, which depends on seed, step and rank alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(corpus: Corpus, micro_steps: range, *, world_size: int, size: int) -> torch.Tensor:
-    """The windows of these micro-steps, in the order of the ranks."""
+    """Return the windows of these micro-steps, in the order of the ranks."""
     batches = [
         corpus.batch(step, rank=rank, world_size=world_size, micro_batch_size=size)
         for step in micro_steps

@@ -1,4 +1,4 @@
-"""Checkpoints of the DeepSpeed engine: names, return values, what is left out, what fp32 gives."""
+"""Checkpoints of the DeepSpeed engine: names, return values, parts left out, fp32 weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zero_engine.deepspeed.utils import zero_to_fp32
 
 
 class _Model(nn.Module):
-    """Tied weights, a buffer and a frozen layer."""
+    """A model with tied weights, a buffer and a frozen layer."""
 
     seen: Tensor
 
@@ -46,7 +46,7 @@ class _Model(nn.Module):
 
 
 class _Average:
-    """As a script's own: steps by an average that it keeps as a tensor."""
+    """A script's own schedule, which keeps an average as a tensor."""
 
     def __init__(self) -> None:
         self.mean = torch.zeros(2)
@@ -138,7 +138,7 @@ def _load(rank: int, world_size: int, folder: str) -> None:
 
 
 def _save_on_some_ranks(rank: int, folder: str) -> None:
-    """Save an engine of two ranks, while the third one is elsewhere."""
+    """Save an engine of two ranks while the third one is elsewhere."""
     group = dist.new_group([0, 1])
     if rank < 2:
         engine = _engine(1, mpu=SimpleNamespace(get_data_parallel_group=lambda: group))
@@ -335,7 +335,7 @@ def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(
 
 
 def _without_an_optimizer(rank: int, world_size: int, folder: str) -> None:
-    """A checkpoint of an engine without an optimizer has its values."""
+    """Check that a checkpoint of an engine without an optimizer has its values."""
     for stage in (0, 3):
         settings = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
         teacher, other = (make(_Model(seed), config=settings) for seed in (0, 1))

@@ -1,4 +1,4 @@
-"""`read` takes DeepSpeed's configurations as DeepSpeed does, wherever they come from."""
+"""DeepSpeed's configurations from any source, read by `read` as DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ def test_every_key_that_is_honoured_outside_of_the_core_is_told_as_such_without_
 
 @pytest.fixture
 def loggers() -> Iterator[tuple[str, ...]]:
-    """The project's loggers, which are as before after the test."""
+    """Yield the project's loggers, and restore them after the test."""
     names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
     found = [logging.getLogger(name) for name in (*names, "zero_core.optim.train_state")]
     before = [(one.level, one.propagate, [*one.handlers]) for one in found]

@@ -1,4 +1,4 @@
-"""Every public name of DeepSpeed's served modules can be imported; what isn't served says so."""
+"""Public names of DeepSpeed's served modules, each importable and some refused at their use."""
 
 from __future__ import annotations
 

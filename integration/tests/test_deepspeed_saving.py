@@ -1,4 +1,4 @@
-"""Whole models out of sharded ones, as scripts of DeepSpeed take them; the values are torch's."""
+"""Whole models saved from sharded ones in DeepSpeed's ways, with torch's values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _ids(rank: int) -> Tensor:
 
 
 def _trained(world_size: int) -> dict[str, Tensor]:
-    """One step of plain torch on all ranks' batches."""
+    """Return the weights after one step of plain torch on all ranks' batches."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for rank in range(world_size):
@@ -63,7 +63,7 @@ def _is_as(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @contextmanager
 def _logged(name: str) -> Iterator[list[str]]:
-    """Warnings of a logger."""
+    """Yield the warnings of a logger."""
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

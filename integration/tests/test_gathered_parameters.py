@@ -1,4 +1,4 @@
-"""zero.GatheredParameters with and without an engine, and what scripts read off parameters."""
+"""zero.GatheredParameters with and without an engine, and parameters' attributes for scripts."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _on_other_things(rank: int, world_size: int) -> None:
 
 
 class _Reader(nn.Module):
-    """Uses the weight of the block before it."""
+    """A block that uses the weight of the block before it."""
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
@@ -187,11 +187,11 @@ def _read_elsewhere(rank: int, world_size: int) -> None:
 
 
 class _Own(nn.Parameter):
-    """As a quantizer's."""
+    """A user's parameter class, as quantizers have."""
 
 
 def _what_scripts_ask(rank: int, world_size: int) -> None:
-    """ds_status, ds_tensor and the like of an engine's parameters, wherever a script asks."""
+    """Check ds_status, ds_tensor and the like of an engine's parameters, wherever a script asks."""
     here = zero.ZeroParamStatus.AVAILABLE
     model = _model()
     model[1].bias = _Own(model[1].bias.detach())
@@ -320,7 +320,7 @@ def _take_hooks(engine: Any) -> Any:
 
 
 def _generates_without_hooks(rank: int, world_size: int) -> None:
-    """The model generates with its hooks taken, gets them back and trains on as in torch."""
+    """Generate without the model's hooks, restore them and train on as in torch."""
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, plain = make(_model(), config=config(3, **sgd)), _model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

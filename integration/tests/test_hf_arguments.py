@@ -1,4 +1,4 @@
-"""Presets and "auto": what TrainingArguments and ``zero`` make of each other."""
+"""Presets and "auto": a configuration from TrainingArguments and ``zero``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_unknown_preset_gets_the_nearest() -> None:
 
 
 def test_auto_is_filled_in_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Second copies are within a node, and a schedule gets the length of the training."""
+    """Secondary shards stay within a node, and a schedule gets the number of training steps."""
     zero = {"stage": 3, "reduce_bucket_size": "auto", "zero_hpz_partition_size": "auto"}
     given = {
         "train_batch_size": "auto",
@@ -110,7 +110,7 @@ def test_all_that_does_not_fit_the_arguments_is_named(
     ],
 )
 def test_what_is_overridden_is_there_to_override(mine: type, theirs: type, own: set[str]) -> None:
-    """Of a release that calls it by another name, the override would never run."""
+    """An override of a method that a release has renamed would never run."""
     names = {n for n, v in vars(mine).items() if callable(v) or isinstance(v, property)} - own
     assert names - {"__init__"}
     assert {name for name in names if not hasattr(theirs, name)} == set()

@@ -32,13 +32,16 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
 
 def _join(rank: int, world_size: int) -> None:
-    """Name this rank's place, as torchrun does."""
+    """Set this rank's variables, as torchrun does."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     os.environ.update({k: str(v) for k, v in names.items()}, LOCAL_WORLD_SIZE=str(world_size))
 
 
 def _arguments(folder: Path | str, kind: Any = TrainingArguments, **changes: Any) -> Any:
-    """Two samples per rank where there are two ranks, four in all; an epoch ends in half a step."""
+    """Return arguments for micro-batches of four samples over one or two ranks.
+
+    An epoch ends in half an accumulated step.
+    """
     settings: dict[str, Any] = {
         "output_dir": str(folder),
         "num_train_epochs": 2,
@@ -80,7 +83,7 @@ def _check_same(found: Trainer, plain: Trainer, abs_loss: float, rel_norm: float
 
 
 class _StepEnds(TrainerCallback):  # type: ignore[misc]
-    """Counts what a Trainer tells its callbacks."""
+    """A callback that counts the steps that a Trainer reports."""
 
     def __init__(self) -> None:
         self.pre_optimizer_step = self.optimizer_step = self.substep_end = 0
@@ -126,7 +129,7 @@ def _trains(folder: Path) -> None:
 
 
 def _updates_in_backward(folder: Path) -> None:
-    """Nothing calls a step off: the engine updates on the host while backward goes on."""
+    """Train with settings that never skip a step, so that updates run during backward."""
     zero = {"check_grad_overflow": False, "zero_optimization": OFFLOAD}
     trainer = _trained(folder, zero, max_grad_norm=0.0)
     assert updates_in_backward(trainer.engine.config)
@@ -144,7 +147,7 @@ def _trains_in_16_bits(folder: Path) -> None:
 
 
 def _generates(folder: Path) -> None:
-    """Evaluate a T5 before and after training, by loss and by what it writes."""
+    """Evaluate a T5 before and after training, by its loss and by the text it generates."""
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         tokens = torch.as_tensor(prediction.predictions)

@@ -46,7 +46,7 @@ def batches(rank: int, steps: range) -> list[dict[str, Any]]:
 
 
 def lion_in_float64(params: dict[str, nn.Parameter], state: dict[str, torch.Tensor]) -> None:
-    """One step of algorithm 2 of Chen et al., 2023."""
+    """Apply one step of algorithm 2 of Chen et al., 2023."""
     lr, decay = OPTIMIZERS["Lion"]["lr"], OPTIMIZERS["Lion"]["weight_decay"]
     for name, param in params.items():
         if param.grad is None:
@@ -99,7 +99,7 @@ def test_lion_of_the_engine_is_the_kernels_bit_by_bit() -> None:
 
 
 def fit(dtype: str, state_dtype: str, steps: int) -> tuple[float, float]:
-    """Return the final loss, and bytes per parameter that the host tier holds."""
+    """Return the final loss, and the host tier's bytes per parameter."""
     # Wide enough that blocks and padding do not show in bytes per parameter.
     with seeded(0):
         layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(2)]
@@ -131,7 +131,7 @@ def test_8_bit_states_train_as_fp32_states_do_in_6_bytes(dtype: str, width: floa
 
 
 def resume(ranks: SimulatedRanks, folder: Path) -> None:
-    """Train, save, go on; load into a fresh engine, go on: compare."""
+    """Compare a run that saves and goes on with one that loads into a fresh engine."""
     later = batches(ranks.rank, range(3, 7))
     for state_dtype, (stage, dtype) in itertools.product(
         ("int8", "bfloat16"), ((2, "bf16"), (3, "fp32"))
@@ -201,7 +201,7 @@ def test_state_dtypes_that_are_not_served_are_refused_by_key(
 
 
 def unfreeze(ranks: SimulatedRanks, folder: str, stage: int, state_dtype: str) -> None:
-    """Train all but a block, save; with that block, and without another one, load and go on."""
+    """Save with one frozen block, and resume with another one frozen, on host and device."""
     dtype = "fp32" if state_dtype == "float32" else "bf16"
 
     def build(frozen: int, **offload: Any) -> zero_core.Engine:

@@ -51,7 +51,7 @@ from zero_engine.deepspeed_import.writing import write_source
 
 
 class Model(nn.Module):
-    """Tied weights, a frozen parameter and a buffer; 11 trained elements."""
+    """A model of 11 trained elements with tied weights, a frozen parameter and a buffer."""
 
     seen: Tensor
 
@@ -70,13 +70,13 @@ class Model(nn.Module):
 
 @pytest.fixture
 def classes() -> Iterator[dict[str, type]]:
-    """`deepspeed_classes` during a test."""
+    """Provide `deepspeed_classes` during a test."""
     with deepspeed_classes() as found:
         yield found
 
 
 def read_into(source: Path, output: Path, frozen: tuple[str, ...] = ()) -> Path:
-    """Import in this process, which costs less than one of its own."""
+    """Import in this process, which is faster than a process of its own."""
     place = find_place(source, None)
     return write_source(read_source(place, frozen), output, place.name, None)
 
@@ -337,7 +337,7 @@ def test_objects_of_deepspeed_are_records_of_what_was_pickled(
 
 
 def _with_pickle(path: Path, pickled: bytes | Callable[[bytes], bytes], content: Any = ()) -> None:
-    """Write a file of torch.save's form with other instructions, or with changed ones."""
+    """Write a file in torch.save's format with new or changed pickle instructions."""
     path.parent.mkdir(exist_ok=True)
     torch.save(content, path)
     with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,4 @@
-"""Measuring a machine takes bounded memory, and says which of its ranks failed."""
+"""Measurement of a machine: bounded memory, and errors that name the failed rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_engine.calibration.training import EXCHANGED, exchanged
 
 
 def test_many_cores_take_bounded_memory() -> None:
-    """By default at most 8 ranks; what all of them hold of a gather is at most 512 MiB."""
+    """The default is at most 8 ranks, which together hold at most 512 MiB of a gather."""
     assert default_ranks(cores=128, devices=0) == {1, 2, 8}
     assert default_ranks(cores=1, devices=0) == {1}
     assert default_ranks(cores=128, devices=4) == {1, 4}
@@ -22,7 +22,7 @@ def test_many_cores_take_bounded_memory() -> None:
 
 
 def test_the_rank_that_failed_first_is_the_error() -> None:
-    """Rank 0 would wait for it as long as a collective does."""
+    """Rank 0 would wait for the failed rank until a collective times out."""
     programs = ("import time; time.sleep(600)", "raise SystemExit(3)")
     started = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     try:

@@ -1,4 +1,4 @@
-"""Merged adapters are exported one unit at a time, with the values that peft merges."""
+"""Merged adapters, exported one unit at a time with the values that peft merges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Make = Callable[[], peft.PeftModel]
 
 
 def _adapted(base: nn.Module, kind: type = peft.LoraConfig, **options: Any) -> peft.PeftModel:
-    """Adapt with values that are not those of fresh adapters, which change nothing."""
+    """Adapt a model with nonzero values, since fresh adapters change nothing."""
     options = {"target_modules": ["q_proj", "down_proj"]} | options
     with seeded(1):
         model = peft.get_peft_model(base, kind(**options))
@@ -45,7 +45,10 @@ def _tied() -> Any:
 
 
 def _quantized(*, is_whole: bool = False) -> Any:
-    """Quantize all linear maps but the head; ``is_whole``: hold the values they stand for."""
+    """Quantize all linear layers but the head.
+
+    ``is_whole`` stores the dequantized values instead.
+    """
     base = _llama()
     for name, module in base.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":

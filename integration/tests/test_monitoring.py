@@ -1,4 +1,4 @@
-"""What a run tells: monitors write what DeepSpeed writes; times, operations, bytes are right."""
+"""Monitors that write DeepSpeed's files, and reported times, operations and bytes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_loss_scale_is_monitored_with_fp16_only(tmp_path):
 
 
 class _Told:
-    """Stands for wandb, comet_ml and an experiment: remembers its calls."""
+    """A stand-in for wandb, comet_ml and an experiment that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -162,7 +162,7 @@ def test_a_monitor_without_its_package_says_what_to_install(monkeypatch, block, 
 
 
 class _Clock:
-    """The seconds of `zero_engine.monitoring.breakdowns`, which pass in a model alone."""
+    """A clock for `zero_engine.monitoring.breakdowns` that only a model advances."""
 
     now = 0.0
 
@@ -209,7 +209,7 @@ class _SlowBackward(torch.autograd.Function):
 
 
 class _Outputs(_Slow):
-    """Two outputs, of whose backwards one takes its time, before any parameter's gradient."""
+    """A model of two outputs, one with a slow backward before any parameter's gradient."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = super().forward(x)

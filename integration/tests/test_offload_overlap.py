@@ -1,4 +1,4 @@
-"""What the host does while others compute: in backward, and in the next forward."""
+"""Host updates beside computation: in backward, and in the next forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GatedAdam:
 
 
 class Chain(nn.Module):
-    """Three equal blocks, which say when they run."""
+    """Three equal blocks that record when they run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_closing_the_engine_waits_for_the_host() -> None:
 
 
 class SlowAdam:
-    """The real kernel on a host that is late."""
+    """The real kernel on a slow host."""
 
     def adam_step(self, *args: Any, **kwargs: Any) -> None:
         time.sleep(0.05)
@@ -151,7 +151,10 @@ class SlowAdam:
 
 
 class Skipping(Chain):
-    """The second block is never used; the buffers of the others are rank 0's in every forward."""
+    """A chain whose second block is never used.
+
+    The buffers of its batch norm are rank 0's in every forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()

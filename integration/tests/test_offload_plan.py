@@ -20,9 +20,9 @@ def make_config(stage: int, dtype: str = "fp32", **top: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ratio", [0.25, 1.0])
 def test_closed_forms_of_zero_offload(stage: int, ratio: float) -> None:
-    """2 bytes per parameter, 2 per gradient and 12 of state; the paper's section 5.
+    """The paper's section 5 counts 2 bytes per parameter, 2 per gradient and 12 of state.
 
-    With offload the state tier keeps the gradients, and three units' pass through.
+    With offload the state tier keeps the gradients, and the device those of three units at a time.
     """
     depth, width, ranks = 10, 4096, 64
     psi = 12 * width * width * depth
@@ -79,7 +79,7 @@ def _plan_offloaded(model: nn.Module, **block: Any) -> zero_core.Plan:
 
 
 def test_a_budget_is_planned_to_the_element() -> None:
-    """18 bytes per element: an fp32 master, two moments, a 16-bit gradient, and that in fp32."""
+    """An element has 18 bytes: an fp32 master, two moments, a 16-bit gradient and its fp32 copy."""
     model = wide_blocks(2, 256)
     numel = 2 * 12 * 256 * 256 // 4
     for num_on_device in (0, 1000, numel // 2, numel):

@@ -1,4 +1,4 @@
-"""States that other packages hold leave the device and come back, too."""
+"""Offloading and reloading of states that other packages hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are sharded from the start can be read and changed before there is an engine."""
+"""Parameters sharded from the start, read and changed before there is an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ CONFIG = {
 
 
 class Model(nn.Module):
-    """Odd sizes, one element, tied weights, shared buffers, a low dtype, integers, nothing."""
+    """A model with parameters of many kinds: odd, scalar, tied, bf16, integer and empty.
+
+    Two names share one buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +62,7 @@ class Model(nn.Module):
 
 
 class _Own(nn.Parameter):
-    """A parameter of a class of its own can't be partitioned."""
+    """A user's parameter class, which can't be partitioned."""
 
 
 def _make(seed: int = 0) -> Model:
@@ -89,7 +92,10 @@ def _check_built(model: nn.Module, expected: nn.Module) -> None:
 
 
 def _is_all_partitioned(model: nn.Module) -> bool:
-    """Integers are not: there is no NaN that would tell."""
+    """Return whether all floating-point parameters are partitioned, and no others.
+
+    Integers stay whole: there is no NaN that would mark missing values.
+    """
     return all(is_partitioned(p) == p.is_floating_point() for p in model.parameters())
 
 
@@ -215,7 +221,10 @@ def _copy(rank: int, world_size: int) -> None:
 
 
 def _mix(rank: int, world_size: int) -> None:
-    """Sharded parameters beside ordinary ones in one unit; some replaced or taken away again."""
+    """Build an engine of a model with sharded and ordinary parameters in one unit.
+
+    Some of them replace sharded ones.
+    """
     model, expected = _make_sharded(), _make()
     with gathered_params([model.blocks[1].weight]):
         pass
@@ -230,7 +239,7 @@ def _mix(rank: int, world_size: int) -> None:
 
 
 def _train(rank: int, world_size: int) -> None:
-    """With an optimizer that fills its state when it is made."""
+    """Train with an optimizer that fills its state when it is made."""
     model, expected = _make_sharded().float(), _make().float()
     model.codes.requires_grad_(False)
     optimizers = [
@@ -273,7 +282,10 @@ def _shard_existing(rank: int, world_size: int) -> None:
 
 
 def _left_by_engines(rank: int, world_size: int) -> None:
-    """Whole where every rank has all of them, else as they lay in shards; the next takes them."""
+    """Check the parameters that engines leave behind, which the next engine starts from.
+
+    They are whole if every rank had all of them, and sharded as in the engine otherwise.
+    """
     model = _make()
     model.own = _Own(torch.linspace(0, 1, 3))
     for stage in (3, 1, 0, 3):
@@ -304,7 +316,7 @@ def _left_by_engines(rank: int, world_size: int) -> None:
 
 
 class _DrawsItsChildren(nn.Module):
-    """As transformers' models and many others: a module draws the values of its children."""
+    """A module that initializes its children's parameters, as many models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -449,7 +461,7 @@ SLACK_BYTES = 8 * 1024**2
 
 
 def _measure(rank: int, world_size: int) -> None:
-    """Values are written between construction and build, one module at a time."""
+    """Measure memory while values are written before the build, one module at a time."""
     with zero_core.deferred_init():  # what torch and gloo allocate when first used is there before
         small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero_core.build(small, CONFIG).close()

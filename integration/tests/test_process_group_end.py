@@ -1,4 +1,4 @@
-"""The process group that ``init_distributed`` makes: its end with the process, and its timeout."""
+"""The process group of ``init_distributed``: its end with the process, and its timeout."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _script(folder: Path, text: str) -> str:
 
 
 def _run_ranks(script: str) -> str:
-    """Run two Python processes as a launcher starts ranks; what they print."""
+    """Run two Python processes as a launcher starts ranks, and return what they print."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {**hooked(environment()), **local_address_only()}
     ranks = [

@@ -40,7 +40,10 @@ def planned(
 
 
 def rows(plan: Plan) -> dict[str, tuple[int, int, int]]:
-    """Calls, bytes within a node and bytes between nodes; without the sum of the step's facts."""
+    """Return each collective's calls, bytes within a node and bytes between nodes.
+
+    The reduction of the step's statistics is left out.
+    """
     return {
         f"{t.collective} of {t.content}": (
             t.num_calls,
@@ -58,7 +61,7 @@ def between_nodes(plan: Plan) -> int:
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(64, 16), (4, 2)])
 def test_traffic_between_nodes_falls_as_the_papers_say(ranks: int, per_node: int) -> None:
-    """ZeRO-3 sends 3 M (two gathers, one reduction); ZeRO++ 0.75 M, SDP4Bit's formats 0.5 M."""
+    """ZeRO-3 sends 3 M (two gathers, one reduction), ZeRO++ 0.75 M and SDP4Bit's formats 0.5 M."""
     depth, width = 64, 1024
     model, num_nodes = wide_blocks(depth, width), ranks // per_node
     share = 2 * 12 * width * width * depth // ranks * (num_nodes - 1)  # M once to each other node
@@ -80,7 +83,7 @@ def test_traffic_between_nodes_falls_as_the_papers_say(ranks: int, per_node: int
 
 
 def topologies() -> st.SearchStrategy[tuple[int, int, int]]:
-    """Ranks, ranks per node, ranks of a partition: each of the latter divides the first."""
+    """Draw ranks, ranks per node and ranks of a partition, where the last two divide the first."""
 
     def with_divisors(ranks: int) -> st.SearchStrategy[tuple[int, int, int]]:
         divisors = st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0])
@@ -112,7 +115,7 @@ def test_two_phases_bring_every_shard_to_every_rank_once(
 
 @pytest.mark.parametrize("partition", [1, 2, 4, 8])
 def test_a_version_crosses_the_groups_once(partition: int) -> None:
-    """Three micro-steps gather the block three times; with secondary shards two of them nearby."""
+    """Three micro-steps gather the block three times, with secondary shards two of them nearby."""
     ranks, per_node, shard = 8, 4, 2 * 12 * 64 * 64 // 8
     zero = {"zero_hpz_partition_size": partition}
     found = planned(ONE_BLOCK, ranks, per_node, zero, gradient_accumulation_steps=3)
@@ -138,7 +141,7 @@ def test_a_version_crosses_the_groups_once(partition: int) -> None:
 def test_messages_of_weights_travel_in_the_first_phase(
     partition: int, kind: str, block_nbytes: int, block_size: int
 ) -> None:
-    """Two blocks of the model, of which the last is gathered once and the other twice."""
+    """The last of the model's two blocks is gathered once and the other one twice."""
     ranks, per_node = 6, 2
     numel = 12 * 64 * 64 // ranks
     zero = {
@@ -197,7 +200,7 @@ def test_gradients_take_two_hops_at_every_stage(stage: int, ranks: int, per_node
 
 
 def test_what_no_message_shortens_travels_as_it_is() -> None:
-    """A shard of 160 elements in 16 bits is 320 bytes, a message of 8-bit blocks 32 + 272."""
+    """A shard of 160 elements has 320 bytes in 16 bits, a message of 8-bit blocks 32 + 272."""
     for numel, is_short in ((128, False), (160, True)):
         with torch.device("meta"):
             model = nn.Sequential(nn.Sequential(nn.Linear(numel, 4, bias=False)))
@@ -341,7 +344,7 @@ def test_other_stages_are_planned_without_what_they_do_not_serve() -> None:
 
 
 def test_lossless_weights_are_planned_by_the_learning_rate() -> None:
-    """At most what plain stages send; at 1e-5 about one of the 16 bits of a weight."""
+    """About one of a weight's 16 bits is sent at a learning rate of 1e-5."""
     model = wide_blocks(3, 256)
     for stage in (1, 2, 3):
         plain, lossless = (

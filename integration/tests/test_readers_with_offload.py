@@ -1,4 +1,4 @@
-"""Whoever reads a parameter while the host updates it has its value, or an error by name."""
+"""Reads of a parameter while the host updates it, with its value or an error by name."""
 
 from __future__ import annotations
 

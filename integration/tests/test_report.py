@@ -1,4 +1,4 @@
-"""A report names what limits a run, needs nothing but its one file, and trusts no text of a run."""
+"""Reports: one file that names what limits a run and trusts no text of it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _write(
     parameters: int = 4 * 10**6,
     **of_run: Any,
 ) -> Path:
-    """Write records of 20 steps; ``changes(rank, step)`` are what differs from `STEP`."""
+    """Write records of 20 steps, in which ``changes(rank, step)`` replaces fields of `STEP`."""
     ranks = {"world_size": num_ranks, "ranks_per_node": num_ranks}
     for rank in range(num_ranks):
         file = RecordFile(folder, rank, 1 << 20)
@@ -106,7 +106,7 @@ def _write(
 
 
 class _Tags(html.parser.HTMLParser):
-    """Tags with attributes, and the contents of scripts."""
+    """A parser that collects tags with attributes, and the contents of scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Tags(html.parser.HTMLParser):
 
 
 def test_a_page_is_one_file_and_trusts_no_text(tmp_path: Path) -> None:
-    """It names no other file or host, runs nothing of a run's texts, and is below 2 MB."""
+    """It names no other file or host, runs no text of a run, and has less than 2 MB."""
     run = _write(tmp_path / HOSTILE.replace("/", "_"), lambda rank, step: {"why_skipped": HOSTILE,
                  "is_taken": step != 5, "loss": math.nan if step == 5 else 2.0})  # fmt: skip
     page = write_report([run, _write(tmp_path / "other")], tmp_path / "report.html")
@@ -144,7 +144,7 @@ def test_a_page_is_one_file_and_trusts_no_text(tmp_path: Path) -> None:
 
 
 def test_a_start_that_loads_a_checkpoint_goes_on_from_its_step(tmp_path: Path) -> None:
-    """Recorded by a configuration, it begins before it loads: earlier steps belong to the run."""
+    """A configuration records the start before it loads: earlier steps belong to the run."""
     file = RecordFile(tmp_path, 0, 1 << 20)
     for first, last in ((0, 15), (10, 20)):
         file.write(replace(RUN, world_size=1))
@@ -205,7 +205,7 @@ def test_the_first_sentence_names_the_cause_and_its_gain(
 
 
 def _threads(rank: int, step: int) -> dict[str, Any]:
-    """Nine tenths of a step are the processor's own work, the rest waits for data."""
+    """Return a step that is nine tenths the processor's own work and otherwise waits for data."""
     return {"places": {"forward": 0.03, "backward": 0.05, "step": 0.01, "loader": 0.01}}
 
 
@@ -233,7 +233,7 @@ def test_threads_are_named_where_cores_are_free(
 
 
 def test_a_busy_machine_hides_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs take every core while the report is made: nothing can be measured here."""
+    """Other programs use every core while the report is made, so nothing can be measured."""
     if probe.waited_s() == 0.0:
         pytest.skip("this system does not count for how long threads wait for a core")
     monkeypatch.setattr(probe, "_BUDGET_S", 0.05)
@@ -321,7 +321,7 @@ def test_an_end_is_that_of_the_context_or_of_the_engine(tmp_path: Path) -> None:
 
 
 def test_skipped_steps_are_not_the_usual_step(tmp_path: Path) -> None:
-    """Every fourth is skipped, and takes twice as long."""
+    """Every fourth step is skipped and takes twice as long."""
 
     def skipped(rank: int, step: int) -> dict[str, Any]:
         longer = {name: 2 * s for name, s in STEP.places.items()}
@@ -334,7 +334,7 @@ def test_skipped_steps_are_not_the_usual_step(tmp_path: Path) -> None:
 
 
 def test_two_runs_are_compared_on_every_axis(tmp_path: Path) -> None:
-    """B halves the steps and the bytes, keeps twice the parameters, and has another rate."""
+    """B halves step time, bytes and loss, doubles the parameters, and sets gradient_clipping."""
     one = _write(tmp_path / "one")
 
     def halved(rank: int, step: int) -> dict[str, Any]:
@@ -427,7 +427,7 @@ def test_a_page_has_three_moves_with_their_effects(tmp_path: Path) -> None:
 def test_kept_rates_name_the_fastest_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gathers are slow by these rates, and stage 3 gathers twice."""
+    """Gathers are slow at these rates, and stage 3 gathers twice."""
     here = ENVIRONMENT | {"host": platform.node(), "cores": available_cores()}
     run = _of_gpt(tmp_path / "run", {"stage": 3}, _with_tokens, environment=here)
     names = ("matmul", "memory", "product", "update.device", "update.host")
@@ -443,7 +443,7 @@ def test_kept_rates_name_the_fastest_choice(
 
 
 def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -> None:
-    """On one node too, where quantized messages are shorter as well."""
+    """The run is on one node, where quantized messages are shorter as well."""
     run = _of_gpt(tmp_path / "run", {"stage": 3}, _with_tokens)
     page = write_report([run], tmp_path / "page.html")
     assert "no lane of copies: ranks compute on the host" in _section(page, "One step")
@@ -462,7 +462,10 @@ def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -
     "zero", [{}, {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}]
 )
 def test_records_of_an_engine_have_its_configuration(tmp_path: Path, zero: Any) -> None:
-    """The one in effect, which a plan takes; and shares with what the tier pads."""
+    """The configuration is the one in effect, which a plan accepts.
+
+    Shares include the tier's padding.
+    """
 
     def model() -> nn.Module:
         return nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)])

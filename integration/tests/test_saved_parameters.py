@@ -1,4 +1,4 @@
-"""What a backward reads of a parameter that an autograd.Function or a checkpoint has saved."""
+"""Parameters that an autograd.Function or a checkpoint has saved, as backward reads them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Head(torch.autograd.Function):
 
 
 def _look(hidden: Tensor, weight: Tensor, bias: Tensor) -> None:
-    """Note what a library that serves DeepSpeed reads, in ``_Head.found``."""
+    """Record in ``_Head.found`` what a library that serves DeepSpeed reads."""
     if hasattr(weight, "ds_status"):
         missing = [p for p in (weight, bias) if p.ds_status != zero.ZeroParamStatus.AVAILABLE]
         _Head.found.append((missing, weight.ds_id, weight.ds_shape, bias.ds_numel))
@@ -59,7 +59,10 @@ def _recomputed_head(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Model(nn.Module):
-    """A head that is called past its module; tied, it is in the root, else in the tail."""
+    """A model that uses its head's weights without calling the head.
+
+    A tied head is in the root, another one in the tail.
+    """
 
     def __init__(self, *, is_tied: bool, is_recomputed: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Settings are accepted or refused by the configuration; what is accepted together trains together.
+"""Combinations of settings, which the configuration refuses or the engine trains.
 
 Each pair of settings that is accepted with some others is trained with them, on four ranks as two
 nodes. `AXES` is the whole product; docs/support-matrix.md is the page for users.
@@ -121,7 +121,7 @@ def case_of(choice: Choice, folder: str) -> Case:
 
 
 def is_accepted(choice: Choice) -> bool:
-    """Return whether the configuration of four ranks accepts a choice. Other errors pass on."""
+    """Return whether the configuration of four ranks accepts a choice. Other errors are raised."""
     try:
         load_config(case_of(choice, "/nvme").config(), world_size=RANKS)
     except ConfigError:
@@ -161,7 +161,7 @@ def covering() -> list[Choice]:
 
 
 def _train_all(rank: int, world_size: int, folder: str, chosen: list[Choice]) -> None:
-    """Train each choice, and check its losses against DDP's or those of stage 0."""
+    """Train each choice, and compare its losses with DDP's or those of stage 0."""
     mesh = init_device_mesh("cpu", (2, 2))
     references: dict[str, list[float]] = {}
     wrong, num_built = [], 0

@@ -1,4 +1,4 @@
-"""Hugging Face models under zero.Init have the values that they have without, and no rank all."""
+"""Hugging Face models under zero.Init: equal values, and no rank that holds them all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Make = Callable[[], nn.Module]
 
 
 def _serve_deepspeed() -> None:
-    """Install what ``zero-engine run`` does for a process."""
+    """Serve the deepspeed modules in this process, as ``zero-engine run`` does."""
     from zero_engine.script.hook import ON_PATH, install
 
     sys.path.insert(0, str(ON_PATH))
@@ -56,7 +56,10 @@ def _constructed(kind: str) -> nn.Module:
 
 
 def _flows(folder: Path) -> dict[str, Make]:
-    """Return what scripts do before there is an engine; the same code with and without it."""
+    """Return ways in which scripts make a model before there is an engine.
+
+    The same code runs with and without zero.Init.
+    """
     import transformers as hf
     from peft import LoraConfig, get_peft_model
 

@@ -1,4 +1,4 @@
-"""Master weights kept as a bf16 parameter and a remainder: ties are rounded alike by everybody."""
+"""Master weights as a bf16 parameter and a remainder, with ties rounded alike everywhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate
 
 
 def _tied() -> nn.Module:
-    """Return a model whose weights lie exactly between two bf16 numbers."""
+    """Return a model whose weights are halfway between two bf16 numbers."""
     model = make_tower(3, 13)
     with torch.no_grad():
         for param in model.parameters():
@@ -24,7 +24,7 @@ def _tied() -> nn.Module:
 
 
 def _weights(engine: Any) -> dict[str, Tensor]:
-    """The parameters that a forward pass computes with."""
+    """Return the parameters that a forward pass computes with."""
     found: dict[str, Tensor] = {}
 
     def note(module: nn.Module, _: Any) -> None:
@@ -55,7 +55,7 @@ def _weights(engine: Any) -> dict[str, Tensor]:
 def test_ranks_steps_loads_and_exports_round_ties_alike(
     stage: int, states: str, params: str | None, world_size: int, tmp_path: Path
 ) -> None:
-    """Learning rate 0 leaves the masters as they were: only a different rounding shows."""
+    """A learning rate of 0 keeps the masters as they are, so only a different rounding shows."""
     places: dict[str, Any] = {
         "stage3_param_persistence_threshold": 0,
         "offload_optimizer": {"device": states, "state_dtype": "int8", "nvme_path": str(tmp_path)},

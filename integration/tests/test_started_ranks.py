@@ -1,4 +1,4 @@
-"""Ranks that srun or mpirun has started are one training, not as many as there are processes."""
+"""Ranks that srun or mpirun has started, which form one training."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_processes_of_one_starter_are_the_ranks_of_one_training(tmp_path: Path) 
 
 
 def test_task_with_torchruns_options_starts_the_ranks_of_its_node(tmp_path: Path) -> None:
-    """On a terminal it says that it starts, before torch is imported, until the ranks' output."""
+    """A terminal shows a line before torch is imported, which the ranks' output replaces."""
     script = tmp_path / "script.py"
     script.write_text("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])")
     first, second = pty.openpty()

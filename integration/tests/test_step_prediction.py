@@ -69,7 +69,7 @@ def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
 
 
 def test_offload_that_saves_less_than_a_plan_can_know_is_not_chosen() -> None:
-    """The device's update takes a little, the host's nothing; gathers take most of a step."""
+    """The device's update takes a little, the host's nothing, and gathers take most of a step."""
     free, link = Curve(((1.0, 0.0),)), Curve.of_rate(1e6)
     names = ("memory.float32", "matmul.float32", "operator", "pass", "step", "agree.within")
     further = ("update.host.float32", "copy.to_host", "copy.to_device")

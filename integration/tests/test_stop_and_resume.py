@@ -1,4 +1,4 @@
-"""A run that is told to stop saves first; resumed, it goes on as if nothing had happened."""
+"""Runs that save when they are stopped, and resume as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TIMING = {"tokens_per_s", "memory_bytes"}
 
 
 def _numbers(folder: RunFolder) -> list[dict[str, object]]:
-    """Return the log without what depends on the moment it was written in."""
+    """Return the log without the values that depend on timing."""
     entries = read_metrics(folder.metrics)
     return [{k: v for k, v in entry.items() if k not in TIMING} for entry in entries]
 
@@ -79,7 +79,7 @@ def _train_until_stopped(folder: RunFolder, *arguments: str) -> None:
 def test_run_that_was_stopped_and_resumed_is_one_without_a_stop(
     tmp_path: Path, tiny_options: tuple[str, ...], finished_run: tuple[RunFolder, str]
 ) -> None:
-    """SIGINT: `faults/ranks/test_restarts.py`."""
+    """SIGINT is tested in `faults/ranks/test_restarts.py`."""
     folder, straight = RunFolder(tmp_path / "interrupted"), finished_run[0]
     _train_until_stopped(folder, *tiny_options)
     assert _numbers(folder)[-1]["step"] != STEPS, "the signal came too late"
@@ -204,7 +204,7 @@ def test_a_lock_that_outlives_its_program_is_named(
 def test_checkpoints_at_a_url_outlive_the_machine(
     tmp_path: Path, tiny_options: tuple[str, ...]
 ) -> None:
-    """The other machine has the checkpoints and the command line, and no folder of the run."""
+    """The other machine has the checkpoints and the command line, but no folder of the run."""
     store = tmp_path / "store"
     url = f"dir://run::file://{store}"
     folders = [RunFolder(tmp_path / name) for name in ("first", "other")]
@@ -239,7 +239,6 @@ def test_settings_of_saving_and_of_the_end_may_change_and_versions_before_had_fe
 
 
 def test_a_rank_ends_when_its_launcher_is_gone() -> None:
-    """The launcher is killed; its rank ends, though nothing asks it to."""
     rank = """
 import time
 from zero_engine.launch.orphans import end_with_launcher

@@ -1,4 +1,4 @@
-"""The train program leaves behind what it promises, and others can read it."""
+"""Files that the train program leaves behind, as others read them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path: Path) -> Non
 
 
 def test_a_report_reads_what_the_run_has_left(finished_run: tuple[RunFolder, str]) -> None:
-    """Losses on held-out text as printed, and those of steps as logged; all ranks have ended."""
+    """Held-out losses are as printed and those of steps as logged, and all ranks have ended."""
     folder, output = finished_run
     run = read_run(folder.root)
     printed = re.findall(r"step (\d+)/\d+  held-out loss ([\d.]+)", output)

@@ -1,4 +1,4 @@
-"""What a user got wrong is said in one line that names the option and the way out."""
+"""Mistakes of users, reported in one line that names the option and the remedy."""
 
 from __future__ import annotations
 
@@ -109,7 +109,10 @@ def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
 
 
 def test_malformed_configurations_are_refused_with_one_line_that_names_the_key() -> None:
-    """Every eleventh; `nox -s faults` tries all, read from files too, and DeepSpeed's reader."""
+    """Every eleventh one is tried here.
+
+    `nox -s faults` tries all of them, also from files and with DeepSpeed's reader.
+    """
     tried = [c for c in malformed_configurations() if isinstance(c.content, dict)][::11]
     for case in tried:
         with pytest.raises(ConfigError) as refused:

@@ -1,4 +1,4 @@
-"""Every access to memory that streams and threads share is ordered, by a wait that is needed."""
+"""Ordering of all accesses to memory that streams and threads share, by waits that are needed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Net(nn.Module):
 
 
 class _PinnedAccesses(TorchDispatchMode):
-    """Adds to the trace what torch does to pinned memory on the host."""
+    """A dispatch mode that traces what torch does to pinned memory on the host."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -138,7 +138,7 @@ def _handed(job: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
 
 
 class _Launched(NamedTuple):
-    """A job of a queue, whose end its waiters are ordered after."""
+    """A queued job, whose waiters are ordered after its end."""
 
     work: Work
     end: object
@@ -150,7 +150,7 @@ class _Launched(NamedTuple):
 
 @contextmanager
 def _host_kernels() -> Iterator[None]:
-    """Add to the trace what it cannot see: kernels of the host, and hand-overs of threads."""
+    """Add host kernels and hand-overs between threads to the trace, which cannot see them."""
     ends: dict[int, tuple[Future[Any], object]] = {}  # of jobs, by future
     entries: dict[tuple[int, int, int], Published] = {}  # the last of each run
     update, submit, launch = MemoryStepper.update, ThreadPoolExecutor.submit, HostQueues.launch
@@ -278,7 +278,7 @@ def _train(config: dict[str, Any], *, ranks: SimulatedRanks | None = None) -> No
 
 
 def _offloaded_optimizer(ratio: float) -> None:
-    """A plain loop, whose model is dropped while new values are on their way."""
+    """Train in a plain loop, and drop the model while new values are still being copied."""
     torch.manual_seed(0)
     net = Net().to("late:0", torch.bfloat16)
     optimizer = OffloadedOptimizer(optim.AdamW, net.parameters(), lr=1e-2, ratio=ratio)
@@ -312,7 +312,7 @@ class _SmallSteps:
 
 
 def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> None:
-    """Gradients are offered on another stream, parameters read before and dropped after a step.
+    """Offer gradients on another stream, read parameters before a step and drop them after it.
 
     With ``codec`` new values go up as differences. A single unit is updated in one run, and nobody
     waits for the first step's new values.
@@ -353,7 +353,7 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
 
 
 def _device_tier() -> None:
-    """A tier on the device with its shards on the host: two steps and a write, without a wait."""
+    """Run two steps and a write of a device tier whose shards are on the host, without a wait."""
     shard = torch.zeros(1024, dtype=torch.bfloat16).pin_memory()
     group = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
     tier = DeviceTier(
@@ -372,7 +372,7 @@ def _device_tier() -> None:
 
 
 def _reused_memory() -> None:
-    """Buffers for all units at once are memory that was just used for something else."""
+    """Gather all units into buffers whose memory was just used for something else."""
     torch.manual_seed(0)
     engine = zero_core.build(Net().to("late:0"), CASES["parameters too"])
     for nbytes in range(512, 32768, 512):
@@ -383,7 +383,7 @@ def _reused_memory() -> None:
 
 
 def _offloaded_states() -> None:
-    """The memory of states that another stream allocated is reused there while they are copied."""
+    """Offload states whose memory another stream allocated and reuses while they are copied."""
     torch.manual_seed(0)
     other = torch.Stream(device="late:0")
     with other:
@@ -409,7 +409,7 @@ def _train_as_rank(ranks: SimulatedRanks, config: dict[str, Any]) -> None:
 
 
 def _edited_parameters() -> None:
-    """Values on the host are overwritten right after a forward that they were fetched for."""
+    """Overwrite values on the host right after a forward that they were fetched for."""
     torch.manual_seed(0)
     engine = zero_core.build(Net().to("late:0"), CASES["parameters too"])
     with torch.no_grad():
@@ -420,7 +420,10 @@ def _edited_parameters() -> None:
 
 
 def _inputs_on_the_host() -> None:
-    """Inputs of calls wait on the host; of one call they are fetched ahead and never used."""
+    """Keep inputs of calls on the host.
+
+    Those of one call are fetched ahead and never used.
+    """
     inputs = HostInputs(torch.device("late:0"))
     kept = []
     for is_kept in (True, False):  # whether the inputs' own memory stays in use
@@ -438,7 +441,7 @@ def _inputs_on_the_host() -> None:
 
 
 def _gradients_on_the_host() -> None:
-    """Partial gradients of three micro-batches wait on the host; each is added to in its turn."""
+    """Keep partial gradients of three micro-batches on the host, and add to each in its turn."""
     host = HostGradients(HostInputs(torch.device("late:0")).copies, 3)
     partials = [PartialGrads(host) for _ in range(3)]
     for _ in range(2):
@@ -454,7 +457,7 @@ def _gradients_on_the_host() -> None:
 
 
 def _saved_beside_training() -> None:
-    """Threads copy states while steps change them, and after the gradients that made them."""
+    """Save asynchronously: threads copy the states of a step while the next ones change them."""
     engine = zero_core.build(Net().to("late:0"), ON_RANKS["stage 3"])
     with TemporaryDirectory() as folder:
         for step in range(3):

@@ -1,7 +1,7 @@
-"""A training loop on accelerate's Accelerator, as its examples are; prints what happened as JSON.
+"""A training loop on accelerate's Accelerator in the style of its examples.
 
-Arguments: stage, or "launched" for what `accelerate launch` says; folder for a saved state. Under
-`zero-engine run`.
+It runs under `zero-engine run`. Arguments: the stage, or "launched" for the settings of
+`accelerate launch`, and a folder for a saved state and ``result.json``.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Trains a model on a translation task, with the arguments of transformers' script of 2021."""
+"""A training script for a translation task, with the arguments of transformers' script of 2021."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from transformers import (
 
 @dataclass
 class ModelArguments:
-    """What to train."""
+    """The model to train."""
 
     model_name_or_path: str
 
 
 @dataclass
 class DataTrainingArguments:
-    """On what."""
+    """The task and its numbers of samples."""
 
     task: str = field(default="summarization")
     n_train: int = field(default=-1)

@@ -1,7 +1,7 @@
-"""Trains a language model with the Trainer, in the shape of transformers' run_clm.py.
+"""A training script for language models on the Trainer, in the style of transformers' run_clm.py.
 
 Nothing here knows of DeepSpeed or of zero-engine: ``--deepspeed FILE`` is the Trainer's own
-argument. The model is a tiny one, in a folder; the data are made here.
+argument. The model is a tiny one in a folder, and the data are made here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VOCABULARY, LENGTH = 64, 16
 
 @dataclass
 class ModelArguments:
-    """What to train."""
+    """The model to train."""
 
     model_name_or_path: str
     lora: bool = field(default=False)
@@ -37,14 +37,17 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """How much of it."""
+    """Numbers of samples."""
 
     train_samples: int = field(default=64)
     eval_samples: int = field(default=8)
 
 
 class Walks(Dataset):
-    """Each sample walks through the vocabulary by steps of its own; an encoder's leads further."""
+    """Sequences that go through the vocabulary, each with a step size of its own.
+
+    If ``walks_on``, as for an encoder and a decoder, the labels continue the inputs.
+    """
 
     def __init__(self, walks_on: bool, samples: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What a script sees of ``deepspeed``; prints it as JSON."""
+"""A script that prints its view of ``deepspeed`` as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files for clusters: SLURM's script runs here, the others have the form that is expected."""
+"""The files for clusters: SLURM's script runs here, the others are checked for their form."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_slurm_script_is_requeued_after_its_warning(
 
 
 def _wait_for(job: subprocess.Popen[bytes], paths: list[Path]) -> None:
-    """Return when ``paths`` are written, if ``job`` lives so long, and within a minute."""
+    """Wait until ``paths`` are written, at most a minute and only while ``job`` runs."""
     end = time.monotonic() + 60
     while not all(path.exists() and path.read_text() for path in paths):
         assert job.poll() is None
@@ -101,7 +101,7 @@ def _document(name: str) -> dict[str, Any]:
 
 
 def test_kubeflow_runs_the_train_program_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's policy gives each node's pod these variables."""
+    """Kubeflow's policy for torch sets these variables in each node's pod."""
     trainer = _document("kubeflow_trainjob.yaml")["spec"]["trainer"]
     nodes = {"PET_NNODES": str(trainer["numNodes"]), "PET_NODE_RANK": "1"}
     ranks = {"PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
@@ -176,7 +176,7 @@ def test_skypilot_describes_each_node_to_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_wheel", [True, False])
 def test_image_has_the_python_of_the_wheelhouse(has_wheel: bool, tmp_path: Path) -> None:
-    """What stands at its top finds the release; the install refuses another one by name."""
+    """A command in its header finds the release, and the install refuses wheels of another one."""
     text = (CLUSTERS / "Containerfile").read_text(encoding="utf-8")
     assert re.findall(r"^USER (\w+)", text, re.M)[-1] == "1000", "the user isn't root"
     house = tmp_path / "wheelhouse"

@@ -57,7 +57,7 @@ LEARNED = 3.45
 
 @dataclass
 class Run:
-    """Losses are in nats per token, means over all ranks; bytes are one rank's per step."""
+    """A run's losses in nats per token, as means over all ranks, and one rank's bytes per step."""
 
     curve: list[float]
     held_out: float
@@ -66,7 +66,7 @@ class Run:
 
 
 def _train(ranks: SimulatedRanks, dtype: str, name: str, model: Gpt, corpus: Corpus) -> Run:
-    """One rank's part of a run."""
+    """Train one rank's part of a run."""
     config: dict[str, Any] = {
         **training_config(STEPS),
         "train_micro_batch_size_per_gpu": MICRO_BATCH,

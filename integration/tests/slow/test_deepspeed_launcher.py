@@ -39,7 +39,7 @@ HOSTS = "# two machines\nworker-0 slots=2\n\nworker-1 slots=4 # faster\n"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A script that prints its rank and arguments, beside a host file."""
+    """Write a script that prints its rank and arguments, beside a host file."""
     (tmp_path / "hosts").write_text(HOSTS, encoding="utf-8")
     path = tmp_path / "train.py"
     path.write_text(SEES, encoding="utf-8")
@@ -47,7 +47,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def _ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[dict[str, Any], list[str]]]:
-    """What the ranks printed, by rank."""
+    """Return what the ranks printed, in the order of the ranks."""
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return sorted(found, key=lambda one: int(one[0]["RANK"]))
@@ -139,7 +139,7 @@ def _refusal(*arguments: str) -> str:
 
 @pytest.fixture
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restores the variables that `run_program` sets."""
+    """Restore the variables that `run_program` sets."""
     for name in ("PYTHONPATH", "PATH", "ZERO_ENGINE_PYTHON", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):

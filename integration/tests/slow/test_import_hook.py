@@ -27,7 +27,7 @@ SITECUSTOMIZE = "import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = 'was run'\n"
 
 @pytest.fixture
 def seen(tmp_path: Path) -> dict[str, Any]:
-    """What the script saw as one process, with a sitecustomize of the user's on the path."""
+    """Return what the script saw as one process, with a user's sitecustomize on the path."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), environment().get("PYTHONPATH", "")])
     found: dict[str, Any] = json.loads(

@@ -218,7 +218,7 @@ def _has_named_optimizer(world_size: int, folder: Path) -> None:
 
 
 def _fits_twice(world_size: int, folder: Path) -> None:
-    """Start the second fit from the first one's weights, which a test in between sees, too."""
+    """Fit twice, the second time from the first one's weights, with a test of them in between."""
     metrics, seconds = [], []
     for make in (DDPStrategy, lambda: "zero_stage_3"):
         module, _, trainer = _fit(make(), world_size, folder, _Module())
@@ -238,7 +238,7 @@ def _fits_twice(world_size: int, folder: Path) -> None:
 
 
 def _refuses(world_size: int, folder: Path) -> None:
-    """Before anything is trained."""
+    """Check that these settings are refused before anything is trained."""
     clipped = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
     with pytest.raises(zero_core.ConfigError, match="use 'norm'"):
         _fit("zero_stage_2", world_size, folder, **clipped)

@@ -98,7 +98,10 @@ def record(optimizer):
 
 
 def curve(schedules, kind, name, params):
-    """Groups and `get_last_lr` after each step; half-way from a new schedule with the state."""
+    """Record the optimizer's groups and `get_last_lr` after each step of a schedule.
+
+    At a third of the steps a new schedule takes over with the saved state.
+    """
     optimizer = make_optimizer(kind)
     fresh = [group["lr"] for group in optimizer.param_groups]
     schedule = getattr(schedules, name)(optimizer, **params)
@@ -121,7 +124,7 @@ def curve(schedules, kind, name, params):
 
 
 def tuning(schedules):
-    """What comes out of the command line's arguments, and of a configuration."""
+    """Return schedules' settings from command-line arguments and from configurations."""
     import argparse
 
     parser = schedules.add_tuning_arguments(argparse.ArgumentParser())

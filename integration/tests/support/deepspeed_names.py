@@ -19,21 +19,21 @@ TABLE = HOME / "deepspeed" / "deepspeed_names.json"
 
 @cache
 def served_modules() -> list[str]:
-    """Dotted names, without "deepspeed.", of the modules that are served; "" is the package."""
+    """List the served modules by dotted names without "deepspeed.", where "" is the package."""
     root = HOME / "deepspeed"
     return sorted({*ALIASES, *(_dotted(path, root) for path in root.rglob("*.py"))})
 
 
 def deepspeeds_folder() -> Path | None:
-    """Where DeepSpeed itself lies; None if it is not installed."""
+    """Return DeepSpeed's own folder, or None if it is not installed."""
     spec = importlib.util.find_spec("deepspeed")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def public_names(root: Path) -> dict[str, list[str]]:
-    """For each module that is served and that DeepSpeed has: the names that it has there.
+    """Map each module that is both served and DeepSpeed's to the names that it has there.
 
-    Not its submodules: a module that had them as names would keep Python from importing them.
+    Submodules are left out: a module that had them as names would keep Python from importing them.
     """
     found = {name: _file(root, name) for name in served_modules()}
     return {
@@ -79,7 +79,7 @@ def _names(root: Path, file: Path) -> frozenset[str]:
 
 
 def _at_the_top(tree: ast.AST) -> list[ast.AST]:
-    """Statements of the module, those within if, try and with too."""
+    """Return the statements at a module's top, including those within if, try and with."""
     found: list[ast.AST] = []
     left = list(ast.iter_child_nodes(tree))
     while left:
@@ -92,7 +92,7 @@ def _at_the_top(tree: ast.AST) -> list[ast.AST]:
 
 
 def _passed_on(root: Path, file: Path, node: ast.ImportFrom) -> set[str]:
-    """Names that come from another module of DeepSpeed's."""
+    """Return names that are imported from another module of DeepSpeed's."""
     if node.level:
         base = file.parents[node.level - 1]
         dotted = ".".join(base.relative_to(root).parts)

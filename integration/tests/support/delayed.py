@@ -1,6 +1,6 @@
 """Collectives that fall behind: threads sleep at random, on each rank differently.
 
-They do before and within every job of a queue, and before every wait.
+They sleep before and within every job of a queue, and before every wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDTH = 33
 
 
 class Delayed:
-    """Native collectives whose threads fall behind now and then; what they carry is untouched."""
+    """Native collectives whose threads fall behind now and then, without a change to the data."""
 
     def __init__(self, native: Any, chance: random.Random) -> None:
         self._native = native
@@ -70,7 +70,7 @@ class Delayed:
 
 
 class Slow:
-    """A work that is waited for late."""
+    """A work whose wait is late."""
 
     def __init__(self, work: Any, fall_behind: Callable[[], None]) -> None:
         self._work = work
@@ -82,7 +82,10 @@ class Slow:
 
 
 class SlowReduction(Slow):
-    """A reduction that is waited for late. What it offers is named: isinstance asks the class."""
+    """A reduction whose wait is late.
+
+    Its methods are spelled out because isinstance checks the class.
+    """
 
     @property
     def contributions(self) -> Sequence[Tensor]:

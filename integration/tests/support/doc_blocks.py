@@ -37,12 +37,12 @@ class Block(NamedTuple):
 
     @property
     def needs_further(self) -> bool:
-        """Whether it uses one of `FURTHER`; BitsAndBytesConfig stands for the first."""
+        """Whether the block uses a library of `FURTHER`, also by way of BitsAndBytesConfig."""
         return any(name in self.text.lower() for name in FURTHER)
 
 
 def find_blocks(*languages: str) -> Iterator[Block]:
-    """Yield the blocks of all pages that are in ``languages``; without any, all blocks."""
+    """Yield the blocks of all pages in ``languages``, or in any language if none is given."""
     for page in PAGES:
         tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
         found = [token for token in tokens if token.type in ("fence", "code_block")]

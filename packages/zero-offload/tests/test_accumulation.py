@@ -36,7 +36,7 @@ RATIOS = (0.0, 0.3, 1.0)
 
 
 def _grads(space: Space, step: int, count: int) -> list[Tensor]:
-    """One per micro-step, of sizes whose sum depends on the order."""
+    """Return one gradient per micro-step, of sizes whose sum depends on the order."""
     return [space.grad(10 * step + k) * 8.0 ** (k % 3) for k in range(count)]
 
 
@@ -60,7 +60,7 @@ def _tier(space: Space, count: int, **options: Any) -> TwinTier:
 def _train(
     count: int, dtype: torch.dtype = BF16, *, is_by_unit: bool = False, **block: Any
 ) -> dict[str, Tensor]:
-    """Add up gradients and update, at the end or each unit as soon as its last gradient is in."""
+    """Accumulate gradients and update at the end, or each unit right after its last gradient."""
     space = Space(dtype)
     tier = _tier(space, count, **block)
     for step in range(3):
@@ -80,7 +80,7 @@ def _train(
 
 
 class _Summed(Space):
-    """Its gradients are what plain torch adds up, as those of a device that has the sum."""
+    """A space whose gradients are plain torch's sums over the micro-steps."""
 
     def __init__(self, dtype: torch.dtype, count: int) -> None:
         super().__init__(dtype)
@@ -96,7 +96,7 @@ def _train_on_sums(count: int, dtype: torch.dtype = BF16, **block: Any) -> dict[
 
 @pytest.fixture(params=["torch", "one gradient", "several gradients"])
 def kernel(request: pytest.FixtureRequest) -> Any:
-    """Torch's update, a kernel that takes one gradient, and one that adds several."""
+    """Provide torch's update, a kernel that takes one gradient, and one that adds several."""
     makers = {"torch": lambda: None, "one gradient": ReferenceKernel, "several gradients": cpu_adam}
     return makers[request.param]()
 
@@ -108,7 +108,7 @@ def kernel(request: pytest.FixtureRequest) -> Any:
 def test_the_update_is_that_of_the_sum_at_every_ratio(
     kernel: Any, dtype: torch.dtype, count: int
 ) -> None:
-    """Whether units are updated at once or while the last micro-step goes on."""
+    """Units are updated together at the end, or one by one during the last micro-step."""
     expected = _train_on_sums(count, dtype, kernel=kernel)
     for ratio in RATIOS:
         for is_by_unit in (False, True):
@@ -205,7 +205,6 @@ def test_sums_begin_anew_after_an_offer_a_discard_and_a_step(ratio: float, count
 
 @pytest.mark.parametrize("count", [3, 6])
 def test_copies_that_come_late_are_waited_for(count: int) -> None:
-    """The caller may reuse its memory after the release; whoever adds waits for the copies."""
     space = Space(BF16)
     tier, _ = host_tier(space, None, streams=LateStreams(), is_staged=True)
     tier.expect_micro_steps(count)
@@ -253,7 +252,7 @@ def test_an_error_while_adding_is_raised_by_the_next_call_and_changes_nothing(
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_range_without_a_gradient_is_refused(ratio: float, count: int) -> None:
-    """Also after a step or a discard, when the device's copy is still in memory."""
+    """This also holds after a step or a discard, when the device's copy is still in memory."""
     space = Space(BF16)
     tier = _tier(space, count, ratio=ratio)
 
@@ -292,7 +291,7 @@ def test_a_step_waits_for_the_sums_of_units_that_the_last_micro_step_left_out(
 
 
 class _SlowSums(TorchStepper):
-    """Notes square sums, which take their time, and updates."""
+    """A stepper with slow square sums that records their order among updates."""
 
     order: ClassVar[list[str]] = []
 
@@ -330,7 +329,7 @@ def test_gradients_are_added_only_where_that_was_announced() -> None:
 
 
 def test_waits_do_not_count_as_updates() -> None:
-    """From its seconds per element `AutoTier` concludes how much the host can do."""
+    """`AutoTier` derives the host's speed from these seconds per element."""
     clock = [0.0]
 
     class Timed(TorchStepper):
@@ -368,7 +367,7 @@ def test_waits_do_not_count_as_updates() -> None:
 
 
 def test_square_sums_go_before_updates() -> None:
-    """The caller waits for them at the end of backward, with the updates of all units behind it."""
+    """The caller waits for sums at the end of backward, when updates of all units are queued."""
     order = _SlowSums.order
     order.clear()
     space = Space(BF16)

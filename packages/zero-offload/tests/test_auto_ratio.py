@@ -1,4 +1,4 @@
-"""The search for the fastest ratio, with made-up speeds: where it ends, stays, and begins again."""
+"""The search for the fastest ratio on simulated machines: where it ends, stays, and restarts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ ENOUGH_STEPS = 12 * (STEPS_PER_PROBE + 1)
 
 @dataclass
 class Machine:
-    """Host and device begin together; parameters are needed ``slack_s`` after the device is done.
+    """A machine whose host and device start their updates together.
 
-    Seconds are those for all elements.
+    The host's parameters are needed ``slack_s`` seconds after the device's update has ended. The
+    other seconds are those for all elements.
     """
 
     host_s: float
@@ -41,7 +42,7 @@ class Machine:
         self._random = random.Random(self.seed)
 
     def step_s(self, ratio: float) -> float:
-        """What the update adds to a step: the definition that the optimum is taken from."""
+        """Return the seconds that the update adds to a step, which the best ratio minimizes."""
         return max(self.host_s * ratio - self.slack_s, self.device_s * (1 - ratio))
 
     def sample(self, ratio: float) -> Sample:
@@ -55,7 +56,7 @@ class Machine:
         return 1 + self._random.uniform(-self.noise, self.noise)
 
     def best(self, least: float = 0.0) -> float:
-        """By trying: the fastest ratio, of equally fast ones the largest."""
+        """Find the fastest ratio by exhaustive search, and the largest of equally fast ones."""
         tried = [least + (1 - least) * i / 10_000 for i in range(10_001)]
         return min(reversed(tried), key=self.step_s)
 

@@ -1,4 +1,4 @@
-"""The tier that chooses its own cut: what it measures, and that no bit changes."""
+"""The tier that chooses its own split: its measurements, and bits that never change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RATIOS = (0.5, 0.25, 0.9, 0.0, 1.0, 0.999, 0.3)
 
 
 class Scripted(AutoRatio):
-    """Goes through given ratios, one a step, and keeps what it was told."""
+    """A search that steps through given ratios and records the samples it receives."""
 
     def __init__(self, ratios: tuple[float, ...]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Scripted(AutoRatio):
 
 
 class LateThread(VirtualThread):
-    """A thread whose worker has done nothing before the caller waits for it."""
+    """A thread whose worker runs nothing until the caller waits for it."""
 
     def catch_up(self) -> None:
         """Run nothing."""
@@ -62,7 +62,7 @@ class LateThread(VirtualThread):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
-    """Time that passes in kernels alone, on the clock of the worker or of the caller."""
+    """Replace all clocks by virtual time that only kernels advance."""
     made = VirtualTime()
     monkeypatch.setattr("zero_offload.tiers.clock.perf_counter", made.now)
     monkeypatch.setattr("zero_offload.tiers.flat_tier.HostThread", lambda _: LateThread(made))
@@ -115,7 +115,7 @@ def test_whatever_it_chooses_no_bit_changes(route: str, dtype: torch.dtype) -> N
 
 
 def test_each_step_is_measured(clock: VirtualTime) -> None:
-    """A host kernel that takes 20 ms per run, and a caller that comes for the values at once."""
+    """The host kernel takes 20 ms per run, and the caller waits for the values at once."""
     space, script = Space(), Scripted((1.0, 0.5, 0.5))
     tier = make_auto(space, TimedAdam(clock, 0.02, 0.005), script)
     train(tier, space, GROUPS, range(4), active=[0, 1, 2])  # one run
@@ -127,7 +127,7 @@ def test_each_step_is_measured(clock: VirtualTime) -> None:
 
 
 def test_a_stall_is_the_hosts_lateness_alone(clock: VirtualTime) -> None:
-    """A caller that comes later than the host is done waits for nothing."""
+    """A caller that first waits after the host has finished does not stall."""
     space, script = Space(), Scripted(())
     tier = make_auto(space, TimedAdam(clock, 0.02, 0.005), script)
     train(tier, space, GROUPS, range(1))
@@ -141,7 +141,7 @@ def test_a_stall_is_the_hosts_lateness_alone(clock: VirtualTime) -> None:
 
 
 def test_units_updated_one_by_one_are_one_step() -> None:
-    """Updates within backward: each unit is offered and stepped before the next one comes."""
+    """Each unit is offered and stepped before the next one, as in updates within backward."""
     space, script = Space(), Scripted((0.5, 0.2, 0.9))
     tier = make_auto(space, ReferenceAdam(), script)
     for step in range(4):
@@ -167,7 +167,7 @@ def test_a_skipped_step_is_not_measured_twice() -> None:
 
 
 def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -> None:
-    """The step in which it comes is noticed after its gradient is in: nothing moves then."""
+    """The tier notices the step only after that gradient was offered: the split must not move."""
     results, script = [], Scripted(RATIOS)
     for is_auto in (True, False):
         space, kernel = Space(), ReferenceAdam()
@@ -190,7 +190,7 @@ def test_a_parameter_that_comes_first_and_had_no_gradient_before_is_not_lost() -
 def test_a_host_that_is_always_late_gives_all_to_the_device(
     clock: VirtualTime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its kernel takes 4 ms, whatever it is given; the search ends at 0 and says so, once."""
+    """The kernel takes 4 ms for any share, so the search ends at ratio 0 and logs it once."""
     caplog.set_level(logging.INFO, logger="zero_offload")
     space = Space()
     space.pieces[-1] = (272, 360, 0)  # any share has an element to update
@@ -228,7 +228,7 @@ def test_ratio_auto_makes_a_tier_that_searches_also_without_elements() -> None:
 
 
 def test_a_device_clock_waits_for_nothing() -> None:
-    """Beginning backward must not synchronize with forward: what has not ended counts later."""
+    """Reading the clock must not synchronize with the device: unfinished work is counted later."""
     time = VirtualTime()
     compute = VirtualStream(time, "compute")
 
@@ -287,7 +287,7 @@ def test_room_is_what_this_process_may_take_of_the_device(
 def test_room_is_what_the_peak_without_the_state_leaves(
     reserved: int, steps: list[tuple[int, float]], total: int
 ) -> None:
-    """A device with ``total`` bytes on which a step takes some, and the state 14 per element."""
+    """Each step takes some of the device's ``total`` bytes, plus 14 per element of state."""
     numel, element_bytes = 10**7, 14
     peak = others = 0
     room = DeviceRoom(numel, element_bytes)

@@ -1,4 +1,4 @@
-"""The host's step runs beside the caller: what it publishes early, and what its errors do."""
+"""The host's step beside the caller: parameters published early, and errors."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_state_and_gradients_in_use_wait_for_a_step_in_flight(
 
 
 def test_a_step_over_other_pieces_queues_up_behind_one_in_flight() -> None:
-    """As when units are updated while backward goes on: nobody waits, and no bit changes."""
+    """Units are updated like this during backward, without waiting and without changing a bit."""
     space, kernel = Space(), GatedAdam(gate_at=0)
     tier = make_tier(space, kernel=kernel)
     grad = space.grad(0)
@@ -169,7 +169,7 @@ def test_host_and_device_step_at_the_same_time() -> None:
 def test_an_error_in_the_worker_reaches_every_later_call(
     ratio: float, pieces: Sequence[int], gate_at: int, awaited: int
 ) -> None:
-    """And whoever waits for a run behind the one that failed."""
+    """It also reaches a caller that waits for a run queued behind the failed one."""
     space, cause = Space(), MemoryError("no memory for the moments")
     kernel = GatedAdam(gate_at, cause)
     tier = make_tier(space, ratio=ratio, kernel=kernel, host_share="first")
@@ -206,7 +206,7 @@ def test_an_error_of_the_device_part_is_raised_by_step_itself() -> None:
 def test_a_missing_gradient_is_refused_before_anything_is_updated(
     ratio: float, start: int, stop: int
 ) -> None:
-    """Also in the half that has all of its own: the host's begins at element 144."""
+    """The other half may have its whole gradient: the host's half starts at element 144."""
     space = Space()
     tier = make_tier(space, ratio=ratio, kernel=ReferenceAdam())
     before = snapshot(tier, space)
@@ -218,7 +218,7 @@ def test_a_missing_gradient_is_refused_before_anything_is_updated(
 
 
 def test_the_worker_records_no_gradients_and_ends_with_its_tier() -> None:
-    """Grad mode is per thread: a kernel that uses torch must run without it in the worker too."""
+    """Grad mode is per thread, so the worker must turn it off for kernels that use torch."""
     modes: list[bool] = []
 
     class Watch(ReferenceAdam):

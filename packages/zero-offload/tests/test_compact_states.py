@@ -97,7 +97,7 @@ def test_training_stays_close_to_fp32_states(
 def test_bits_do_not_depend_on_neighbours_or_on_how_gradients_arrive(
     kernel: Any, state_dtype: str
 ) -> None:
-    """Blocks count from a piece's start, whatever is updated beside it."""
+    """Blocks are counted from a piece's start, whichever pieces are updated with it."""
     space = Space(BF16)
     tier = make_tier(space, kernel=kernel, state_dtype=state_dtype)
     for step in range(3):
@@ -186,7 +186,7 @@ def test_block_that_is_overwritten_in_part_keeps_the_rest() -> None:
 def test_staging_copy_is_the_upper_half_on_the_way_to_a_device(
     kernel: Any, state_dtype: str
 ) -> None:
-    """As on an accelerator: what is sent up is kept, and no third copy of it."""
+    """The upload buffer holds the upper halves, as on an accelerator, without a third copy."""
     space, plain = Space(BF16), Space(BF16)
     tier, mover = host_tier(space, kernel, state_dtype=state_dtype, is_staged=True)
     other = make_tier(plain, kernel=kernel, state_dtype=state_dtype)
@@ -232,7 +232,7 @@ def test_what_8_bits_cannot_serve_is_refused_by_name(
 
 
 def test_rounding_of_16_bit_moments_starts_again_at_each_block(monkeypatch: Any) -> None:
-    """A stretch that starts at a block gets the bits that it gets within the whole."""
+    """A range that starts at a block boundary rounds to the same bits as within the whole."""
     monkeypatch.setattr(Bf16AdamRule, "block", 64)
     rule = Bf16AdamRule.of(ReferenceKernel(), optim.AdamW)
     grad, hyper = torch.randn(200), rule.hyper(ADAM[0], 1)
@@ -275,7 +275,7 @@ def test_decoded_moments_are_stored_as_they_were(
 
 @pytest.mark.parametrize("exponent", [-56, 0, 40])
 def test_every_code_of_a_block_comes_back(exponent: int) -> None:
-    """Down to a largest root of 2**-56, where the smallest squares are subnormal in fp32."""
+    """At a largest root of 2**-56 the smallest squares are subnormal in fp32."""
     found = torch.arange(256, dtype=torch.uint8).repeat(128)
     found[::128] = 255
     for mantissa in (1.0, 1.41421354, 1.41421366, 1.7, 1.9999999):

@@ -1,4 +1,4 @@
-"""What is served and what is refused: configs, optimizers, kernels."""
+"""Configurations, optimizers and kernels that `create_tier` serves or refuses."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_optimizers_that_are_not_elementwise_are_refused_by_name(cls: Any) -> No
 
 
 def test_every_torch_optimizer_is_known_to_be_one_or_the_other() -> None:
-    """A new torch optimizer shows up here and must be looked at."""
+    """A new torch optimizer fails this test until it is classified."""
     found = {
         cls
         for cls in vars(optim).values()
@@ -108,7 +108,7 @@ def test_every_torch_optimizer_is_known_to_be_one_or_the_other() -> None:
 
 
 class _Tuned(optim.SGD):
-    """A subclass may do anything, so it must vouch for itself."""
+    """A subclass that does not vouch for itself, since a subclass may do anything."""
 
 
 class _Vouched(optim.SGD):
@@ -116,7 +116,7 @@ class _Vouched(optim.SGD):
 
 
 class _Liar(optim.Optimizer):
-    """Claims to be elementwise and keeps a row of means."""
+    """An optimizer that claims to be elementwise and keeps a row of means."""
 
     is_elementwise = True
 
@@ -220,7 +220,6 @@ def test_importing_and_stepping_loads_no_sibling_package() -> None:
 
 
 def test_no_thread_is_started_before_the_first_step() -> None:
-    """An optimizer made and dropped starts no thread."""
     before = workers()
     optimizer = OffloadedOptimizer(optim.SGD, [weight := nn.Parameter(torch.ones(2))], lr=0.1)
     assert workers() == before

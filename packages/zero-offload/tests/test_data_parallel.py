@@ -42,7 +42,10 @@ PAIRS = [(0, 0.0), (0, 1.0), (1, 0.3), (2, 0.3)]
 def shard(
     model: nn.Sequential, *, is_mixed: bool = False, mesh: DeviceMesh | None = None
 ) -> nn.Sequential:
-    """FSDP2, a unit per layer with weights; ``is_mixed``: computed in bf16."""
+    """Apply FSDP2 with one unit per layer that has weights.
+
+    ``is_mixed`` computes in bf16.
+    """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_mixed else None)
     for module in (model[0], model[3], model[4], model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -79,7 +82,7 @@ def test_ddp_equals_torch_bit_for_bit() -> None:
 
 
 def _equal_at_every_ratio(train: Callable[[Callable[..., Any]], Tensor]) -> None:
-    """What ``train`` returns is the same whichever optimizer the model is given."""
+    """Check that ``train`` returns the same with torch's optimizer and at every ratio."""
     expected = train(lambda model: optim.AdamW(groups_of(model), lr=1e-2))
     for ratio in RATIOS:
         keys = {"lr": 1e-2, "ratio": ratio}
@@ -88,7 +91,7 @@ def _equal_at_every_ratio(train: Callable[[Callable[..., Any]], Tensor]) -> None
 
 
 def _late_ddp(rank: int, world_size: int) -> None:
-    """DDP's first broadcast reaches the masters of an optimizer that was made before."""
+    """Check that DDP's first broadcast reaches the masters of an optimizer made before it."""
 
     def train(make: Callable[..., Any]) -> Tensor:
         model = make_model()
@@ -123,7 +126,7 @@ def test_fsdp2_with_uneven_and_empty_shards_equals_torch_bit_for_bit(
 
 
 def _replicated(rank: int, world_size: int) -> None:
-    """HSDP: sharded over one dimension of the mesh, replicated over the other."""
+    """Train under HSDP: sharded over one mesh dimension, replicated over the other."""
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     _assert_equals_torch(
         rank, lambda: shard(make_model(), mesh=mesh), max_norm=0.05, pairs=PAIRS[2:]
@@ -150,7 +153,7 @@ def test_cpu_adam_class_offloaded_equals_itself_on_fsdp2(dtype: torch.dtype, rat
 
 
 def _states(rank: int, world_size: int) -> None:
-    """What is given out is what torch's optimizer has, by name, placement and value."""
+    """Compare exported states with torch's by name, placement and value."""
     plain, ours = shard(make_model()), shard(make_model())
     expected = optim.AdamW(groups_of(plain), lr=1e-2)
     optimizer = OffloadedOptimizer(optim.AdamW, groups_of(ours), lr=1e-2, ratio=0.3)
@@ -177,7 +180,7 @@ def test_states_are_dtensors_in_the_parameters_placements() -> None:
 
 
 def _resume(rank: int, world_size: int, folder: str) -> None:
-    """Checkpoints of every kind go on as the run that wrote them, at another ratio."""
+    """Resume from every kind of checkpoint at another ratio, and compare with the first run."""
     for cls, settings in CLASSES[::3]:
         first = shard(make_model(torch.bfloat16))
         source = OffloadedOptimizer(cls, groups_of(first), ratio=0.6, **settings)
@@ -250,7 +253,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def _plain_state(rank: int, world_size: int) -> None:
-    """What torch's optimizer saved is taken over, with the weights as masters."""
+    """Load a state that torch's optimizer saved, with the weights as masters."""
     plain, ours = shard(make_model()), shard(make_model())
     source = optim.AdamW(groups_of(plain), lr=1e-2)
     loop(plain, source, rank, range(3))
@@ -272,7 +275,7 @@ def test_a_plain_torch_state_is_taken_over_on_fsdp2() -> None:
 
 
 def _overflow(rank: int, world_size: int) -> None:
-    """An element that overflows on one rank alone skips the step on all."""
+    """Check that an overflow on one rank alone skips the step on all ranks."""
 
     def train(make: Callable[..., Any]) -> Tensor:
         model = shard(make_model())

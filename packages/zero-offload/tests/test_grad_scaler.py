@@ -23,7 +23,7 @@ def _train(
     max_norm: float = 0.0,
     before_step: Callable[[float], None] = lambda scale: None,
 ) -> None:
-    """Five steps, the third with an overflow, which halves the loss scale."""
+    """Train for five steps, of which the third overflows and halves the loss scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     scales = []
     for step in range(5):
@@ -56,7 +56,7 @@ def test_fp32_loop_with_a_scaler_equals_torch_bit_for_bit(ratio: float, max_norm
 @pytest.mark.parametrize("kernel", [None, ReferenceAdam()], ids=["torch", "reference"])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 def test_fp16_gradients_are_unscaled_in_fp32(ratio: float, kernel: ReferenceAdam | None) -> None:
-    """Torch's AdamW over fp32 copies that take the unscaled gradients is what must come out."""
+    """The oracle is torch's AdamW over fp32 copies that take the unscaled gradients."""
     plain, ours = make_model(FP16), make_model(FP16)
     copies = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
     over_copies = optim.AdamW(copies, lr=1e-2)

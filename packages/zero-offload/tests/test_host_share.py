@@ -1,4 +1,4 @@
-"""Which elements the host holds: by parameter name and by bytes of device memory."""
+"""Selection of the host's elements by parameter name and by bytes of device memory."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_gradients_that_are_widened_on_an_accelerator_count(
 
 
 class _Net(nn.Module):
-    """Its parameters have names that patterns tell apart; one is empty."""
+    """A model whose parameters are matched by name patterns, with an empty one among them."""
 
     def __init__(self) -> None:
         super().__init__()

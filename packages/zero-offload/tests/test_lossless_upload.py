@@ -1,4 +1,4 @@
-"""New parameters that go up as differences: the bits of whole ones, in fewer bytes."""
+"""New parameters uploaded as differences: equal bits in fewer bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ChangedElements:
-    """A codec: the positions of the changed elements, then what is added to their bits."""
+    """A codec of the changed elements' positions and the differences of their bits."""
 
     def max_nbytes(self, numel: int, itemsize: int) -> int:
         return numel * (4 + itemsize) if itemsize in (2, 4) else 0
@@ -76,7 +76,7 @@ class WideSpace(Space):
         self.params = [(0, first.clone()), (80_000, second.clone())]
 
     def grad(self, step: int) -> Tensor:
-        """Of few elements, of most in step 2."""
+        """Return a gradient that is mostly nonzero in step 2 and mostly zero in the others."""
         generator = torch.Generator().manual_seed(step)
         found = torch.randn(self.numel, generator=generator)
         share = 0.95 if step == 2 else 0.03
@@ -88,8 +88,7 @@ PIECES = range(3)
 
 
 class Pair:
-    """A tier that sends differences to a device of its own, as far as it can tell; one that does
-    not."""
+    """Two tiers that train alike, of which only the first uploads differences."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class Pair:
         return self.mover.differences
 
     def train(self, steps: range = range(6)) -> None:
-        """Train both and compare all they have."""
+        """Train both tiers and compare their whole states."""
         for tier, space in self.both:
             for step in steps:
                 offer(tier, space, step)
@@ -310,7 +309,7 @@ def test_a_codec_that_is_not_there_is_asked_for_by_name() -> None:
 
 
 def test_a_wide_span_waits_for_a_short_one_that_is_under_way() -> None:
-    """A short run is sent whole, without a checksum. The next step's run has it within."""
+    """A short run is sent whole, without a checksum. The next step's run contains it."""
     groups = [group_of(NamedLion, lr=0.1)]  # runs of pieces with unequal counts of steps are joined
     streams = LateStreams(up_s=0.05)
     pieces = [(0, 1_000, 0), (1_000, 79_000, 0), (80_000, 139_001, 0)]
@@ -329,7 +328,7 @@ def test_a_wide_span_waits_for_a_short_one_that_is_under_way() -> None:
 
 
 def test_states_in_a_file_go_with_differences(streams: HostStreams, tmp_path: Path) -> None:
-    """Its chunks have several runs."""
+    """Chunks of a file contain several runs."""
     pair = Pair(streams)
     geometry = pair.space.geometry()
     memory, codec = HostMemory(should_pin=False), ChangedElements()

@@ -118,7 +118,7 @@ RULES: list[tuple[type[optim.Optimizer], dict[str, Any], str]] = [
 def test_every_rule_gives_the_bits_of_host_memory(
     tmp_path: Path, cls: Any, settings: dict[str, Any], state_dtype: str, dtype: torch.dtype
 ) -> None:
-    """And so does state that came from host memory after two steps, to its last code."""
+    """State copied from host memory after two steps goes on with the same bits too."""
     groups = [group_of(cls, lr=lr, **settings) for lr in (1e-2, 3e-3)]
     tiers, spaces = [], [Space(dtype, num_groups=2) for _ in range(3)]
     for space, device in zip(spaces, ("cpu", "nvme", "nvme"), strict=True):
@@ -240,7 +240,7 @@ def test_bytes_moved_per_step_are_those_of_the_touched_blocks(
 def test_steps_that_queue_up_are_one_stream_of_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps are planned before the first is run; only the last one waits for the file."""
+    """Two steps are planned before the first runs, and only the last one waits for the file."""
     flushes: list[BlockPipeline] = []
     flush = BlockPipeline.flush
 
@@ -267,7 +267,10 @@ def test_steps_that_queue_up_are_one_stream_of_blocks(
 def test_next_block_is_read_and_last_one_written_during_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step's blocks are announced at once. Whoever updates one waits for its neighbours."""
+    """A step's blocks are announced at once.
+
+    An update of this test waits until the transfers of the neighbouring blocks are done.
+    """
     done: set[tuple[str, int]] = set()
 
     class Watch(ReferenceAdam):
@@ -305,7 +308,7 @@ def test_next_block_is_read_and_last_one_written_during_an_update(
 
 
 def _damage(tier: TwinTier, record: int) -> str:
-    """Write garbage over a record's bytes; the path that messages name."""
+    """Overwrite a record's bytes, and return the path that messages name."""
     file = _file(tier)
     plain = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR)
     os.pwrite(plain, b"garbage", file.offset(record))

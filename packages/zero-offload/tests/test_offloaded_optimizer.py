@@ -189,7 +189,7 @@ def test_loaded_weights_are_taken_with_sync_from_params() -> None:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_weights_that_others_write_are_followed(ratio: float) -> None:
-    """As a clamp after each step: torch's optimizers update what is there."""
+    """A clamp after each step is an example: torch's optimizers update the clamped weights."""
 
     def train(model: nn.Module, optimizer: optim.Optimizer) -> Tensor:
         for step in range(4):

@@ -177,7 +177,10 @@ def test_reads_ahead_take_as_many_buffers_as_are_configured(tmp_path: Path) -> N
 def test_a_shard_is_read_if_no_buffer_can_have_kept_it(
     count: int, horizon: int, tmp_path: Path
 ) -> None:
-    """Forward and backward turn round: they find what was fetched last, whatever is read ahead."""
+    """Forward and backward alternate, so each finds the shards that were fetched last.
+
+    This holds whatever is read ahead.
+    """
     tier = _make(tmp_path, buffer_count=count)
     assert tier.file is not None
     segments = [3, 8, 9, 10, 4]
@@ -202,7 +205,7 @@ def test_a_shard_is_read_if_no_buffer_can_have_kept_it(
 def test_a_written_shard_keeps_its_place_in_the_order(
     is_written_first: bool, tmp_path: Path
 ) -> None:
-    """What stays in buffers depends on the order of fetches, not on when updates write."""
+    """The order of fetches decides which shards stay in buffers, whenever updates write."""
     tier = _make(tmp_path, buffer_count=2)
     _fill(tier, (8, 3, 9))
     for segment in (8, 3):

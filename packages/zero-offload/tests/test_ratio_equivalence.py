@@ -1,4 +1,4 @@
-"""Any ratio gives the same bits: torch's own, or those of a kernel, torch's too."""
+"""Equal bits at every ratio, with torch's own update and with kernels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn, optim
 
 
 class NamedSGD(optim.SGD):
-    """A class of somebody's that says what its update is."""
+    """A user's subclass of SGD that names its update rule."""
 
     is_elementwise = True
     update_rule = "sgd"
 
 
 class NamedAdagrad(optim.Adagrad):
-    """The same for Adagrad."""
+    """A user's subclass of Adagrad that names its update rule."""
 
     is_elementwise = True
     update_rule = "adagrad"
@@ -69,7 +69,10 @@ ENDS = ("last", "first")
 def _by_torch(
     cls: Any, groups: Sequence[Mapping[str, Any]], steps: range, *, grad_scale: float = 1.0
 ) -> Tensor:
-    """The fp32 weights after plain torch.optim over one tensor per piece; padding as it was."""
+    """Return the fp32 weights after plain torch.optim over one tensor per piece.
+
+    Padding keeps its initial values.
+    """
     space = Space()
     weights = space.initial.clone()
     params = [nn.Parameter(weights[a:b].clone()) for a, b, _ in space.pieces]
@@ -131,7 +134,7 @@ def test_kernel_gives_torchs_numbers_and_the_same_bits_at_every_ratio(
 def test_compact_states_give_the_same_bits_at_every_ratio(
     kernel: Any, state_dtype: str, dtype: torch.dtype
 ) -> None:
-    """A piece is cut where its blocks meet. Padding may lose the lower half of a split master."""
+    """A piece is cut at a block boundary. Padding may lose the lower half of a split master."""
     groups = [group_of(optim.AdamW, lr=1e-2, weight_decay=0.1)]
     block: dict[str, Any] = {"kernel": kernel, "state_dtype": state_dtype, "padding": False}
     expected = trained(groups=groups, space=Space(dtype), **block)
@@ -158,7 +161,7 @@ def _large_space() -> Space:
 def test_large_odd_space_is_cut_at_an_element_without_a_trace(
     route: str, ratio: float, end: str
 ) -> None:
-    """100,003 elements: more than one thread's share in torch and in the kernel."""
+    """The space has 100,003 elements, more than one thread's share in torch and in the kernel."""
     kernel = {"reference": ReferenceKernel, "cpu_adam": cpu_adam, "fused": lambda: None}[route]()
     groups = [group_of(optim.AdamW, lr=1e-2, fused=route == "fused")]
     results = []

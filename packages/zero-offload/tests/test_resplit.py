@@ -1,4 +1,4 @@
-"""The split point moves between steps, and not a bit changes."""
+"""Split points that move between steps without changing a bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ROUTES = [
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """State moves in several blocks."""
+    """Move state in several blocks."""
     monkeypatch.setattr("zero_offload.tiers.part.BLOCK_NUMEL", 50)
 
 
@@ -57,7 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_moving_split_point_changes_no_bit(
     cls: Any, settings: dict[str, Any], has_kernel: bool, dtype: torch.dtype, end: str
 ) -> None:
-    """Pieces that were never updated move too: the second is left out of the first steps."""
+    """Pieces without any update move too: the second is left out of the first steps."""
     groups = [group_of(cls, **settings)]
     results = []
     for moves in (False, True):
@@ -117,7 +117,7 @@ def test_offered_gradients_forbid_a_resplit() -> None:
 
 
 def test_settings_switched_on_since_construction_are_kept() -> None:
-    """Momentum from 0 to 0.9: the tiers that a resplit makes must know its state."""
+    """Nesterov momentum is switched on later, and tiers that a resplit makes must know of it."""
     results = []
     for moves in (False, True):
         space = Space()
@@ -134,7 +134,10 @@ def test_settings_switched_on_since_construction_are_kept() -> None:
 
 
 class WatchedTiers:
-    """The real factory; it notes whether an old device tier is alive, and fails when told to."""
+    """A factory around the real one that records whether an old device tier is still alive.
+
+    It raises ``error`` for the host's tier (OSError) or for the device's (out of memory).
+    """
 
     def __init__(self, tiers: OffloadTiers) -> None:
         self.tiers = tiers
@@ -167,7 +170,7 @@ def _watched(space: Space, split: int) -> tuple[TwinTier, WatchedTiers]:
 
 
 def test_the_old_tiers_are_gone_before_the_device_has_a_new_one() -> None:
-    """Their memory is the device's: two at once might not fit."""
+    """Both use device memory, which may not have room for two at once."""
     space = Space()
     tier, watched = _watched(space, 180)
     train(tier, space, steps=range(2))

@@ -1,4 +1,4 @@
-"""What a step touches, and with which settings: pieces, groups, scale, padding, offers."""
+"""Effects of a step: pieces, groups, gradient scale, padding and offered gradients."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_inactive_pieces_and_padding_are_left_alone(route: Any, ratio: float) ->
 
 @some_ratios
 def test_pieces_of_unequal_age_use_their_own_step_count(route: Any, ratio: float) -> None:
-    """A piece that joins late is corrected as if it had trained alone."""
+    """The bias correction of a piece that joins late is the same as if it had trained alone."""
     space = Space()
     tier = make_tier(space, groups=GROUPS, ratio=ratio, kernel=route)
     train(tier, space, GROUPS, range(2), active=[0, 2])

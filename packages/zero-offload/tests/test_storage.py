@@ -1,4 +1,4 @@
-"""Blocks in a file: what was written comes back, and what goes wrong is said."""
+"""Blocks in a file: exact contents, and errors of the disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _random(num_bytes: int, seed: int = 0) -> Tensor:
 
 
 def _aligned(values: Tensor, shift: int = 0) -> Tensor:
-    """The values in memory that starts ``shift`` bytes after an aligned address."""
+    """Copy the values to memory that starts ``shift`` bytes after an aligned address."""
     memory = aligned_empty(values.numel() + shift)[shift:]
     return memory.copy_(values)
 
@@ -131,7 +131,7 @@ def test_a_read_leaves_the_memory_beside_its_tensor_alone(tmp_path: Path) -> Non
 
 
 def test_direct_io_is_used_where_the_file_system_has_it(tmp_path: Path) -> None:
-    """The kernel itself is asked: a probe of this test's own, and the flags of the open file."""
+    """The oracle is the kernel: a probe by this test, and the flags of the open file."""
     probe = tmp_path / "probe"
     probe.touch()
     try:
@@ -255,7 +255,7 @@ def test_errors_of_the_disk_surface_at_wait(
 def test_short_reads_and_writes_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Each call moves ``most`` bytes at the most, as the kernel may decide."""
+    """Each call moves at most ``most`` bytes, as the kernel may decide."""
     counts: dict[str, int] = {"preadv": 0, "pwritev": 0}
 
     def limited(name: str) -> Callable[[int, list[memoryview], int], int]:
@@ -336,7 +336,7 @@ def test_one_block_has_one_transfer_at_a_time(
 
 
 def test_running_time_is_counted_once_however_many_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 1 to 4 and from 2 to 7 somebody runs for 6 seconds."""
+    """The two transfers run from 1 to 4 and from 2 to 7, which is 6 seconds in all."""
     times = iter([1.0, 7.0])  # the clock is asked by the first to come and the last to go
     monkeypatch.setattr("zero_offload.memory.storage.time.perf_counter", lambda: next(times))
     meter = TransferMeter()
@@ -353,7 +353,7 @@ def test_only_who_has_to_wait_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
     file, gate = BlockFile(tmp_path, [100]), _gate(monkeypatch)
 
     def clock() -> float:
-        """Seconds that pass while the caller waits alone: it lets the transfer go on."""
+        """Count calls as seconds, and open the gate when the main thread waits."""
         if threading.current_thread() is threading.main_thread():
             gate.set()
         return float(next(seconds))

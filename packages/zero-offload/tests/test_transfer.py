@@ -37,7 +37,7 @@ from zero_offload.transfers.mover import HostMover
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_late_copies_change_no_number(dtype: torch.dtype) -> None:
-    """Nor do those of gradients that are discarded."""
+    """Copies of discarded gradients change none either."""
     space, streams = Space(dtype), LateStreams()
     tier, _ = host_tier(space, ReferenceAdam(), streams=streams, is_staged=True)
     tier.offer_grad(0, torch.full((256,), float("nan"), dtype=dtype))
@@ -121,7 +121,7 @@ def test_landing_buffers_are_made_once() -> None:
 def test_pinned_landing_memory_is_no_larger_than_it_must_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch rounds each locked tensor up to a power of two."""
+    """Torch rounds each locked tensor up to a power of two."""
     monkeypatch.setattr("zero_offload.memory.host_memory.SMALL_BYTES", 64)
     locked = _refuse_to_lock(monkeypatch, limit=1 << 20)
     space, ledger = Space(BF16), GradLedger()
@@ -138,7 +138,7 @@ def test_pinned_landing_memory_is_no_larger_than_it_must_be(
 def test_memory_that_cannot_be_pinned_is_used_pageable_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a machine without locked memory, or a torch without an accelerator, does."""
+    """This covers machines without locked memory and builds of torch without an accelerator."""
     _refuse_to_lock(monkeypatch)
     memory, direct = HostMemory(should_pin=True), HostMemory(should_pin=True)
     with pytest.warns(RuntimeWarning, match="pageable") as caught:
@@ -192,7 +192,7 @@ def test_staging_is_two_buffers_of_the_largest_chunk() -> None:
 
 
 def _refuse_to_lock(monkeypatch: pytest.MonkeyPatch, *, limit: int = 0) -> list[int]:
-    """Let torch lock up to ``limit`` bytes, as a machine does; the bytes of each lock."""
+    """Limit torch's locked memory to ``limit`` bytes, and return the bytes of each lock."""
     empty, locked = torch.empty, list[int]()
 
     def lock(numel: int, *, dtype: torch.dtype, pin_memory: bool = False, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which update rule serves an optimizer, and what a rule does beside its numbers."""
+"""Update rules: the optimizers they serve, and their effects beyond the numbers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from zero_offload.rules.resolve import resolve_rule
 
 
 class NamedAdamW(optim.AdamW):
-    """A class of somebody's that says what its update is."""
+    """A user's subclass of AdamW that names its update rule."""
 
     is_elementwise = True
     update_rule = "adam"
 
 
 class Unknown(optim.AdamW):
-    """Names a rule that there is not."""
+    """An optimizer that names an update rule that does not exist."""
 
     update_rule = "shampoo"
 

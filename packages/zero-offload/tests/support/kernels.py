@@ -1,4 +1,4 @@
-"""Kernels written out in torch operations, and an optimizer of a user's own."""
+"""Reference kernels in torch operations, and an optimizer of a user's own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ TIMEOUT_S = 120.0
 
 
 class ReferenceAdam:
-    """Adam by single torch operations, each correctly rounded: an element's bits do not depend on
-    where it lies. Counts its calls and the elements they cover."""
+    """Adam in single torch operations that are each correctly rounded.
+
+    An element's bits do not depend on its position. Calls and the elements they cover are counted.
+    """
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -103,7 +105,10 @@ class ReferenceKernel(ReferenceAdam):
     def adam_step_bf16(
         self, param: Any, grad: Any, *moments: Any, seed: int = 0, **hyper: Any
     ) -> None:
-        """Not rounded stochastically, but by where an element lies, which a test can see too."""
+        """Update bf16 moments, rounded by position instead of stochastically.
+
+        Odd elements are truncated and the others rounded to nearest, so a shifted range shows.
+        """
         values = [moment.float() for moment in moments]
         self._compact_step(param, grad, *values, **hyper)
         odd = torch.arange(param.numel()) % 2 == 1
@@ -135,7 +140,7 @@ def _publish(master: Any, out: Any) -> None:
 
 
 class GatedAdam(ReferenceAdam):
-    """Waits for ``gate`` before its ``gate_at``-th call, or raises ``error`` there."""
+    """Adam that waits for ``gate`` before its ``gate_at``-th call, or raises ``error`` there."""
 
     def __init__(self, gate_at: int = 0, error: BaseException | None = None) -> None:
         super().__init__()
@@ -154,7 +159,7 @@ class GatedAdam(ReferenceAdam):
 
 
 def cpu_adam() -> Any:
-    """Return the module cpu-adam; skips the test where that optional package is not installed."""
+    """Return the module cpu-adam, or skip the test if that optional package is not installed."""
     if importlib.util.find_spec("cpu_adam") is None:
         pytest.skip("the optional cpu-adam is not installed")
     return importlib.import_module("cpu_adam")
@@ -184,6 +189,6 @@ class Lion(optim.Optimizer):
 
 
 class NamedLion(Lion):
-    """The same, with the name of its rule, so that a kernel may compute it."""
+    """The same optimizer with the name of its rule, so that a kernel may compute it."""
 
     update_rule = "lion"

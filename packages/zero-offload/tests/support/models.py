@@ -10,14 +10,17 @@ from torch.distributed.tensor import DTensor
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Sizes that divide by no world size; the last layer leaves ranks without an element."""
+    """Create a model whose layer sizes no world size divides.
+
+    The last layer leaves ranks without an element.
+    """
     torch.manual_seed(5)
     layers = [nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5), nn.Linear(5, 1)]
     return nn.Sequential(*layers).to(dtype)
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Decay for matrices, none for vectors."""
+    """Return parameter groups with decay for matrices and none for vectors."""
     params = list(model.parameters())
     return [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
@@ -32,7 +35,7 @@ def loop(
     steps: range = range(5),
     max_norm: float = 0.0,
 ) -> list[float]:
-    """Losses and gradient norms of a few steps with a schedule, on this rank's own batches."""
+    """Return losses and gradient norms of a few steps with a schedule, on this rank's batches."""
     schedule = optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     found: list[float] = []
     for step in steps:
@@ -50,10 +53,10 @@ def loop(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All elements of a tensor, on every rank."""
+    """Return all elements of a tensor, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights(model: nn.Module) -> Tensor:
-    """All weights in one row."""
+    """Return all weights as one fp32 vector."""
     return torch.cat([whole(p.detach()).flatten().float() for p in model.parameters()])

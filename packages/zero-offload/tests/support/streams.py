@@ -1,6 +1,6 @@
-"""A device whose copies run in threads of their own, late, as an accelerator's may.
+"""A device whose copies run late in threads of their own, as an accelerator's may.
 
-No accelerator is needed. Whoever forgets to wait reads or overwrites the wrong numbers here too.
+No accelerator is needed. A missing wait reads or overwrites the wrong numbers here too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Fired(threading.Event):
 
 
 class _Stream(ThreadPoolExecutor):
-    """One thread that does what it is given in order, each item a little late."""
+    """One thread that runs its items in order, each a little late."""
 
     def __init__(self, delay_s: float = 0.002) -> None:
         super().__init__(max_workers=1)
@@ -44,9 +44,9 @@ class _Stream(ThreadPoolExecutor):
 
 
 class LateStreams(HostStreams):
-    """Copies run late in a down and an up queue; the caller's stream is the caller itself.
+    """Streams whose copies run late, in one queue per direction.
 
-    Each item of the up queue is late by ``up_s`` seconds.
+    The caller's stream is the caller itself. Each upload is late by ``up_s`` seconds.
     """
 
     def __init__(self, up_s: float = 0.002) -> None:

@@ -73,7 +73,7 @@ class Space:
 
 
 def group_of(cls: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
-    """The optimizer's settings with every default filled in."""
+    """Return the optimizer's settings with every default filled in."""
     return dict(cls([nn.Parameter(torch.zeros(1))], **settings).defaults)
 
 
@@ -114,7 +114,7 @@ def make_tier(
 def offload_tiers(
     geometry: Geometry, kernel: Any, cls: Any = optim.AdamW, groups: Any = ADAM
 ) -> OffloadTiers:
-    """What makes the parts of a tier."""
+    """Return the factory that makes the parts of a tier."""
     return OffloadTiers(
         geometry,
         OffloadSettings(),
@@ -141,7 +141,10 @@ def host_tier(
     memory: HostMemory | None = None,
     **mover_keys: Any,
 ) -> tuple[HostTier, HostMover]:
-    """Create the host's tier alone and its mover; without a kernel it is torch that updates."""
+    """Create a host tier alone and its mover.
+
+    Without a kernel torch computes the updates.
+    """
     geometry = space.geometry(published_numel=published_numel)
     mover = mover_class(geometry, device, memory or HostMemory(should_pin=False), **mover_keys)
     is_in_place = not mover_keys.get("is_staged", False)
@@ -182,7 +185,10 @@ def train(
 
 
 def snapshot(tier: StateTier, space: Space, *, padding: bool = True) -> dict[str, Tensor]:
-    """Every number that the tier holds, and the parameters; of padding too if asked for."""
+    """Return every number that the tier holds, and the parameters.
+
+    ``padding=False`` leaves the padding out.
+    """
     found = {name: tier.read_state(name, 0, space.numel) for name in tier.state_names()}
     found["params"] = space.flat_params().clone()
     if not padding:
@@ -218,7 +224,7 @@ def copy_state(
     *,
     scalars_first: bool = True,
 ) -> None:
-    """Carry all state over, in ranges that end at ``bounds``."""
+    """Copy all state to ``target``, in ranges that end at ``bounds``."""
     ends = [0, *bounds, space.numel]
     for is_scalars in (scalars_first, not scalars_first):
         if is_scalars:
@@ -237,12 +243,12 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def workers() -> set[threading.Thread]:
-    """Threads of host tiers that are alive."""
+    """Return the live threads of host tiers."""
     return {t for t in threading.enumerate() if t.name.startswith("zero-offload")}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    """Return once ``condition`` holds; fails if it does not in time."""
+    """Wait until ``condition`` holds, and fail after ``timeout_s`` seconds."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
