@@ -1,4 +1,4 @@
-"""The division by a constant that the kernels make of fused multiply-adds is rounded correctly."""
+"""Correct rounding of the kernels' division by a constant, made of fused multiply-adds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from cpu_adam.reference import fma
 
 
 def divide(a, b):
-    """What `Divisor` in the kernels computes; see its note."""
+    """Divide as `Divisor` in the kernels does.
+
+    The note at `Divisor` explains the algorithm.
+    """
     reciprocal = np.float32(1) / b
     product = a * reciprocal
     return fma(fma(-product, b, a), reciprocal, product)
 
 
 def hard_pairs(divisors, shift, distance):
-    """Dividends whose quotients lie ``distance / b`` units of 2**-48 or 2**-47 beside a middle.
+    """Yield dividends and divisors whose quotients are close to a midpoint of rounding.
+
+    The distance is ``distance / b`` units of 2**-48 or 2**-47.
 
     With significands A and B: ``A * 2**shift - M * B == distance``, for an odd M of 25 bits. There
     is one such M modulo ``2**shift`` for an odd B.

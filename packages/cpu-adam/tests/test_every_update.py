@@ -1,4 +1,4 @@
-"""What holds for every update: the bits of `cpu_adam.reference`, whatever surrounds the arrays."""
+"""Properties of every update: the bits of `cpu_adam.reference`, whatever surrounds the arrays."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_every_16_bit_gradient_is_read_right(isa, dtype, hyper):
 
 
 def rounding_cases() -> np.ndarray:
-    """All fp16 and bf16 values, their midpoints, and the fp32 neighbours of each."""
+    """Return all fp16 and bf16 values, their midpoints, and the fp32 neighbours of each."""
     every = np.arange(2**16, dtype=np.uint16)
     with np.errstate(invalid="ignore"):
         values = every.view(np.float16).astype(np.float32)
@@ -236,7 +236,7 @@ def test_out_is_rounded_to_nearest_even_and_keeps_nan(isa, dtype, hyper):
 
 
 def test_lion_is_the_papers_algorithm():
-    """Algorithm 2 of arXiv 2302.06675, in double precision."""
+    # Algorithm 2 of arXiv 2302.06675, in double precision.
     rng = np.random.default_rng(0)
     theta, momentum = rng.standard_normal(1000), np.zeros(1000)
     arrays = {"master": theta.astype(np.float32), "exp_avg": np.zeros(1000, np.float32)}

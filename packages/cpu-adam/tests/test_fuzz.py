@@ -1,4 +1,6 @@
-"""Whatever an update or a norm is given, it succeeds or names an argument; it never crashes.
+"""Random calls of updates and norms, each of which succeeds or names an argument.
+
+No call crashes.
 
 Every error is a TypeError or a ValueError that begins with the name of an argument.
 
@@ -57,7 +59,7 @@ OPTIONS = ("grad_scale", "num_threads", "adamw_mode", "bias_correction", "nester
 
 
 def parameters_of(function: str) -> set[str]:
-    """The names of a function's arguments, those of Adam among them where it passes them on."""
+    """Return the names of a function's arguments, with those of Adam that it passes on."""
     names = set(inspect.signature(getattr(cpu_adam, function)).parameters)
     return names | (set(AdamHyper.__annotations__) if "hyper" in names else set())
 
@@ -84,7 +86,7 @@ MOODS = ("plain", "plain", "versioned", "raise", "nonsense", "odd type", "negati
 
 
 class Exporter:
-    """An object with ``__dlpack__`` that may lie, raise, or return nonsense."""
+    """An object whose ``__dlpack__`` may misreport, raise, or return nonsense."""
 
     def __init__(self, choose: random.Random, array: np.ndarray) -> None:
         self.array = array
@@ -124,7 +126,7 @@ def random_array(choose: random.Random, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def distorted(choose: random.Random, array: np.ndarray) -> Any:
-    """The array in another layout, place or guise."""
+    """Return the array in another layout, place or form."""
     how = choose.randrange(14)
     if how == 0:
         array = array[..., ::2] if array.ndim else array
@@ -153,7 +155,7 @@ def distorted(choose: random.Random, array: np.ndarray) -> Any:
 
 
 def as_torch(choose: random.Random, array: np.ndarray) -> Any:
-    """A torch tensor of some kind, or the array itself where torch is not installed."""
+    """Return a torch tensor of some kind, or the array itself where torch is not installed."""
     if torch is None or array.dtype.kind not in "fic" or not array.dtype.isnative:
         return array
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
@@ -183,14 +185,14 @@ def as_torch(choose: random.Random, array: np.ndarray) -> Any:
 
 
 def bfloat16(choose: random.Random, bits: np.ndarray) -> Any:
-    """bf16 memory, of torch or without it."""
+    """Return bf16 memory, as a torch tensor or without torch."""
     if torch is None or choose.random() < 0.5:
         return Bfloat16(bits)
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 def layout_of(choose: random.Random, function: str) -> dict[str, str]:
-    """The arrays of a function by name, and what each is: a dtype, or "bf16"."""
+    """Choose the arrays of a function by name, each with a dtype or "bf16"."""
     layout = dict(LAYOUTS[function])
     if function in COMPACT:
         is_split = choose.random() < 0.5
@@ -204,7 +206,7 @@ def layout_of(choose: random.Random, function: str) -> dict[str, str]:
 def random_arrays(
     choose: random.Random, function: str, shape: tuple[int, ...]
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """The right arrays for a function, and the memory in which they lie side by side."""
+    """Return valid arrays for a function, and the memory that holds them side by side."""
     layout = layout_of(choose, function)
     numel = int(np.prod(shape))
     memory = np.frombuffer(choose.randbytes(len(layout) * numel * 4 + 8), np.uint8).copy()
@@ -220,7 +222,7 @@ def random_arrays(
 
 
 def random_call(choose: random.Random, function: str) -> dict[str, Any]:
-    """Keyword arguments of one call: mostly right, so that calls get past the first check."""
+    """Return keyword arguments of one call, mostly valid so that it passes the first check."""
     shape = choose.choice(SHAPES) if choose.random() < 0.3 else (choose.choice(LENGTHS),)
     arguments, memory = random_arrays(choose, function, shape)
     numbers = HYPERS[function] | {"num_threads": choose.choice((1, 1, 2, 3))}
@@ -247,7 +249,7 @@ def random_call(choose: random.Random, function: str) -> dict[str, Any]:
 
 
 def make_call(seed: int) -> tuple[str, str]:
-    """Make the call of ``seed``; returns the function and how it ended."""
+    """Make the call of ``seed``. Returns the function and how it ended."""
     choose = random.Random(seed)
     function = choose.choice(tuple(LAYOUTS))
     with np.errstate(all="ignore"):

@@ -33,7 +33,7 @@ KEPT = {"float32": "master_weight", "split": "remainder"}
 
 
 def master_of(param, state):
-    """The fp32 master weight, in whichever form it is kept."""
+    """Return the fp32 master weight, in whichever form it is kept."""
     if "master_weight" in state:
         return state["master_weight"]
     return torch.as_tensor(
@@ -42,7 +42,7 @@ def master_of(param, state):
 
 
 def is_tie(master):
-    """Where a master lies between two bf16 numbers, and rounding to even takes the lesser one."""
+    """Mark masters midway between two bf16 numbers that rounding to even takes to the lower one."""
     return (master.view(torch.int32) & 0x1FFFF) == 0x8000
 
 
@@ -100,7 +100,7 @@ def test_each_combination_keeps_its_bytes(state_dtype, master_dtype, expected):
 
 
 def test_a_split_master_takes_the_same_way_as_an_fp32_parameter(isa):
-    """Oracle: the same gradients on an fp32 parameter, which is its own master."""
+    # The oracle is an fp32 parameter, which is its own master, with the same gradients.
     split = make_params(SIZES, dtype=torch.bfloat16)
     whole = make_params(SIZES, dtype=torch.bfloat16)
     oracle = [torch.nn.Parameter(param.detach().float()) for param in split]
@@ -378,7 +378,7 @@ class TestConvertState:
                 assert torch.equal(before["state"][key][name], value)
 
     def split_of(self, param, master):
-        """What becomes of one element whose parameter and master are these."""
+        """Split one element's fp32 master. Returns the parameter and its state."""
         params = [torch.nn.Parameter(torch.tensor([param], dtype=torch.bfloat16))]
         optimizer = CPUAdam(params, master_dtype="float32")
         train(optimizer, params, 1)

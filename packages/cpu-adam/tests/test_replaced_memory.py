@@ -1,4 +1,4 @@
-"""Whatever is replaced between two steps of `CPUAdam`, among many parameters, is noticed."""
+"""Replacements of memory and settings between two steps of `CPUAdam`, each of which is noticed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = [
 
 
 def mixed_params():
-    """fp32, bf16 and channels_last ones."""
+    """Return fp32, bf16 and channels_last parameters."""
     params = make_params(SIZES)
     for param in params[::3]:
         param.data = param.data.to(torch.bfloat16)
@@ -35,7 +35,7 @@ def mixed_params():
 
 @contextmanager
 def refused(params, error, match):
-    """What happens in it raises, and no parameter has changed."""
+    """Check that the block raises ``error`` and changes no parameter."""
     before = [param.detach().clone() for param in params]
     with pytest.raises(error, match=match):
         yield
@@ -44,9 +44,9 @@ def refused(params, error, match):
 
 
 class Pair:
-    """A group of many parameters, and the same ones each in an optimizer of its own.
+    """A group of many parameters, beside twins that each have an optimizer of their own.
 
-    The single ones are rebuilt from their state before each step, so that they remember nothing.
+    The twins' optimizers are rebuilt from their state before each step, to remember nothing.
     """
 
     def __init__(self, **options):
@@ -363,7 +363,7 @@ def test_settings_of_a_group_may_change_between_steps():
 
 
 class TestMemoryThatShrinks:
-    """An address that is the same has not as much memory behind it: see `cpu_adam._slots`."""
+    """Addresses that stay the same with less memory behind them: see `cpu_adam._slots`."""
 
     NUMEL = 20_000
 
@@ -437,7 +437,7 @@ class TestMemoryThatShrinks:
 
     @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
     def test_a_smaller_state_where_the_old_one_was(self, name):
-        """The allocator decides whether it lies there: it is tried until it does."""
+        # The allocator chooses the address: it is tried until the old one is reused.
         params, optimizer = self.trained()
         state = optimizer.state[params[1]][name]
         for numel in (*range(self.NUMEL - 1, self.NUMEL - 40, -1), 15_000) * 4:

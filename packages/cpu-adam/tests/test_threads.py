@@ -1,4 +1,4 @@
-"""Threads change the time, never the result; they survive fork and concurrent callers."""
+"""Threads, which change the time but never the result and survive fork and concurrent calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.rule_cases import narrow
 # Several grains of work, the last one odd.
 NUMEL = 300_001
 TIMEOUT_S = 300
-"""After which what waits for another thread or process fails; a busy machine takes its time."""
+"""Limit of every wait for another thread or process. A busy machine takes its time."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def assert_all_same(actual, expected):
 
 @pytest.mark.parametrize("out_dtype", [np.float32, np.float16, np.uint16])
 def test_a_copy_too_large_for_the_caches_is_the_same(isa, out_dtype, hyper):
-    """Such a copy is written past the caches where it is aligned, and ordinarily elsewhere."""
+    # Such a copy bypasses the caches where it is aligned, and is an ordinary one elsewhere.
     numel = 4 * 2**20 + 5
     arrays = {name: np.ones(numel, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
     arrays["grad"] = np.ones(numel, np.float16)
@@ -164,7 +164,7 @@ def test_no_openmp_runtime_is_loaded():
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads have no affinity here")
 def test_workers_may_run_wherever_the_process_may(big, hyper):
-    """They leave their caller's processor, but only for the moment."""
+    # Workers leave their caller's processor, but only for a moment.
     arrays = copies(big)
     for _ in range(300):
         run_kernel(arrays, num_threads=2, **hyper)
@@ -178,9 +178,9 @@ def test_workers_may_run_wherever_the_process_may(big, hyper):
 
 
 def _sleepers():
-    """How often each other thread of this process has slept, once all of them do.
+    """Return how often each other thread of this process has slept, once all of them sleep.
 
-    Not Gloo's, of a process group of another test: with torch 2.15 it never comes to rest.
+    Threads of Gloo, of another test's process group, are left out: with torch 2.15 they never rest.
     """
 
     def look():

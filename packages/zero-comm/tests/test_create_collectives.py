@@ -42,7 +42,7 @@ def make(
 
 
 def sent_nbytes(config: dict[str, Any], numel: int = 4096) -> tuple[int, int]:
-    """What a rank of two sends to the other in a gather and in a reduction."""
+    """Return the bytes that a rank of two sends in a gather and in a reduction."""
     network = Network(2, 1)
 
     def program(transport: SimulatedTransport) -> None:

@@ -79,7 +79,7 @@ def train_ddp_with_settings(rank: int, world_size: int) -> Outcomes:
 
 
 def ddp_gradients(rank: int, world_size: int) -> Outcomes:
-    """Of one step, and of one that accumulates two batches."""
+    """Compute the gradients of two steps, and of one that accumulates two batches."""
     found: Outcomes = {}
     for name, hook in (("plain", None), ("quantized", ddp_comm_hook())):
         model = ddp(make_model(), hook)
@@ -96,7 +96,7 @@ def ddp_gradients(rank: int, world_size: int) -> Outcomes:
 
 
 def bucket_of(values: Tensor, parameters: Sequence[Tensor] = ()) -> Any:
-    """What a hook is given, without DDP."""
+    """Make the bucket that DDP would give to a hook."""
     return SimpleNamespace(index=lambda: 0, buffer=lambda: values, parameters=lambda: parameters)
 
 
@@ -113,7 +113,7 @@ def average_single_buckets(rank: int, world_size: int) -> Outcomes:
 
 
 def buckets_made_anew(rank: int, world_size: int) -> Outcomes:
-    """The average of the same gradients, at first, again, and in a bucket of other parameters."""
+    """Average the same gradients at first, again, and in a bucket of other parameters."""
     hook = ddp_comm_hook(error_feedback=LocoSettings())
     one, other = torch.ones(4099), torch.ones(4099)
     parameters = {"first": [one], "again": [one], "anew": [other]}
@@ -124,7 +124,7 @@ def buckets_made_anew(rank: int, world_size: int) -> Outcomes:
 
 
 def overlap_with_a_late_rank(rank: int, world_size: int) -> Outcomes:
-    """The first rank goes on while the others haven't started."""
+    """Call the hook on the first rank before the others have started."""
     hook = ddp_comm_hook()
     late = torch.zeros(1)
     if rank == 0:
@@ -148,7 +148,7 @@ def count_ddp(rank: int, world_size: int) -> Outcomes:
 
 
 def fail_in_the_hook(rank: int, world_size: int) -> Outcomes:
-    """Messages of other settings than the receiver's: all ranks see the error."""
+    """Send messages that do not match the receiver's settings, and return the error."""
     if world_size == 1:
         return {}
     fmt = BlockFormat("int8" if rank % 2 else "e4m3", 256)
@@ -161,7 +161,10 @@ def fail_in_the_hook(rank: int, world_size: int) -> Outcomes:
 
 
 def train_until_a_rank_dies(rank: int, folder: str) -> None:
-    """Two ranks; the second ends in the middle, the first writes down what it sees of that."""
+    """Train on two ranks, of which the second ends in the middle.
+
+    The first writes the error that it sees to ``folder``.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -306,7 +309,7 @@ def test_a_format_that_does_not_exist_is_refused_at_once() -> None:
 
 @contextmanager
 def _bound_device(backends: str) -> Iterator[None]:
-    """Let a device be bound, and groups have ``backends``, until a group is made.
+    """Bind a device and give groups ``backends``, until a group is made.
 
     torch binds accelerators alone, and none is here.
     """
@@ -327,7 +330,7 @@ def _bound_device(backends: str) -> Iterator[None]:
 
 
 def make_hook_of_some_ranks(rank: int, world_size: int) -> Outcomes:
-    """Ranks 0 and 2 make hooks, first in equally many groups and then not."""
+    """Make hooks on ranks 0 and 2, first with equally many groups on both and then not."""
     group, every = dist.new_group([0, 2]), dist.new_group([0, 1, 2])
     with _bound_device("cpu:gloo,cuda:nccl"):
         ddp_comm_hook(group=every)  # no rank is left out

@@ -62,7 +62,10 @@ def train_fsdp_with_settings(rank: int, world_size: int) -> Outcomes:
 
 
 def change_and_restore(rank: int, world_size: int) -> Outcomes:
-    """Plain, quantized and then plain again; and plain beside it, from the same weights."""
+    """Train a restored model beside a plain one of the same weights.
+
+    The restored model was plain, quantized, and then plain again.
+    """
     model = fsdp(make_model())
     fsdp2.apply(model)
     fsdp2.apply(model, weights="int4", gradients="int8")
@@ -79,7 +82,7 @@ def change_and_restore(rank: int, world_size: int) -> Outcomes:
 
 
 def fsdp_gradients(rank: int, world_size: int) -> Outcomes:
-    """Of one step with exact weights, in each way that FSDP2 can be told to divide."""
+    """Compute gradients with exact weights, for each setting of FSDP2's division."""
     found: Outcomes = {}
     for name, factor, is_summed in (
         ("average", None, False),
@@ -104,7 +107,10 @@ def fsdp_gradients(rank: int, world_size: int) -> Outcomes:
 
 
 def unshard_ahead(rank: int, world_size: int) -> Outcomes:
-    """Asynchronous gathers give the weights that waiting ones give; shards keep every bit."""
+    """Gather weights with and without waiting.
+
+    Returns both results, and whether the shards kept every bit.
+    """
     model = fsdp(make_model())
     before = full_weights(model)
     fsdp2.apply(model)
@@ -147,7 +153,7 @@ def gather_two_dtypes(rank: int, world_size: int) -> Outcomes:
 
 
 def count_fsdp(rank: int, world_size: int) -> Outcomes:
-    """A step of 16-bit parameters, plain and quantized."""
+    """Count what a step of 16-bit parameters sends, plain and quantized."""
     found: Outcomes = {}
     for name in ("plain", "quantized"):
         model = nn.Sequential(nn.Linear(256, 512, bias=False, dtype=torch.bfloat16))
@@ -163,7 +169,7 @@ def count_fsdp(rank: int, world_size: int) -> Outcomes:
 
 
 def train_with_replicas(rank: int, world_size: int) -> Outcomes:
-    """HSDP: two replicas of two shards each."""
+    """Train by HSDP, with two replicas of two shards each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     found: Outcomes = {"plain replicas": train(fsdp(make_model(), mesh=mesh), rank)}
     model = fsdp(make_model(), mesh=mesh)

@@ -42,7 +42,7 @@ both_sizes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
 def assert_refused(fmt: Lossless, message: Tensor, old: Tensor, what: str = "") -> None:
-    """By name of the sender, with all values as they were."""
+    """Check that the error names the sender and that no value changes."""
     values = old.clone()
     with pytest.raises(CorruptMessageError, match=rf"rank {SENDER} is damaged.*{what}"):
         fmt.unpack(message, values)
@@ -51,7 +51,7 @@ def assert_refused(fmt: Lossless, message: Tensor, old: Tensor, what: str = "") 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Fail if the host waits for the device; CUDA alone can say that it was waited for."""
+    """Fail if the host waits for the device, which CUDA alone can detect."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Lossless differences in gathers: every bit arrives, whole values where they must; on threads."""
+"""Lossless differences in gathers among threads: exact bits, and whole values where needed."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -23,7 +23,7 @@ def weights(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def stepped(weights: Tensor, version: int) -> Tensor:
-    """Move weights by about a learning rate of 1e-5, and some to NaN, -0.0 and Inf."""
+    """Move weights by about a learning rate of 1e-5, and one of them to NaN, -0.0 or Inf."""
     generator = torch.Generator().manual_seed(version)
     moved = weights.float() + 1e-5 * torch.randn(NUMEL, generator=generator)
     moved[version % NUMEL] = (float("nan"), -0.0, float("inf"))[version % 3]
@@ -31,7 +31,7 @@ def stepped(weights: Tensor, version: int) -> Tensor:
 
 
 class Run:
-    """Versions of one unit's weights on all ranks: into kept buffers, or into new ones."""
+    """Gathers of one unit's successive weights on all ranks, into kept or new buffers."""
 
     def __init__(self, world_size: int, per_node: int, dtype: torch.dtype, is_kept: bool) -> None:
         self.network = Network(world_size, per_node)

@@ -22,7 +22,7 @@ PER_NODE = dict(SHAPES)
 
 
 def carry_an_engines_collectives(rank: int, world_size: int) -> Outcomes:
-    """qwZ, hpZ and qgZ of `create_collectives`, carried by torch.distributed."""
+    """Run qwZ, hpZ and qgZ of `create_collectives` over torch.distributed."""
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     config = {
         "zero_quantized_weights": True,
@@ -80,7 +80,7 @@ def reduce_with_the_function(rank: int, world_size: int) -> Outcomes:
 
 
 def take_nodes_from_a_mesh(rank: int, world_size: int) -> Outcomes:
-    """Hop 1 among ranks 0 1 and 2 3, told in three ways; and meshes that don't fit."""
+    """Reduce with nodes 0 1 and 2 3 given in three ways, and with meshes that don't fit."""
     mesh = init_device_mesh("cpu", (2, 2))
     full = values_of(rank, 4 * 1001)
     reduce = quantized_reduce_scatter
@@ -114,7 +114,10 @@ def as_received(values: Tensor, kind: str, dtype: torch.dtype = torch.float32) -
 
 
 def two_hops(fulls: list[Tensor], rank: int, within: str, between: str) -> Tensor:
-    """The sum by the paper's definition, slice by slice, in fp32; ``fulls`` [W, s] each."""
+    """Return the sum by the paper's definition, slice by slice in fp32.
+
+    ``fulls``: the input of each rank, [W, s].
+    """
     size = len(fulls)
     per_node = PER_NODE[size]
     if size == 1:

@@ -1,4 +1,4 @@
-"""Every backend that is there gives the bytes and values of plain torch, and can be asked for."""
+"""Equality of every available backend with plain torch, byte by byte, and its selection."""
 
 import os
 import sys
@@ -47,7 +47,7 @@ every_isa = pytest.mark.parametrize("target", [t for t in HOSTS if t.name == "na
 
 
 def name_of(fmt: BlockFormat) -> str:
-    """Kind, symmetry and rotation; not the block size."""
+    """Return the kind, symmetry and rotation of a format, without its block size."""
     symmetry = "symmetric" if fmt.is_symmetric else "asymmetric"
     return f"{fmt.kind} {symmetry}{' rotated' if fmt.has_rotation else ''}"
 
@@ -64,7 +64,7 @@ FORMATS = [
 
 @dataclass(frozen=True)
 class Case:
-    """Rows to quantize, held against plain torch on the host."""
+    """Rows to quantize and to compare with plain torch on the host."""
 
     fmt: BlockFormat
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class Case:
     is_finite: bool
 
     def rows(self) -> Tensor:
-        """Magnitudes far apart, signed zeros, and NaN and Inf in some blocks if asked for."""
+        """Draw magnitudes far apart, signed zeros, and NaN and Inf in some blocks if asked for."""
         generator = torch.Generator().manual_seed(self.numel + self.num_rows)
         x = torch.randn(self.num_rows, self.numel, generator=generator, dtype=torch.float64)
         low = -24 if self.dtype == torch.float16 else -135
@@ -91,7 +91,10 @@ class Case:
         return x.to(self.dtype)
 
     def _make_close(self, part: Tensor, generator: torch.Generator) -> None:
-        """What came out of the quantizer, a spacing per step: there, codes are moved to fit."""
+        """Fill ``part`` with quantized values that are about one spacing of the dtype per step.
+
+        There, codes are moved to fit.
+        """
         spacing = torch.finfo(self.dtype if self.dtype != torch.float64 else torch.float32).eps
         around_one = torch.rand(part.shape, generator=generator, dtype=torch.float64) - 0.5
         x = (1 + 0.95 * self.fmt.top_index * spacing * around_one).to(self.dtype).view(1, -1)
@@ -113,7 +116,7 @@ class Case:
         self.check_values(expected[:, inner], device)
 
     def check_values(self, rows: Tensor, device: torch.device) -> None:
-        """Decode ``rows``, a view of a wider buffer, and add them up."""
+        """Compare the values and the sum of ``rows``, a view of a wider buffer."""
         there, backend = rows.to(device, copy=True), find_backend(device)
         values = torch.full((self.num_rows, self.numel), 5.0, dtype=self.dtype)
         total = torch.full((self.numel,), 5.0)
@@ -127,14 +130,17 @@ class Case:
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
-    """Equal bits, but for NaN, which has many."""
+    """Compare bits, with all NaNs equal."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
     is_equal = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
     return bool(is_equal.all())
 
 
 def cases() -> Iterator[Case]:
-    """Each kind, symmetry and rotation in each dtype of the kernels, int8 in fp64; long rows."""
+    """Yield each kind, symmetry and rotation in each dtype of the kernels, and long rows.
+
+    int8 is also in fp64.
+    """
     index = 0
     for fmt in FORMATS:
         has_float64 = fmt.kind == "int8"  # it becomes fp32 before any kernel
@@ -151,7 +157,7 @@ def cases() -> Iterator[Case]:
 
 
 def check_rows_of_all_bytes(fmt: BlockFormat, device: torch.device) -> None:
-    """Codes of all 256 bytes with good scales."""
+    """Check codes of all 256 bytes with good scales."""
     numel = 512 if fmt.kind == "int4" else 256
     row = torch.zeros(1, fmt.nbytes(numel), dtype=torch.uint8)
     REFERENCE.encode(torch.linspace(-3, 5, numel).view(1, numel), row, fmt, None)
@@ -160,7 +166,7 @@ def check_rows_of_all_bytes(fmt: BlockFormat, device: torch.device) -> None:
 
 
 def check_extreme_rows(fmt: BlockFormat, device: torch.device) -> None:
-    """From end to end of what fp32 holds, and a range of about the smallest step."""
+    """Check a row over nearly all of fp32's range, and one with about the smallest step."""
     numel = 2 * fmt.block_size
     ends = torch.linspace(-1, 1, numel)
     rows = torch.zeros(2, fmt.nbytes(numel), dtype=torch.uint8)
@@ -169,7 +175,7 @@ def check_extreme_rows(fmt: BlockFormat, device: torch.device) -> None:
 
 
 def check_groups(fmt: BlockFormat, device: torch.device) -> None:
-    """Rows in groups are quantized as each group by itself."""
+    """Check that rows in groups are quantized like each group by itself."""
     backend = find_backend(device)
     num_groups, num_rows, numel, seed = 3, 2, 301, 3_000_000_019
     x = Case(fmt, torch.float32, num_groups * num_rows, numel, seed, True).rows()
@@ -225,7 +231,10 @@ def test_no_rows_and_rows_of_no_elements_are_left_alone(target: Target) -> None:
 
 
 def outcome(x: Tensor, fmt: BlockFormat, seed: int | None) -> list[Tensor | bool | None]:
-    """Bytes, values in every dtype and sums of two rows that hold ``x`` and its negative half."""
+    """Return the bytes, the values in every dtype and the sum of two quantized rows.
+
+    The rows hold ``x`` and its negative half.
+    """
     both = torch.cat([x, x * -0.5])
     rows = torch.full((2, 32 + quantized_nbytes(len(x), fmt)), 99, dtype=torch.uint8)
     is_bad = quantize_rows(both, fmt, rows[:, 32:], seed=seed)
@@ -270,7 +279,7 @@ def test_native_gives_and_carries_what_torch_does(
 @every_isa
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_bytes_mean_the_same_to_native(target: Target, kind: str) -> None:
-    """Corrupt ones too: every code, and scales that no quantizer makes."""
+    # Corrupt bytes too: every code, and scales that no quantizer makes.
     generator = torch.Generator().manual_seed(0)
     for is_symmetric in (True, False) if kind.startswith("int") else (True,):
         fmt, numel = BlockFormat(kind, 256, is_symmetric), 256 * 65
@@ -316,7 +325,7 @@ def test_millions_of_elements_on_a_device_give_the_bytes_of_the_host(
 
 @pytest.mark.skipif(DEVICE is None, reason="torch finds no accelerator")
 def test_quantizing_waits_for_nothing_on_the_device() -> None:
-    """On the current stream, and seen by what follows there, without a host synchronization."""
+    # It runs on the current stream, and what follows there needs no host synchronization.
     fmt, numel = BlockFormat.make("int4"), 1 << 16
     x = torch.ones(2 * numel, device=DEVICE)
     rows = torch.empty(2, fmt.nbytes(numel), dtype=torch.uint8, device=DEVICE)

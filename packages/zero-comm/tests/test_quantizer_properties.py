@@ -1,4 +1,4 @@
-"""What holds for every input: error, zeros, idempotence, isolation, length, the exact bytes."""
+"""Properties for every input: error, zeros, idempotence, isolation, length, the exact bytes."""
 
 import numpy as np
 import torch
@@ -31,13 +31,13 @@ def round_trip(x: Tensor, fmt: BlockFormat, seed: int | None = None) -> Tensor:
 
 
 def rounding(y: Tensor) -> Tensor:
-    """Half the spacing of ``y``'s dtype at ``y``, fp64."""
+    """Return half the spacing of ``y``'s dtype at ``y``, in fp64."""
     info = torch.finfo(y.dtype)
     return (y.double().abs() * info.eps / 2).clamp(min=info.smallest_normal * info.eps / 2)
 
 
 def spacing_in_steps(x: Tensor, y: Tensor, steps: Tensor, fmt: BlockFormat) -> Tensor:
-    """The distance of two neighbouring codes at ``x``, counted in steps."""
+    """Return the distance of two neighbouring codes at ``x``, counted in steps."""
     if fmt.kind in ("int8", "int4"):
         return torch.ones(len(x), dtype=torch.float64)
     emin, mantissa_bits = {"e4m3": (-6, 3), "e5m2": (-14, 2)}[fmt.kind]

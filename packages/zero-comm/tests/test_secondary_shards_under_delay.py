@@ -1,4 +1,4 @@
-"""hpZ when everything is late: threads that sleep, works that are waited for in any order."""
+"""hpZ with delays everywhere: threads that sleep, and works waited for in any order."""
 
 import random
 import threading
@@ -25,7 +25,7 @@ from torch import Tensor
 WORLD_SIZE, PER_NODE, NUMEL, NUM_UNITS, NUM_STEPS = 4, 2, 301, 5, 6
 CPU = torch.device("cpu")
 LARGEST = 1e5 * NUM_STEPS + 1e5
-"""Of the weights; those of another version are off by a seventh of it."""
+"""The scale of the weights. Those of another version are off by a seventh of it."""
 
 
 class _Job:
@@ -37,10 +37,10 @@ class _Job:
 
 
 class LateTransport(SimulatedTransport):
-    """Jobs run in threads of their own; every exchange sleeps before and after it travels.
+    """A transport that runs jobs in threads and sleeps before and after every exchange.
 
-    What lies in ``zeros`` memory is handed over where it lies, as ranks with shared memory
-    do: what a peer reads late and finds overwritten shows.
+    Peers get ``zeros`` memory itself instead of a copy, as ranks with shared memory do: what a peer
+    reads late and finds overwritten shows.
     """
 
     def __init__(self, network: Network, ranks: Sequence[int], me: int, seed: int = 0) -> None:
@@ -79,7 +79,7 @@ class LateTransport(SimulatedTransport):
 
 
 class InPlace(Network):
-    """Hands over memory of ``zeros`` without copying it."""
+    """A network that hands over memory of ``zeros`` without copying it."""
 
     def __init__(self, world_size: int, ranks_per_node: int) -> None:
         super().__init__(world_size, ranks_per_node)

@@ -1,4 +1,4 @@
-"""Which ranks share a node, from what launchers leave in the environment."""
+"""Nodes of ranks, from the environment variables that launchers set."""
 
 import logging
 import socket

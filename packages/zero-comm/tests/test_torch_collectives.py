@@ -22,7 +22,7 @@ def exchange(rank: int, world_size: int) -> Outcomes:
 
 
 def exchange_in_subgroups(rank: int, world_size: int) -> Outcomes:
-    """Even ranks among themselves, and odd ones; then each half of either."""
+    """Exchange among the even and among the odd ranks, then on each rank alone."""
     everyone = TorchCollectives()
     ranks = list(range(rank % 2, world_size, 2))
     group = everyone.subgroup(ranks)

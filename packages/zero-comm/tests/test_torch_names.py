@@ -12,7 +12,10 @@ REDUCTIONS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def leave_only(monkeypatch: pytest.MonkeyPatch, name: str, names: tuple[str, str]) -> None:
-    """Make ``name`` the one that torch has; it notes what it was given in its output."""
+    """Make ``name`` the only one of ``names`` that torch has.
+
+    Its output shows what it was given.
+    """
 
     def collective(
         out: Tensor,

@@ -1,4 +1,4 @@
-"""What crosses the links between nodes in a step: 3 M bytes, 0.75 M, half of that.
+"""Traffic between nodes in a step: 3 M bytes when plain, 0.75 M or half of that with ZeRO++.
 
 M is what enters a node when every weight is sent to it once in 16 bits. A plain step takes 3: a
 gather for forward, one for backward, a reduction (ZeRO++, arXiv 2306.10209, table 1).
@@ -33,7 +33,10 @@ def four_bit(size: int) -> dict[str, Any]:
 
 
 def bytes_between_nodes(config: dict[str, Any], world_size: int, per_node: int) -> int:
-    """Of one rank in the second step of a unit; every rank sends as many."""
+    """Return the bytes between nodes of each rank in a unit's second step.
+
+    Every rank sends as many.
+    """
     network = Network(world_size, per_node)
     after_first = [0] * world_size
 

@@ -1,4 +1,4 @@
-"""Triton's kernels compiled for GPUs that need not be there. Other files run them."""
+"""Triton's kernels compiled for GPUs that need not be present. Other files run them."""
 
 import json
 import os
@@ -21,7 +21,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the program prints, run by itself: triton reads its settings on import."""
+    """Run the program by itself and return the JSON that it prints.
+
+    It needs a process of its own because triton reads its settings on import.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TRITON")}
     done = subprocess.run(
         [sys.executable, str(PROGRAM)],
@@ -50,7 +53,7 @@ def test_compiled_kernels_move_whole_tiles_sixteen_bytes_at_a_time(compiled: Any
 
 
 def test_lossless_kernels_load_widely_and_have_no_atomics(compiled: Any) -> None:
-    """Bytes that several codes share are put together in registers."""
+    # Bytes that several codes share are put together in registers.
     assert len(compiled["lossless"]) == 36
     for name, text in compiled["lossless"].items():
         assert "decode" in name or re.search(r"ld\.global\.v4\.b32|load_dwordx4", text), name

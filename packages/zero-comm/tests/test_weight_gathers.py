@@ -1,4 +1,4 @@
-"""qwZ, hpZ and differences: what arrives, what is kept, what travels; on simulated ranks."""
+"""Gathers by qwZ, hpZ and differences on simulated ranks: bytes sent, received and kept."""
 
 from typing import Any
 
@@ -183,7 +183,7 @@ def test_forgetting_starts_from_the_weights_themselves(config: Any) -> None:
 
 @pytest.mark.parametrize("config", [hpz(2), {**QWZ, **hpz(2)}, FOUR_BIT, QWZ])
 def test_evaluation_may_come_before_training(config: Any) -> None:
-    """What is made for the first gather, in inference mode, serves those outside of it."""
+    # Buffers made for a first gather in inference mode serve later gathers outside of it.
 
     def program(collectives: Any, transport: SimulatedTransport) -> bool:
         shards = [shard_of(transport.rank, 2048, torch.float32, v) for v in (0, 1)]

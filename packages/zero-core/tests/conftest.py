@@ -1,4 +1,4 @@
-"""What all test files share."""
+"""Settings that all test files share."""
 
 import gc
 
@@ -18,7 +18,10 @@ preload("torch._inductor.compile_fx", "torch._dynamo.testing")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Leave garbage alone while test files import libraries: little of what they make is."""
+    """Disable garbage collection while test files import libraries.
+
+    Little of what imports make is garbage.
+    """
     gc.disable()
 
 
@@ -30,6 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Collect garbage from here on, but do not look at what imports made."""
+    """Enable garbage collection, except of the objects that imports made."""
     gc.freeze()
     gc.enable()

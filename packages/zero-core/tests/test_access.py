@@ -1,4 +1,4 @@
-"""Whoever reads or writes a parameter, at any moment, has its value or an error at that place."""
+"""Reads and writes of parameters at any moment: the right value, or an error on the spot."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _build(
 
 
 def _ddp(ranks: SimulatedRanks) -> tuple[dict[Any, Any], list[float]]:
-    """Read before and after the last step, where the engine has gathered all."""
+    """Train under DDP and read the weight before and after the last step."""
     model, losses = Watched(), []
     log, ddp = Log(model.blocks[1].inner.weight), SimulatedDDP(model, ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -352,7 +352,7 @@ def test_names_shapes_and_hooks_neither_wait_nor_raise(ranks: SimulatedRanks, st
 
 
 def test_what_needs_no_value_is_torchs_list_of_what_returns_none_of_it():
-    """A function that returns no tensor of a parameter on the meta device has read no value."""
+    # A function that returns no tensor for a parameter on the meta device has read no value.
     reads = {"data_ptr", "const_data_ptr", "storage", "untyped_storage", "__repr__", "type"}
     reads |= {"storage_type", "_clear_non_serializable_cached_data", "_is_view"}
     unknown = []

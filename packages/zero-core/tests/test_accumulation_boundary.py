@@ -1,4 +1,4 @@
-"""Steps of as many micro-steps as the training loop says, not the configuration; as with DDP."""
+"""Accumulation over as many micro-steps as the training loop declares, against DDP."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size, stage, con
 def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(
     ranks: SimulatedRanks, stage: int
 ) -> None:
-    """The boundary is declared when the last backward has run already."""
     expected = _ddp(ranks, (2,))
     config = Case(stage, accumulation=4).config()
     engine = zero_core.build(make_model(), config, process_group=ranks)
@@ -120,7 +119,7 @@ def test_a_loss_over_no_micro_steps_is_refused():
 
 
 class _Keeper(DeviceTier):
-    """Keeps gradients itself, so that the engine has none but those on their way to it."""
+    """A tier that stores gradients itself and leaves the engine only those on their way to it."""
 
     owns_grads = True
 
@@ -138,7 +137,6 @@ def _keeper(
 def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
     ranks: SimulatedRanks,
 ) -> None:
-    """A number of micro-steps that is set, or declared, is as good as one that is configured."""
     for tier in (None, _keeper):
         for stage in (2, 3):
             found = []

@@ -1,4 +1,4 @@
-"""What build() finds in a model, takes over from an optimizer, and refuses."""
+"""Units that build() finds, optimizers that it adopts, and arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_state_tier_is_told_the_name_of_each_piece(stage):
 
 
 class _FormerTier:
-    """A tier of the protocol of before, with every member but ``owns_grads``."""
+    """A tier of an earlier protocol, which lacks ``owns_grads``."""
 
     keeps_grads = True
 

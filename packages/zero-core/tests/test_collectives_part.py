@@ -1,4 +1,4 @@
-"""What a part of ``zero_core.collectives`` is told: nodes, frozen segments, replaced values."""
+"""Parts of ``zero_core.collectives`` and the nodes, frozen segments and changes they learn of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = Case(3).config()
 
 
 class _Part:
-    """Sends over ``native`` in jobs of the lanes, and notes when it is told to forget."""
+    """Collectives that run ``native`` in jobs of the lanes and count calls of ``forget_values``."""
 
     private_nbytes = {"secondary shards": 4711}  # noqa: RUF012
 

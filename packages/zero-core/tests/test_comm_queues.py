@@ -111,7 +111,10 @@ def test_threads_end_with_the_queues_and_hold_nothing_in_between() -> None:
 
 
 class _Stream:
-    """Records what is enqueued; the one that is entered last is the current one."""
+    """A stream that logs what is enqueued on it.
+
+    The stream that was entered last is the current one.
+    """
 
     current: list[_Stream]
     log: list[str]

@@ -1,4 +1,4 @@
-"""What a step sends is reported, planned, and counted once more where it leaves the process."""
+"""Bytes that a step sends, as reported, as planned, and as counted at the process's boundary."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _planned(config: dict[str, Any], world_size: int, per_node: int) -> tuple[Tr
 
 
 class _Postman:
-    """Counts the bytes that leave this process point to point, by whether they leave the node."""
+    """Counts of bytes that leave this process point to point, within its node and beyond."""
 
     def __init__(self, rank: int, per_node: int) -> None:
         self.bytes: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Failures of collectives say which collective of which unit it was, on which rank."""
+"""Failures of collectives, which name the collective, its unit and the rank."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _Event:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
-    """The events that were recorded on the current stream of a device that is not there."""
+    """Collect the events recorded on the current stream of a device that does not exist."""
     made: list[_Event] = []
 
     def record() -> _Event:
@@ -154,7 +154,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
 
 
 class _Alone:
-    """A board on which the other ranks put nothing, or what a test says."""
+    """A board without beats of other ranks, except those that a test adds."""
 
     host = "rank 0"
     is_lost = False
@@ -166,7 +166,7 @@ class _Alone:
         self.beats[1] = beat
 
     def request(self, ranks: Sequence[int]) -> None:
-        """Nothing is read: `take` has all."""
+        """Do nothing, because `take` returns every beat."""
 
     def take(self) -> dict[int, str]:
         return self.beats
@@ -175,7 +175,7 @@ class _Alone:
         return 0.0
 
     def flush(self, limit_s: float) -> None:
-        """Nothing is under way."""
+        """Do nothing, because no beat is pending."""
 
 
 def _watched(device: str = "xpu:1") -> tuple[Communicator, Watch, _Alone]:
@@ -234,7 +234,7 @@ def test_a_watch_ends_when_the_device_has_failed(
 def test_nothing_is_noted_while_a_cuda_graph_is_captured(
     events: list[_Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its events cannot be queried, and the host waits for none of them."""
+    # Events of a captured graph cannot be queried, and the host waits for none of them.
     communicator, _, _ = _watched("cuda:1")
     for is_capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=is_capturing: c)

@@ -1,4 +1,4 @@
-"""The control group's collectives among hosts: as torch's, and safe where ranks differ in them."""
+"""The control group's collectives among hosts: torch's results, and errors where ranks differ."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ def _make_more(rank: int, world_size: int) -> None:
 
 
 def test_rank_that_has_made_more_control_groups_meets_the_others() -> None:
-    """As where a build failed on it alone."""
+    # Ranks differ like this after a build that failed on one of them alone.
     spawn(_make_more, 3)

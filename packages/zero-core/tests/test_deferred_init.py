@@ -1,4 +1,4 @@
-"""A model that is made without memory gets the values of an ordinary construction, sharded."""
+"""Models made without memory, which get the values of an ordinary construction in shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_core.testing.training import assert_same, train_steps
 
 
 class Odd(nn.Module):
-    """Whatever constructors do: every kind of initialisation, buffers, numbers, copies, views."""
+    """A model with everything constructors do: initialisers, buffers, numbers, copies and views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_what_cannot_be_recorded_is_refused(act, message: str) -> None:
 
 
 class Normed(nn.Module):
-    """Batch normalisation, buffers that are computed, and a frozen part."""
+    """A model with batch normalisation, computed buffers, and a frozen part."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hosts exchange directly: the sums and units of torch.distributed, whoever shares memory."""
+"""Direct exchange between hosts: torch.distributed's results, whichever ranks share memory."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_gradients_stay_until_the_slowest_rank_has_read_them() -> None:
 
 
 def _start_gather(direct: HostCollectives, shared: SharedMemory) -> tuple[Work, Tensor]:
-    """A gather of two ranks, and where it ends up; its memory has not been read from before."""
+    """Start a gather of two ranks from newly allocated memory. Returns its work and its output."""
     shard = shared.zeros(NUMEL, torch.float32).fill_(direct.rank + 1.0)
     out = torch.zeros(2 * NUMEL)
     return direct.all_gather(out, shard, unit=0, version=0, backward=False), out
 
 
 def _ends_first(rank: int, world_size: int, how: str) -> None:
-    """Rank 1 has done its part of a gather and goes, before rank 0 reads its memory."""
+    """End rank 1 after its part of a gather, before rank 0 reads its memory."""
     direct, shared = _connect(rank, world_size)
     pids = [torch.empty(1, dtype=torch.int64) for _ in range(world_size)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
@@ -255,7 +255,7 @@ def test_messages_that_nobody_waits_for_do_not_block_later_ones() -> None:
 
 
 class _Slow:
-    """Works of a decorator that knows of nothing but ``wait``; the last rank is late."""
+    """A decorator's work that offers only ``wait``, and delays it."""
 
     def __init__(self, work: Work, delay_s: float) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""Parameters, gradients under way, their sums and buffers each have the dtype asked for."""
+"""Dtypes of parameters, communicated gradients, their sums and buffers, each as asked for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
 
 
 class _Adapted(nn.Module):
-    """A frozen linear map and a trained correction of low rank (LoRA), each in its own dtype."""
+    """A frozen linear map and a trained low-rank correction (LoRA), each in its own dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,10 @@ def _train_masters(
     batches: list[Tensor],
     accumulation: int = 1,
 ) -> list[float]:
-    """Train with torch alone: sums and master weights have 32 bits or more. Return the losses."""
+    """Train with torch alone, with sums and master weights of at least 32 bits.
+
+    Returns the losses.
+    """
     control, params, losses = ranks.connect(), dict(model.named_parameters()), []
     for number, inputs in enumerate(batches, start=1):
         for buffer in model.buffers():
@@ -254,7 +257,10 @@ MIXES = {
 
 
 class _Mixed(nn.Module):
-    """Blocks of a linear map per dtype, and a root of both; the last dtype has one scalar more."""
+    """A model whose blocks have a linear map of each dtype.
+
+    The root has a linear map of the first dtype and a scalar of the last one.
+    """
 
     def __init__(self, dtypes: tuple[torch.dtype, ...], depth: int = 2) -> None:
         super().__init__()

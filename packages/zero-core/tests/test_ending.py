@@ -1,5 +1,6 @@
-"""An engine ends: a rank closes it alone, or all give the model back; nothing looks like values
-that isn't.
+"""Ends of an engine: one rank closes its own alone, or all ranks return the model together.
+
+A parameter whose value is gone never seems to have one.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def test_engines_that_are_dropped_without_close_are_freed():
 
 
 class _Far(Tensor):
-    """Stands for a buffer on an accelerator."""
+    """A stand-in for a buffer on an accelerator."""
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.full((3,), 2.0)
@@ -225,7 +226,7 @@ READERS = {
     *("is_gradient_accumulation_boundary", "name_cures", "owns", "remove_at_end", "report"),
     "stay_with_model",
 }
-"""What an engine that has ended may still be asked."""
+"""Members that an ended engine still serves."""
 
 
 @pytest.mark.parametrize("end", ["close", "unwrap"])

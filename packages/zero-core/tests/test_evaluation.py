@@ -1,4 +1,4 @@
-"""An engine for evaluation alone: values in shards, nothing to train them; as the plain module."""
+"""Engines that only evaluate, with sharded values and the plain module's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of flat parameters, and what each of them lets happen."""
+"""States of flat parameters, and what each of them permits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEGMENT = Segment(
 
 
 class _Source(ShardSource):
-    """A shard of rank 0 whose gathers bring 0, 1, 2, ...; plus 10 per version."""
+    """A shard source of rank 0 whose gathers return 0, 1, 2, ... plus 10 per version."""
 
     def __init__(self) -> None:
         self.span = (0, 4)

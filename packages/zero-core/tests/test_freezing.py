@@ -1,4 +1,4 @@
-"""Parameters are frozen and unfrozen in the middle of a run, with the numbers of DDP."""
+"""Freezing and unfreezing of parameters in the middle of a run, with the numbers of DDP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ STEPS_PER_PHASE = 2
 
 
 def _freeze(model: Tower, phase: int) -> Tower:
-    """The lower half frozen; nothing; a block, half of another one and the first layer; nothing."""
+    """Freeze the parameters of a phase.
+
+    Phase 0 freezes the lower half. Phase 2 freezes a block, half of another one and the first
+    layer. Phases 1 and 3 freeze nothing.
+    """
     model.requires_grad_(True)
     if phase == 0:
         model.blocks[:3].requires_grad_(False)
@@ -159,7 +163,7 @@ def _in_phase(phase: int, optimizer: str) -> tuple[Tower, torch.optim.Optimizer]
 
 
 def _staged_in_torch(ranks: SimulatedRanks, name: str) -> dict[str, Tensor]:
-    """Have an optimizer per phase, each with the states that the last one has."""
+    """Train with one torch optimizer per phase, each starting from the last one's states."""
     values, states = _tower().state_dict(), dict[str, Any]()
     for phase in range(4):
         model, optimizer = _in_phase(phase, name)
@@ -211,13 +215,13 @@ def test_runs_that_freeze_other_parameters_resume_with_the_states_that_pair_by_n
 
 
 _PAIRED = ("blocks.1.0.weight", "blocks.4.0.weight", "blocks.3.0.weight")
-"""New in phase 2, frozen in it, and trained in both phases."""
+"""Weights that are, in this order, new in phase 2, frozen in it, and trained in both phases."""
 
 
 def _read_after(
     ranks: SimulatedRanks, phase: int, stage: int, name: str, folder: str, memory: str | None
 ) -> tuple[list[Tensor], Tensor]:
-    """Return values and a moment after the resuming and two steps that are saved."""
+    """Return values and a moment, read after resuming or after a first phase that is saved."""
     model, optimizer = _in_phase(phase, name)
     config = Case(stage, "bf16").config()
     if memory is not None:

@@ -1,4 +1,4 @@
-"""``gathered(params=...)``: those parameters alone are whole, and may be changed on one rank."""
+"""``gathered(params=...)``, which gathers those parameters alone for one rank to change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def _batches(rank: int, steps: int) -> list[dict[str, Any]]:
 
 
 def _some(model: nn.Module) -> list[nn.Parameter]:
-    """Of the root (tied, and one smaller than the world), of a block, of a frozen one; twice."""
+    """Return parameters of the root, a block and a frozen block.
+
+    The tied weight appears under both of its names, a bias of the block twice. ``gain`` can have
+    fewer elements than there are ranks.
+    """
     block = model.blocks[1]
     found = [block.up.bias, model.embed.weight, model.gain, model.frozen[0].down.weight]
     return [*found, block.down.weight, model.head.weight, block.up.bias]
@@ -79,7 +83,10 @@ HOW = (*((stage, False) for stage in range(4)), (1, True), (3, True))
 def _reaches_all(
     ranks: SimulatedRanks, modifier: int, how: Sequence[tuple[int, bool]] = HOW
 ) -> None:
-    """``how``: stages, and whether the whole model is gathered."""
+    """Check that all ranks train with the changes of rank ``modifier``.
+
+    ``how``: stages, each with whether the whole model is gathered.
+    """
     model = make_model()
     if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
@@ -153,7 +160,7 @@ def test_it_nests(ranks: SimulatedRanks, stage: int) -> None:
 
 
 class _Own(nn.Module):
-    """Asks in its forward for a parameter of its own unit, and one of another."""
+    """A model whose forward gathers a parameter of its own unit and one of another."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ def _segment(world_size: int) -> Segment:
 
 
 class _Mirror:
-    """A communicator of two ranks that both have this rank's gradient; rank 0."""
+    """Rank 0's communicator in a group of two ranks whose gradients are equal."""
 
     def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> Any:
         half = full[: out.numel()].to(out.dtype)
@@ -132,7 +132,7 @@ class _Mirror:
 
 
 class _Tier:
-    """A state tier that was offered 0, 1, 2 and so on, by element."""
+    """A state tier in which each gradient element equals its index."""
 
     def __init__(self, plan: GradientPlan) -> None:
         self.owns_grads = plan.case in (GradientCase.PASS_ON, GradientCase.PASS_ON_EACH)

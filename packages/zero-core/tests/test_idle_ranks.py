@@ -1,4 +1,4 @@
-"""Ranks without data take part in the steps of the others, as under DDP's Join."""
+"""Ranks without data, which join the steps of the others as under DDP's Join."""
 
 from __future__ import annotations
 
@@ -134,7 +134,6 @@ def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_use
 
 @on_ranks(2)
 def test_a_rank_is_idle_after_a_forward_that_failed(ranks: SimulatedRanks) -> None:
-    """One rank's forward raises between two blocks."""
     engine = zero_core.build(_normed(), Case(3).config(), process_group=ranks)
     train(engine, [rows(0, ranks.rank)])
 
@@ -149,7 +148,10 @@ def test_a_rank_is_idle_after_a_forward_that_failed(ranks: SimulatedRanks) -> No
 
 
 class _UsedFirst(nn.Module):
-    """What stands behind the blocks is used before them, and a forward may skip a block."""
+    """A model that uses a root layer before its blocks although it is registered after them.
+
+    A forward may skip one of the blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +170,7 @@ class _UsedFirst(nn.Module):
 def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(
     ranks: SimulatedRanks,
 ) -> None:
-    """Evaluations skip a block that trainings use."""
+    # Evaluations skip a block that training uses.
     results = []
     for stage in (2, 3):
         engine = zero_core.build(_UsedFirst(), Case(stage).config(), process_group=ranks)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: failed and killed saves leave nothing, older ones go, others stay."""
+"""Retention of checkpoints: failed or killed saves leave nothing, and older ones are pruned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on the device that is not there, with random delays: the bits of simulated CPU ranks."""
+"""Engines on a simulated device with random delays, against the bits of simulated CPU ranks."""
 
 import itertools
 from typing import Any
@@ -29,9 +29,9 @@ GRID = [
 
 
 def train(ranks: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train without a look at any loss before the end, so that the host runs ahead.
+    """Train without reading any loss before the end, so that the host runs ahead.
 
-    On nodes the CPU's ranks sum as those of a device do.
+    Where there are several nodes, CPU ranks sum in the order of the device's collectives.
     """
 
     def collectives(native: Any, **_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Weights from safetensors: what every rank reads of them, and what is refused."""
+"""Weights from safetensors: which of them each rank reads, and which files are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero_core.testing.training import assert_same, train_steps
 
 
 class Model(Hard):
-    """`Hard` with buffers, of which one is in no file."""
+    """`Hard` with buffers, one of which is in no file."""
 
     base_model_prefix = "base"
 
@@ -42,14 +42,14 @@ def _source(seed: int = 1) -> Model:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Its state dict with tied weights once, under the name that is not the first."""
+    """Return the state dict with the tied weight under its second name only."""
     state = model.state_dict()
     del state["embed.weight"]
     return {name: value.clone() for name, value in state.items()}
 
 
 def _write_folder(folder: Path, weights: dict[str, Tensor]) -> Path:
-    """Several files and an index, as large models are distributed."""
+    """Write several files and an index, as large models are distributed."""
     folder.mkdir()
     where = {}
     for index in range(3):

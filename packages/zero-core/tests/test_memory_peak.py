@@ -1,7 +1,8 @@
-"""What is resident on a host: at the peak of steps, after many, and of a construction.
+"""Resident host memory: its peak in steps and in construction, and its growth over many steps.
 
-Each measurement is a process of its own, so that its peak is its own. glibc is told to give large
-tensors back when they are freed; what it keeps otherwise is the allocator's, not the engine's.
+Each measurement runs in a process of its own, so that the peak is its own. glibc is configured to
+return large tensors to the system when they are freed: memory that it would keep otherwise is the
+allocator's, not the engine's.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _model() -> nn.Module:
 
 
 def _warm_up() -> None:
-    """A small engine: what torch and gloo allocate when first used is there before."""
+    """Build a small engine, so that torch and gloo have made their first allocations."""
     with zero_core.deferred_init():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero_core.build(model, CONFIG).close()

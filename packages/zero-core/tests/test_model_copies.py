@@ -1,4 +1,4 @@
-"""Copies of an engine's model are plain models with its values, or refused."""
+"""Copies of an engine's model, which are plain models with its values or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DECAY = 0.9
 
 
 def _net() -> Tower:
-    """A tower with buffers, a frozen parameter and tied ones."""
+    """Return a tower with buffers, a frozen parameter and tied ones."""
     model = make_tower(3)
     for block in model.blocks:
         block.insert(0, nn.BatchNorm1d(7))
@@ -61,7 +61,7 @@ def _assert_is_plain(model: nn.Module) -> None:
 
 
 def _trains_alone(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """As a plain model with the values of ``state`` does."""
+    """Check that ``model`` trains like a plain model with the values of ``state``."""
     plain = _net()
     plain.load_state_dict(state)
     for each in (model, plain):

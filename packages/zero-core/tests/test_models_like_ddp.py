@@ -1,4 +1,4 @@
-"""Models that are used in unusual ways train with the bits of DDP at every stage."""
+"""Models used in unusual ways, which train with the bits of DDP at every stage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:Fut
 
 
 class _Odd(Tower):
-    """A tower whose blocks are shared with the root, taken apart or computed again in pairs."""
+    """A tower with blocks that share a layer with the root, run in parts, or recompute in pairs."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Layered(Tower):
 
 
 class _NoInput(nn.Module):
-    """A root without parameters and a forward that takes nothing."""
+    """A model whose root has no parameters and whose forward takes no input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Structured(nn.Module):
 
 
 class _Alone(nn.Module):
-    """A list of experts that is in no block."""
+    """A model with a list of experts outside of all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,14 +162,17 @@ def _with_leaf(path: str) -> _Alone:
 
 
 class _AtRoot(Mixture):
-    """A list of experts directly under the root."""
+    """A model with a list of experts directly under the root."""
 
     def forward(self, x: Tensor, allowed: list[list[int]]) -> Tensor:
         return super().forward(x, allowed[0]).square().mean()
 
 
 def _routed(number: int, rank: int, counts: tuple[int, ...] = (8, 1, 2)) -> Inputs:
-    """Each rank routes by itself. ``counts``: of experts that tokens may go to, by step."""
+    """Draw inputs that each rank routes by itself.
+
+    ``counts``: the numbers of experts that tokens may go to, by step.
+    """
     return routed_batch(number, rank, counts[number % len(counts)])
 
 
@@ -197,7 +200,7 @@ class _Branch(nn.Module):
 
 
 class _Branches(nn.Module):
-    """Blocks of which an input leaves out parts, or all that they compute."""
+    """Blocks of which an input may leave out parts or the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +230,7 @@ def _without_blocks(step: int, rank: int) -> tuple[Tensor, set[int], set[int]]:
 
 
 class _Scaled(nn.Module):
-    """A parametrization; with a parameter of its own if ``is_trained``."""
+    """A parametrization that scales a weight, by a trained parameter if ``is_trained``."""
 
     def __init__(self, is_trained: bool = False) -> None:
         super().__init__()
@@ -295,7 +298,7 @@ def _with_hooks_of_root() -> Tower:
 
 
 def _with_tensor_hooks() -> Tower:
-    """Gradients are halved and cut off, as gradient surgery does it."""
+    """Return a tower whose hooks halve and clamp gradients, as gradient surgery does."""
     model = make_tower()
     model.blocks[0][0].weight.register_hook(lambda grad: grad * 0.5)
     model.blocks[1][3].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
@@ -307,7 +310,7 @@ def _with_tensor_hooks() -> Tower:
 
 
 def _skipping(number: int, rank: int) -> Inputs:
-    """Each rank leaves out another block."""
+    """Draw inputs with which each rank leaves out a different block."""
     return rows(number, rank), [block for block in range(4) if block != (rank + number // 2) % 4]
 
 
@@ -316,7 +319,7 @@ def _recomputable(number: int, rank: int) -> Inputs:
 
 
 class Use(NamedTuple):
-    """A model, its inputs by number and rank, and what the configuration has besides."""
+    """A model, its inputs by number and rank, and additional configuration."""
 
     make: Callable[[], nn.Module]
     draw: Callable[[int, int], Inputs] = rows
@@ -436,7 +439,7 @@ def test_evaluations_that_route_to_other_experts_change_nothing(ranks: Simulated
 
 
 def _penalized(model: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """A loss with a gradient penalty (Gulrajani et al., arXiv 1704.00028)."""
+    """Return a loss with a gradient penalty (Gulrajani et al., arXiv 1704.00028)."""
     out = model(x)
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
     return out + (grad.norm(dim=1) - 1.0).square().mean()
@@ -489,7 +492,7 @@ _branches = _of(_Branches)
 def test_ranks_follow_ddp_when_gradients_are_zeroed_between_forward_and_backward(
     ranks: SimulatedRanks, stage: int, is_recomputed: bool
 ) -> None:
-    """Losses that nobody wants, with gradients on, and gradients zeroed before each backward."""
+    # Each step also discards a loss that was computed with gradients enabled.
     batches = [_branching(step, ranks.rank) for step in range(len(LEFT_OUT))]
     model = _branches()
     train_ddp(model, ranks, batches)
@@ -536,7 +539,7 @@ def test_processes_that_leave_out_or_skip_blocks_do_not_wait_for_ever(world_size
 def test_a_unit_that_one_rank_left_out_within_no_sync_is_reduced_as_it_was_held(
     ranks: SimulatedRanks,
 ) -> None:
-    """A micro-step within no_sync in which the last rank uses nothing of a unit, in bf16."""
+    # In bf16: the last rank uses nothing of a unit in the micro-step within no_sync.
     inputs = [rows(micro, ranks.rank, WIDTH) for micro in range(2)]
     skipped: list[set[int]] = [{4}, set()] if ranks.rank == ranks.size - 1 else [set(), set()]
     reference = _branches()

@@ -1,4 +1,4 @@
-"""Muon by name: torch's own Muon and AdamW under DDP are the oracle."""
+"""Muon by name, against torch's own Muon and AdamW under DDP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config_of(stage, **more):
 
 
 def train_whole(ranks):
-    """Train by torch's optimizers."""
+    """Train with torch's optimizers."""
     model = make_model()
     tag_matrices(model.named_parameters())
     params = [p for p in model.parameters() if p.requires_grad]
@@ -111,7 +111,7 @@ def test_each_rank_has_its_slice_of_what_adamw_updates():
 
 
 def states_of(engine):
-    """Every state of every trained parameter, whole."""
+    """Return every state of every trained parameter, whole."""
     names = [name for name, p in make_model().named_parameters() if p.requires_grad]
     return {
         (name, state): engine.states.get_full(name, state)
@@ -147,7 +147,7 @@ def test_checkpoint_goes_on_with_other_ranks_and_another_stage(tmp_path):
 
 
 def test_matrices_of_a_checkpoint_without_states_by_parameter_get_their_momentum_alone(tmp_path):
-    """The first versions wrote every state of any parameter as slices of all, as AdamW's are."""
+    # The first versions wrote every state of any parameter in slices, like AdamW's.
     folders = {name: tmp_path / name for name in ("AdamW", "Muon")}
     manifests = {}
     for name, folder in folders.items():
@@ -176,7 +176,7 @@ def test_matrices_of_a_checkpoint_without_states_by_parameter_get_their_momentum
 
 
 class WithoutSlices(Muon):
-    """Muon of the versions that updated all parameters whole."""
+    """Muon as in the versions that updated all parameters whole."""
 
     def is_elementwise_group(self, group):
         return False
@@ -213,7 +213,7 @@ def test_states_that_were_saved_whole_are_sliced_in_loading(tmp_path):
 
 
 class Branches(nn.Module):
-    """So small that a rank's slice is of the second block alone."""
+    """A model so small that one rank's slice is in the second block alone."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """The engine's own collectives among nodes: gathers, all-to-alls, subgroups and jobs of lanes.
 
-The oracles are torch.distributed's own collectives, and values that any rank can tell.
+The oracles are torch.distributed's own collectives, and values that any rank can compute.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def _gathers(native: TransportCollectives, seed: int) -> None:
-    """Two units at once, of shared and of ordinary memory, waited for in the other order."""
+    """Gather two units, one of them in shared memory, and wait for them in reverse order."""
     size = native.world_size
     for turn, dtype in enumerate(DTYPES):
         works, outs = [], []
@@ -86,7 +86,7 @@ def _gathers(native: TransportCollectives, seed: int) -> None:
 
 
 def _swaps(native: TransportCollectives, seed: int) -> None:
-    """all_to_all: slice ``k`` of rank ``r`` is ``_values`` of (r, k)."""
+    """Check all_to_all, where slice ``k`` of rank ``r`` holds the ``_values`` of (r, k)."""
     size = native.world_size
     for dtype in DTYPES:
         for is_shared in (True, False):
@@ -101,7 +101,7 @@ def _swaps(native: TransportCollectives, seed: int) -> None:
 
 
 def _late_readers(native: TransportCollectives) -> None:
-    """Parts are overwritten as soon as ``wait`` returns, while one rank has not yet read them."""
+    """Overwrite parts as soon as ``wait`` returns, while one rank has yet to read them."""
     size, rank = native.world_size, native.rank
     parts, out = native.zeros(size * NUMEL, torch.float32, CPU), torch.empty(size * NUMEL)
     for turn in range(3):
@@ -135,7 +135,7 @@ def _sums(native: TransportCollectives) -> None:
 
 
 def _jobs(native: TransportCollectives) -> None:
-    """Both lanes and the caller exchange at once, in several subgroups."""
+    """Exchange on both lanes and in the caller at once, in several subgroups."""
     size, rank = native.world_size, native.rank
     stride = 2 if size % 2 == 0 else size
     within = native.subgroup(range(rank // stride * stride, (rank // stride + 1) * stride))
@@ -208,7 +208,7 @@ def _exchange(rank: int, world_size: int, per_node: int) -> None:
 
 
 def _end() -> None:
-    """A rank that ended would take along what others still read of its last gather."""
+    """Wait for the other ranks, which may still read this rank's part of the last gather."""
     if dist.get_world_size() > 1:
         dist.barrier()
 
@@ -247,7 +247,7 @@ def test_a_library_exchanges_the_same() -> None:
 
 
 def _uneven(rank: int, world_size: int) -> None:
-    """Ranks 0 to 2 and 3 to 5 share nodes; the groups {0 1 2 3} and {4 5} do not fit them."""
+    """Exchange in groups of four and two ranks, on two nodes of three ranks."""
     native = _connect(rank, world_size, 3)
     group = native.subgroup(range(4) if rank < 4 else range(4, 6))
     _gathers(group, seed=7 * (rank // 4))
@@ -260,7 +260,7 @@ def test_groups_that_do_not_fit_the_nodes_exchange_the_same() -> None:
 
 
 def _late_twins(rank: int, world_size: int) -> None:
-    """Two sets of collectives over one group, of which one is late on rank 0."""
+    """Gather with two sets of collectives over one group, in the opposite order on rank 0."""
     twins = [
         HostCollectives(ProcessMessages(None), rank=rank, world_size=world_size) for _ in range(2)
     ]

@@ -1,4 +1,4 @@
-"""States that leave the device for a while and come back with the same bits."""
+"""States that are offloaded from the device and reloaded with the same bits."""
 
 import ctypes
 import itertools
@@ -182,12 +182,12 @@ def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
 
 
 M_MMAP_THRESHOLD = -3
-"""Of glibc's ``mallopt``."""
+"""A parameter of glibc's ``mallopt``."""
 
 
 @contextmanager
 def _leaving(nbytes: int) -> Iterator[None]:
-    """Leave no more memory of this process to be allocated than ``nbytes``."""
+    """Limit the memory that this process can still allocate to ``nbytes``."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, limits[1]))
@@ -198,7 +198,10 @@ def _leaving(nbytes: int) -> Iterator[None]:
 
 
 def _scarce_memory() -> None:
-    """Neither direction loses anything where memory ends halfway, and both can be repeated."""
+    """Check that neither direction loses anything when memory runs out halfway.
+
+    Both can be repeated.
+    """
     # Whatever is large is memory of its own, which returns to the system when it is freed: what
     # malloc keeps would be allocated again in spite of the limit.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16) == 1

@@ -1,4 +1,4 @@
-"""A step makes the host wait for the device once, and updates as one that waits does."""
+"""Steps that synchronise the host with the device once, with the updates of those that wait."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
 @dataclass(frozen=True)
 class Training(Case):
-    """``is_twice``: a block is used twice. ``max_norm``: of ``clip_grad_norm_`` in each step."""
+    """A case with an optimizer and ways to clip.
+
+    ``is_twice``: a block is used twice. ``max_norm``: of ``clip_grad_norm_`` in each step.
+    """
 
     optimizer: str = "AdamW"
     is_twice: bool = False
@@ -40,7 +43,10 @@ class Training(Case):
 
 
 def make(*, is_twice: bool = False) -> Tower:
-    """Three blocks. ``is_twice``: reentrant checkpoints, whose gradients come late."""
+    """Make a tower of three blocks.
+
+    ``is_twice``: with reentrant checkpoints, whose gradients arrive late.
+    """
     return make_tower(3, WIDTH, recompute="reentrant" if is_twice else "none")
 
 
@@ -73,12 +79,12 @@ CASES_OF = {1: ALONE, 2: HALF, 3: TOGETHER}
 
 
 def blocks_of(number: int, *, is_twice: bool = False) -> tuple[int, ...]:
-    """All blocks, or in every other call not the last one."""
+    """Return the blocks that a call uses: all, or in every other call all but the last one."""
     return (0, 1, 2, 1) if is_twice else (0, 1, 2)[: 3 - number % 2]
 
 
 def train(ranks: Any, case: Training) -> tuple[list[int], list[Any]]:
-    """Return how often each step that was taken waited, and the results of all."""
+    """Return how often each step that was taken waited, and the results of all steps."""
     model = make(is_twice=case.is_twice)
     engine = zero_core.build(model, case.config(), process_group=ranks)
     is_late = ranks.device.type == "late"
@@ -136,7 +142,7 @@ def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size
 
 
 def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
-    """Return the kernel of the update and the host's wait, in their order."""
+    """Return the update's kernel and the host's wait in their order."""
     engine.backward(engine(torch.ones(2, WIDTH, device="late")))
     late_device.start_trace()
     engine.step()
@@ -195,7 +201,7 @@ def test_states_of_a_step_that_is_not_taken_are_dropped() -> None:
 
 
 class BrokenOff(DeviceTier):
-    """A tier after whose second update, made ahead of the decision, the user presses Ctrl-C."""
+    """A tier whose second update ahead of the decision is interrupted by Ctrl-C."""
 
     num_updates = 0
 

@@ -1,7 +1,7 @@
 """Parameter shards that rest off the device: streamed ahead of use, with the same numbers.
 
-The tier here keeps them in a dict and fills a buffer only when it is waited for, so that whoever
-reads its buffer too early reads NaN.
+The tier here keeps them in a dict and fills a buffer only when it is waited for, so that reading
+the buffer too early gives NaN.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class _Late:
 
 
 class Shelf:
-    """A `ParamTier`; ``has_homes``: whether its memory may be written from outside."""
+    """A `ParamTier` that keeps its shards in a dict.
+
+    ``has_homes``: whether its memory may be written from outside.
+    """
 
     def __init__(self, shards: Sequence[tuple[int, int, torch.dtype]], *, has_homes: bool) -> None:
         self.shards = {s: torch.full((n,), float("nan"), dtype=d) for s, n, d in shards}
@@ -143,7 +146,7 @@ def test_offloaded_shards_follow_ddp_where_ranks_share_memory() -> None:
 def _tower(
     dtype: str = "fp32", process_group: SimulatedRanks | None = None, **zero: Any
 ) -> tuple[zero_core.Engine, list[Shelf]]:
-    """Return an engine of five blocks, and what was made for it."""
+    """Return an engine of five blocks and the tiers made for it."""
     shelves, config = Shelves(), _case(dtype, **zero).config()
     engine = zero_core.build(make_tower(5), config, param_tier=shelves, process_group=process_group)
     return engine, shelves.made

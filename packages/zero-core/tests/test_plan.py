@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Uneven blocks, one of them frozen, a tied head, a buffer."""
+    """A model with uneven blocks, one of them frozen, a tied head and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Plain(nn.Module):
 
 
 class Untied(Plain):
-    """With a tail, larger than the root."""
+    """A `Plain` with an untied head, which is a tail larger than the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_long_lived_memory_is_exact_for_a_model_with_every_difficulty(stage: int
 
 
 def saved_by_autograd(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """Bytes of what a real forward saves, each piece of memory once, parameters not counted."""
+    """Count the bytes that a real forward saves, each storage once and without parameters."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 
@@ -190,7 +190,7 @@ def test_activations_are_what_autograd_saves(dtype: str, tolerance: float) -> No
 
 
 class _Frozen(nn.Module):
-    """A frozen matrix between trained ones, and a norm, which autocast leaves in fp32."""
+    """A trained matrix before a frozen norm, which autocast leaves in fp32, and a frozen matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_casts_of_weights_that_autocast_keeps_are_counted(stage: int) -> None:
 
 
 class _Casts(TorchDispatchMode):
-    """Mode that follows the tensors that casts make: shape, whether alive, and bytes."""
+    """A dispatch mode that records the shape, storage and bytes of each tensor made by a cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class _Casts(TorchDispatchMode):
 
 
 class Attention(nn.Module):
-    """Causal, masked and grouped-query attention."""
+    """A model with causal, masked and grouped-query attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def test_attention_saves_what_a_fused_kernel_saves(dtype: str) -> None:
 
 
 class _Masked(nn.Module):
-    """Looks for padding in all ways that transformers has, and in others."""
+    """A model that checks a mask for padding in all ways that transformers does, and in others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def test_masks_of_inputs_on_the_meta_device_have_no_padding() -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_closed_forms_of_zero(stage: int) -> None:
-    """2 bytes per parameter, 2 per gradient and 12 of state; the paper's section 5."""
+    # Section 5 of the paper: 2 bytes per parameter, 2 per gradient and 12 of state.
     depth, width, ranks = 10, 4096, 64
     psi = 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
@@ -310,7 +310,7 @@ def test_closed_forms_of_zero(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_traffic_is_that_of_the_paper(stage: int) -> None:
-    """Two model sizes per step, three at stage 3 (but the last unit is gathered once)."""
+    # Two model sizes per step, three at stage 3 (but the last unit is gathered once).
     depth, width, ranks = 40, 1024, 64
     size = 2 * 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})

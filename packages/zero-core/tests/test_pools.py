@@ -52,13 +52,13 @@ def addresses_by_step(ranks: SimulatedRanks, num_blocks: int) -> list[dict[str, 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 5])
 def test_a_unit_has_the_same_memory_in_every_step(num_blocks: int) -> None:
-    """As CUDA graphs need it: torch.compile(mode="reduce-overhead") records a new one otherwise."""
+    # torch.compile(mode="reduce-overhead") would record a new CUDA graph otherwise.
     for _, second, *others in simulate(addresses_by_step, 2, num_blocks):
         assert all(step == second for step in others)
 
 
 def test_the_root_has_no_spare_gradient() -> None:
-    """Its gradient is borrowed once a step: by the next one, its copy to the host has ended."""
+    # It is borrowed once a step, and its copy to the host has ended before the next one.
     asked = config(stage=2, offload_optimizer={"device": "cpu"})
     planned = zero_core.plan(net(1), asked, 2, device_type="accelerator").memory.device
     assert planned["gradient shards"] == 4 * (ROOT + BLOCK)

@@ -1,4 +1,4 @@
-"""After a step the module's parameters can be read on one rank alone, at stages 0 to 2."""
+"""Parameters that one rank alone can read after a step, at stages 0 to 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reduction on an accelerator costs: operators and bytes, at any number of ranks."""
+"""The cost of a reduction on an accelerator: operators and bytes, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Done:
 
 
 class _Inline:
-    """`CommQueues` whose jobs run at once, in the caller's thread: its dispatch mode sees them."""
+    """`CommQueues` that run jobs at once in the caller's thread, seen by its dispatch mode."""
 
     def launch(self, job: Callable[[], None], *, is_reduction: bool) -> Work:
         job()
@@ -34,7 +34,7 @@ class _Inline:
 
 
 class _Library:
-    """`DeviceLibrary` of many ranks of which there is one: buffers stay as they are."""
+    """A `DeviceLibrary` of one rank that stands for many and leaves buffers as they are."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -58,11 +58,11 @@ class _Library:
         return _Library(list(ranks).index(self.rank), len(ranks))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class _Counter(TorchDispatchMode):
-    """Operators that move data, and the bytes that they read and write."""
+    """A dispatch mode that counts operators that move data, and the bytes they read and write."""
 
     VIEWS = frozenset({"view", "slice", "select", "unbind", "transpose", "empty", "detach"})
 
@@ -91,7 +91,7 @@ def _device(world_size: int, per_node: int) -> DeviceCollectives:
 
 
 def _reduce(world_size: int, per_node: int, dtype: torch.dtype) -> _Counter:
-    """Count a reduction with all that the engine reads of it."""
+    """Count a reduction and everything that the engine reads of it."""
     device = _device(world_size, per_node)
     full, out = torch.ones(world_size * NUMEL, dtype=dtype), torch.empty(NUMEL)
     device.reduce_scatter(out, full, unit=0).wait()  # its scratch is there

@@ -1,4 +1,4 @@
-"""Several engines in one process: teacher and student; policy, reference, reward and critic."""
+"""Several engines in one process: distillation, reinforcement learning, and a shared device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Result = tuple[list[float], dict[str, dict[str, Tensor]]]
 
 
 def model(factor: float) -> Hard:
-    """The shared model with other weights."""
+    """Return the shared model with weights scaled by ``factor``."""
     made = make_model()
     with torch.no_grad():
         for param in made.parameters():
@@ -39,7 +39,7 @@ def model(factor: float) -> Hard:
 
 
 class Plain:
-    """A model under `SimulatedDDP` and torch's AdamW, with the verbs of an engine."""
+    """A model under `SimulatedDDP` and torch's AdamW, with the methods of an engine."""
 
     def __init__(self, module: nn.Module, ranks: Any, *, is_training: bool = True) -> None:
         self.module, self._ranks = module, ranks
@@ -156,7 +156,7 @@ WIDTH = 512
 
 
 def _colocate(ranks: Any, done: Barrier) -> None:
-    """Training and another program, of which the device holds one at a time."""
+    """Alternate training with another program on a device that has memory for one at a time."""
 
     def generate() -> None:
         cache = torch.zeros(CAPACITY * 7 // 10, dtype=torch.uint8, device=ranks.device)

@@ -1,4 +1,4 @@
-"""A recorded training leaves a line per step and rank, within bounds, and changes no number."""
+"""Records of a training, which have a bounded line per step and rank and change no number."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_small_file_stays_within_its_bound_and_a_line(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file system refuses a line, here by the process's bound on files."""
+    # The file system refuses a line, here by the process's limit on file sizes.
     weights = []
     for is_recorded in (False, True):
         engine = _build(stage=0)
@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(
 
 
 def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path: Path) -> None:
-    """Without close(): in a step whose course is recorded, too."""
+    # The engine is not closed, and its steps are recorded in detail.
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
 
@@ -271,7 +271,7 @@ def test_a_line_cut_short_and_a_later_version(tmp_path: Path) -> None:
 
 
 def test_samples_keep_nothing_of_the_program_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames hold tensors: what a function had is freed when it returns, by its own thread."""
+    # Frames hold tensors: a function's must be freed when it returns, by its own thread.
     monkeypatch.setattr(program, "INTERVAL_S", 1e-4)
     sampler = program.ProgramSampler(Place())
 
@@ -291,7 +291,7 @@ def test_samples_keep_nothing_of_the_program_alive(monkeypatch: pytest.MonkeyPat
 
 
 def test_samples_name_lines_of_an_installed_program() -> None:
-    """``python -m`` may run an installed package: its lines are the program's, others' are not."""
+    # ``python -m`` may run an installed package, whose lines are the program's.
     found: dict[str, str] = {}
 
     def look() -> None:
@@ -317,7 +317,7 @@ def test_end_of_a_program_that_closes_no_engine_is_recorded(
     what: str,
     text: str,
 ) -> None:
-    """As at the interpreter's end, after an uncaught error or without one."""
+    # As at the interpreter's end, after an uncaught error or without one.
     engine = _build(stage=0)
     engine.record(tmp_path)
     _step(engine)

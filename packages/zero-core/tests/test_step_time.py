@@ -1,4 +1,4 @@
-"""Predicted time: lanes against closed forms, choices by time, changes that make a run fit."""
+"""Predicted step times: lanes against closed forms, choices by time, proposed changes."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_host_takes_what_is_needed_first_of_what_has_arrived() -> None:
 
 
 def test_of_what_is_needed_at_once_the_host_takes_what_was_added_first() -> None:
-    """Not what lies at the lower address: a plan made twice is the same."""
+    # Addresses must not decide: a plan made twice is the same.
     schedule = Schedule(cores=None)
     arrived = schedule.add("main", "compute", "backward", 1.0)
     later = [schedule.add("file", "file", str(n), 1.0, [arrived], need=1) for n in range(64)]

@@ -1,4 +1,4 @@
-"""Parameters keep their strides: channels-last convolutions and transposed matrices."""
+"""Parameters that keep their strides: channels-last convolutions and transposed matrices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 3
 
 
 class _Convolutions(nn.Module):
-    """Convolutions, two of them in blocks, and a matrix that is stored by columns."""
+    """Convolutions, two of them in blocks, and a matrix stored by columns."""
 
     def __init__(self, *, is_channels_last: bool = True) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def _strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 class _Whole(torch.optim.AdamW):
-    """Not known to be elementwise."""
+    """An AdamW that the engine does not know to be elementwise."""
 
 
 def _adamw(model: nn.Module, kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""How many ranks share a node: told by a mesh, by the launcher, or by the hosts' names."""
+"""The number of ranks per node, from a mesh, the launcher or the hosts' names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused sum's Triton kernels where there is no GPU: interpreted, and compiled without a run."""
+"""The fused sum's Triton kernels without a GPU: interpreted, or compiled but not run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ if importlib.util.find_spec("triton") is None:
 
 
 def run_program(name: str, folder: Path, **environment: str) -> Any:
-    """What a program of this folder prints, run by itself: triton reads its settings on import."""
+    """Run a program of this folder by itself and return the JSON that it prints.
+
+    It needs a process of its own because triton reads its settings on import.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TRITON")}
     done = subprocess.run(
         [sys.executable, str(HERE / name)],

@@ -1,4 +1,4 @@
-"""The memory of the vertical schedule: inputs and gradients kept, in host memory too; its plan."""
+"""Memory of the vertical schedule, its inputs and gradients in host memory, and its plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ GRADIENT_BYTES, INPUT_BYTES = VOCAB * WIDTH * 4, ROWS * WIDTH * 4  # 160,000 and
 
 
 class _Net(nn.Module):
-    """Tied weights. ``is_shared``: the blocks, too, bring a part of the embedding's gradient."""
+    """A model with tied weights.
+
+    ``is_shared``: the blocks, too, contribute to the embedding's gradient.
+    """
 
     def __init__(self, *, is_shared: bool = False) -> None:
         super().__init__()
@@ -115,7 +118,7 @@ def test_host_memory_is_what_was_planned():
 
 
 def _num_gradients_at_a_time(ranks: SimulatedRanks, steps: int) -> int:
-    """Return the most blocks of the embedding's size that a step has at a time."""
+    """Return how many buffers of the embedding's size a step has at most at a time."""
     late_device.set_delays(seed=1, copy_s=1e-2)  # copies take longer than everything else
     config = _config(steps=steps, accumulation_schedule="vertical")
     engine = zero_core.build(_Net(), config, process_group=ranks)
@@ -293,9 +296,9 @@ def test_inputs_of_blocks_of_all_micro_batches_are_kept_and_then_freed() -> None
 
 
 class _Narrowing(nn.Module):
-    """Blocks whose inputs are of different sizes: 64, 32 and 16 numbers of a sample.
+    """Blocks whose inputs are of different sizes: 64, 32 and 16 numbers per sample.
 
-    ``keeps``: what the code between blocks saves stays on the device: the second block's input.
+    ``keeps``: the code between blocks saves the second block's input, which stays on the device.
     """
 
     def __init__(self, *, keeps: bool) -> None:
@@ -331,9 +334,9 @@ def test_plan_counts_inputs_of_different_sizes(
 
 
 def _step_time(schedule: str, *args: Any, bound: str, rate: float, **further: Any) -> Any:
-    """Plan a step in which all is free but forward, backward and the curves ``bound``.
+    """Plan a step in which only forward, backward and the curves ``bound`` take time.
 
-    ``rate``: of these, in bytes per second.
+    ``rate``: of these curves, in bytes per second.
     """
     names = ("memory.float32", "matmul.float32", "pass", "step", "agree.within", "reduce.within")
     names += ("update.host.float32", "update.device.float32", "copy.to_host", "copy.to_device")

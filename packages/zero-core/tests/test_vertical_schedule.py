@@ -46,7 +46,10 @@ def _mlp() -> nn.Sequential:
 
 
 class _Net(nn.Module):
-    """Four blocks, which `way` connects: what is between them is this schedule's difficulty."""
+    """A model of four blocks that ``way`` connects.
+
+    The code between the blocks is this schedule's difficulty.
+    """
 
     def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ def _plain(net: _Net, x: Tensor) -> Tensor:
 
 
 def _drops(net: _Net, x: Tensor) -> Tensor:
-    """Draws before, within and behind the blocks."""
+    """Apply dropout before, around and behind the blocks."""
     x = nn.functional.dropout(net.first(x), 0.3)
     for block in net.blocks:
         x = x + nn.functional.dropout(block(nn.functional.dropout(x, 0.2)), 0.3)
@@ -79,7 +82,7 @@ def _drops(net: _Net, x: Tensor) -> Tensor:
 
 
 def _branches(net: _Net, x: Tensor) -> Tensor:
-    """Some micro-batches leave out a parameter and the head."""
+    """Leave out a parameter and the head in some micro-batches."""
     is_even = x.shape[0] % 2 == 0
     x = net.first(x) + net.bias if is_even else net.first(x)
     for block in net.blocks:
@@ -88,7 +91,7 @@ def _branches(net: _Net, x: Tensor) -> Tensor:
 
 
 def _skips(net: _Net, x: Tensor) -> Tensor:
-    """What early blocks return is added between late ones and behind them."""
+    """Add outputs of early blocks between late ones and behind them."""
     kept: list[Tensor] = []
     for number, block in enumerate(net.blocks):
         x = block(x * net.scale[number] + (kept[-2] * kept[-2] if number > 1 else 0.0))
@@ -104,7 +107,7 @@ def _adds_the_first(net: _Net, x: Tensor) -> Tensor:
 
 
 def _hooks(net: _Net, x: Tensor) -> Tensor:
-    """Hooks change gradients of what goes from block to block, and of weights."""
+    """Change gradients by hooks between the blocks and use the head twice."""
     x = net.first(x)
     for block in net.blocks:
         x = x + block(x)
@@ -130,12 +133,12 @@ def _reads_another(net: _Net, x: Tensor) -> Tensor:
 
 
 def _square(net: _Net) -> Tensor:
-    """Return a part of the loss from a weight that is used before the blocks, too."""
+    """Return a part of the loss from a weight that is also used before the blocks."""
     return net.first.weight.square().mean()
 
 
 class _UnevenBlock(nn.Module):
-    """Returns a mapping, whose second entry goes to the loss, as of a router."""
+    """A block that returns a mapping with a second entry for the loss, as a router does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,14 +171,14 @@ class _Decoder(nn.Module):
 
 
 class _Box:
-    """Holds a tensor where nobody looks for it."""
+    """An object of no known type that hides a tensor."""
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
 
 
 class _EncoderDecoder(nn.Module):
-    """Each decoder block takes what the encoder returned."""
+    """A model whose decoder blocks each take the encoder's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +219,7 @@ class _LanguageBlock(nn.Module):
 
 
 class _Language(nn.Module):
-    """Tied weights, odd sizes, and a bias that the blocks share and learn."""
+    """A language model with tied weights, odd sizes, and a trained bias that the blocks share."""
 
     def __init__(self, *, is_tied: bool = True) -> None:
         super().__init__()
@@ -288,7 +291,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def _batches(model: nn.Module, step: int, rank: int, number: int = 3) -> list[Any]:
-    """Micro-batches of other sizes each."""
+    """Draw micro-batches of different sizes."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     if isinstance(model, _Language):
         sizes = [(1 + (step + micro) % 3, 5 + micro) for micro in range(number)]
@@ -302,7 +305,7 @@ def _batches(model: nn.Module, step: int, rank: int, number: int = 3) -> list[An
 def _train(
     kind: str | nn.Module, config: dict[str, Any], ranks: SimulatedRanks | None, steps: int = 3
 ) -> tuple[Any, ...]:
-    """Return losses and norms, skipped steps, and the values of a training."""
+    """Train and return losses and norms, skipped steps, and values."""
     model = _make(kind) if isinstance(kind, str) else kind
     engine = zero_core.build(model, config, process_group=ranks)
     seen = []

@@ -1,4 +1,4 @@
-"""Who is named when ranks wait for each other, in virtual time."""
+"""Diagnosis of ranks that wait for each other, in virtual time."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ class _Stalled:
 
 @pytest.fixture(autouse=True)
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of different hosts: none sees another's process."""
+    """Hide the ranks' processes from each other, as on different hosts."""
     monkeypatch.setattr(beats, "process_state", lambda pid: "")
 
 
 def healthy(num_steps: int, size: int) -> Iterator[list[_Stage]]:
-    """Steps of different length, with compilation, saves, and a rank that is slow or evaluates."""
+    """Yield steps of different lengths, with compilation, saves, and a slow or evaluating rank."""
     chance = random.Random(1)
     for step in range(num_steps):
         slow = 9.0 if step % 1000 == 7 else 0.0  # a rank that goes from unit to unit, slowly

@@ -1,4 +1,4 @@
-"""Optimizers that look at whole parameters: their own step under DDP is the oracle."""
+"""Optimizers that update whole parameters, against their own step under DDP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 class Own(torch.optim.Optimizer):
-    """An optimizer as people write them: no declaration, per-parameter Python."""
+    """An optimizer as users write them: without declarations, in Python per parameter."""
 
     def __init__(self, params, lr=1e-2, decay=0.1):
         super().__init__(params, {"lr": lr, "decay": decay, "num_calls": 0})
@@ -58,7 +58,10 @@ class LionLike(Own):
 
 
 class Shampoo(Own):
-    """A factor per dimension, in a list; the step has the norm of the gradient."""
+    """An optimizer with a list of factors, one per dimension.
+
+    Its step is scaled by the norm of the gradient.
+    """
 
     def update(self, param, state, group):
         if not state:
@@ -314,7 +317,7 @@ def test_plan_has_their_master_weights_on_the_host():
 
 
 class Deep(nn.Module):
-    """Blocks of matrices that lie across the bounds of shards, of one size."""
+    """Blocks with matrices of one size that cross the bounds of shards."""
 
     def __init__(self, depth=6, width=48):
         super().__init__()
@@ -367,7 +370,7 @@ def test_owners_are_balanced_and_hold_a_part():
 
 
 class Around(Own):
-    """Holds another optimizer and steps it, as Lookahead and SAM do."""
+    """An optimizer that steps another one, as Lookahead and SAM do."""
 
     def __init__(self, base):
         super().__init__([p for g in base.param_groups for p in g["params"]])
@@ -401,7 +404,7 @@ def test_what_would_be_wrong_is_refused_by_its_name(make, zero, match):
 
 
 class OwnClipping(Own):
-    """Clips by the norm of all gradients, in its own step."""
+    """An optimizer that clips by the norm of all gradients in its own step."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -412,7 +415,7 @@ class OwnClipping(Own):
 
 
 class OneStepSize(Own):
-    """Grows a step size, which is in the group, by what all gradients were so far."""
+    """An optimizer whose step size, kept in the group, depends on all gradients so far."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -475,7 +478,7 @@ def test_what_cannot_be_tried_is_warned_of(caplog, kind, reason):
 
 
 class Sliced(Own):
-    """Momentum in slices, with a count of its own."""
+    """An optimizer with momentum in slices and a count of its own."""
 
     def is_elementwise_group(self, group):
         return group["decay"] == 0

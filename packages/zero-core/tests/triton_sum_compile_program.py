@@ -1,6 +1,6 @@
-"""Compiles the Triton kernels of a reduction for GPUs that need not be there.
+"""A program that compiles a reduction's Triton kernels for GPUs that need not be present.
 
-Started as ``python triton_sum_compile_program.py``; prints a JSON object of assembly by kernel.
+Started as ``python triton_sum_compile_program.py``, it prints a JSON object of assembly by kernel.
 """
 
 import json
@@ -19,7 +19,7 @@ POINTER = {"fp32": "*fp32", "bf16": "*i16", "fp16": "*fp16", "fp64": "*fp64"}
 
 
 def assembly(kernel: Any, arguments: dict[str, str], constants: dict[str, Any], gpu: str) -> str:
-    """PTX, or that of an AMD GPU, with pointers and lengths known to be aligned."""
+    """Return PTX or AMD assembly, compiled for pointers and lengths known to be aligned."""
     names = list(kernel.arg_names)
     signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
     aligned = {
@@ -66,7 +66,10 @@ def compile_norm() -> str:
 
 
 def specialize_sum(offset: int) -> str:
-    """What a launch's kernel is looked up by, with flags that begin ``offset`` bytes in memory."""
+    """Return the key by which a launch's kernel is found.
+
+    ``offset``: where the launch's flags begin in memory, in bytes.
+    """
     backend = make_backend(TARGETS["cuda"])
     bind = create_function_from_signature(sum_kernel.signature, sum_kernel.params, backend)
     floats = [torch.empty(64) for _ in range(3)]
@@ -76,7 +79,7 @@ def specialize_sum(offset: int) -> str:
 
 
 def main() -> None:
-    """Compile, print."""
+    """Compile the kernels and print their assembly."""
     pairs = [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16")]
     cuda = {f"{dtype} to {out}": compile_sum(dtype, out, "cuda") for dtype, out in pairs}
     hip = {"bf16 to fp32": compile_sum("bf16", "fp32", "hip")}

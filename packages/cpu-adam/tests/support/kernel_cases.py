@@ -22,7 +22,7 @@ HYPER: dict[str, Any] = {
 
 
 def spread(rng: np.random.Generator, numel: int) -> np.ndarray:
-    """Normal numbers over many orders of magnitude, where rounding differs most."""
+    """Draw normal numbers over many orders of magnitude, where rounding differs most."""
     values = rng.standard_normal(numel) * 10.0 ** rng.integers(-12, 6, numel)
     return values.astype(np.float32)
 
@@ -38,7 +38,10 @@ def make_arrays(numel: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def to_bits(array: np.ndarray) -> np.ndarray:
-    """The bits, with every NaN turned into the same one: sign and payload are the CPU's choice."""
+    """Return the bits, with all NaNs replaced by one.
+
+    The sign and payload of a NaN are the CPU's choice.
+    """
     if array.dtype == np.uint16:
         is_nan = (array & 0x7FFF) > 0x7F80
         return np.where(is_nan, np.uint16(0x7FC0), array)
@@ -76,7 +79,7 @@ def make_capsule(
     name: bytes | None = None,
     address: int | None = None,
 ) -> object:
-    """A DLPack capsule over NumPy memory, with any header: what an exporter might hand over."""
+    """Make a DLPack capsule over NumPy memory with any header that an exporter might give it."""
     shape = array.shape if shape is None else shape
 
     class Tensor(ctypes.Structure):
@@ -142,7 +145,7 @@ _kept: list[object] = []
 
 
 def as_argument(array: np.ndarray | None) -> Any:
-    """uint16 stands for bf16 in `cpu_adam.reference`; the kernels want it labelled."""
+    """Label uint16, which stands for bf16 in `cpu_adam.reference`, as bf16 for the kernels."""
     return Bfloat16(array) if array is not None and array.dtype == np.uint16 else array
 
 

@@ -17,7 +17,7 @@ BLOCK = reference.BLOCK_NUMEL
 
 
 def narrow(values: np.ndarray, dtype: Any) -> np.ndarray:
-    """fp32 values in another type; uint16 stands for bf16."""
+    """Convert fp32 values to another type, where uint16 stands for bf16."""
     if dtype is np.uint16:
         return reference.float32_to_bfloat16(values)
     with np.errstate(over="ignore"):
@@ -80,7 +80,7 @@ def make_split(numel: int, *, grad_dtype: Any = np.float32, seed: int = 0) -> di
 def make_rule(
     function: str, numel: int, *, grad_dtype: Any = np.float32, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Arrays of a rule other than Adam, each with one state."""
+    """Make the arrays of a rule other than Adam, each with one state."""
     rng = np.random.default_rng(seed)
     state = spread(rng, numel)
     return {
@@ -118,7 +118,10 @@ UPDATES = {
 
 
 def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    """Bit by bit; but NaNs are equal, and a NaN parameter's remainder has no meaning."""
+    """Compare arrays bit by bit, with all NaNs equal.
+
+    The remainder of a NaN parameter has no meaning.
+    """
     for name, value in expected.items():
         other = actual[name]
         if name == "remainder":

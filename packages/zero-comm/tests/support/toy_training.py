@@ -16,7 +16,7 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inputs, and what a fixed function makes of them."""
+    """Return inputs, and the targets that a fixed function computes from them."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(32, 33, generator=generator)
     y = (x @ TARGET).tanh()
@@ -24,7 +24,10 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, rank: int, *, num_steps: int = NUM_STEPS) -> list[float]:
-    """The losses of plain SGD, which sees the gradients' scale; averaged over ranks."""
+    """Train with plain SGD, which is sensitive to the gradients' scale.
+
+    Returns the losses, averaged over ranks.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     dtype = next(model.parameters()).dtype
     losses = []
@@ -55,6 +58,6 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def gap(losses: list[float], plain: list[float]) -> float:
-    """The largest difference of a step's loss, relative to the plain run's."""
+    """Return the largest difference of a step's loss, relative to the plain run's."""
     assert plain[-1] < plain[0] / 2, "the plain run must have learned something"
     return max(abs(a - b) / b for a, b in zip(losses, plain, strict=True))

@@ -167,7 +167,7 @@ _set_class = vars(object)["__class__"].__set__
 
 
 class _OwnClasses(dict[type, type]):
-    """Classes behind those that were made here; any other one is its own."""
+    """The original class of each class made here. Any other class is its own original."""
 
     def __missing__(self, found: type) -> type:
         return found

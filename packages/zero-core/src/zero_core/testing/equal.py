@@ -29,7 +29,7 @@ FOLDER = "FOLDER"
 
 
 class Outcome(NamedTuple):
-    """What a run gives on one rank: every loss, and the final values and states by name."""
+    """The results of a run on one rank: every loss, and the final values and states by name."""
 
     losses: list[float]
     values: dict[str, torch.Tensor]

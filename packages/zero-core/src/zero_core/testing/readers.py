@@ -91,7 +91,7 @@ class _Block(nn.Module):
 
 
 class Watched(nn.Module):
-    """A model that calls ``look(moment)`` in its forward."""
+    """A model whose forward calls a function with the name of each moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Watched(nn.Module):
 
     @contextmanager
     def looking(self, look: Callable[[str], None]) -> Iterator[None]:
-        """Use ``look`` within."""
+        """Replace the function that forwards call, within the context."""
         self.look = look
         try:
             yield
@@ -126,7 +126,7 @@ def inputs(step: int, rank: int) -> Tensor:
 
 
 class Log:
-    """What every reader found at every moment, of one weight: a value, or the error's text."""
+    """Findings of every reader at every moment, of one weight: a value, or the error's text."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param

@@ -1,4 +1,4 @@
-"""What programs do with an engine between ``build()`` and their last step.
+"""Uses of an engine between ``build()`` and a program's last step.
 
 A `Scenario` trains `Hard` on the batches of its rank and returns every loss that it saw.
 `SCENARIOS` has them by name, with the keys that they add to the configuration.

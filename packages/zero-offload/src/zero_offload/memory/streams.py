@@ -161,7 +161,7 @@ class HostStreams:
 
 @dataclass(frozen=True, slots=True)
 class _Differences:
-    """What parameters that are sent as differences need on an accelerator.
+    """The stream and buffer that an accelerator needs for parameters sent as differences.
 
     Attributes:
         checksums: the stream of checksums.
