@@ -1,6 +1,7 @@
 """Settings that all test files share."""
 
 import gc
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,9 @@ from zero_core.testing.sampled_rows import mark_rows_slow
 # A busy machine must not fail a property by being slow.
 settings.register_profile("zero-core", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("zero-core")
+
+# A shell starts programs in the background without it, and ranks inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Compiling imports it, seconds long; so ranks are forked from a server that has it.
 preload("torch._inductor.compile_fx", "torch._dynamo.testing")

@@ -20,6 +20,7 @@ from zero_core.testing import (
     make_tower,
     on_ranks,
     rows,
+    seeded,
     step_ddp,
     train,
 )
@@ -29,12 +30,13 @@ DECAY = 0.9
 
 def _net() -> Tower:
     """Return a tower with buffers, a frozen parameter and tied ones."""
-    model = make_tower(3)
-    for block in model.blocks:
-        block.insert(0, nn.BatchNorm1d(7))
-    model.last = nn.Linear(7, 7, bias=False)
-    model.last.weight = model.first.weight
-    model.first.bias.requires_grad_(False)
+    with seeded(1):  # drawn by one simulated rank at a time
+        model = make_tower(3)
+        for block in model.blocks:
+            block.insert(0, nn.BatchNorm1d(7))
+        model.last = nn.Linear(7, 7, bias=False)
+        model.last.weight = model.first.weight
+        model.first.bias.requires_grad_(False)
     return model
 
 
