@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -196,3 +197,18 @@ def finished_run(
             done = run_program("train", *tiny_options, f"--output={root}", more=ranks)
             said.write_text(done.stdout + done.stderr, encoding="utf-8")
     return RunFolder(root), said.read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[tuple[str, ...]]:
+    """Yield the project's loggers, and restore what a configuration has asked of them."""
+    names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
+    found = [logging.getLogger(name) for name in (*names, "zero_core.optim.train_state", None)]
+    before = [(one.level, one.propagate, [*one.handlers]) for one in found]
+    levels = [(handler, handler.level) for one in found for handler in one.handlers]
+    yield names
+    for one, (level, propagate, handlers) in zip(found, before, strict=True):
+        one.setLevel(level)
+        one.propagate, one.handlers = propagate, handlers
+    for handler, level in levels:  # pytest's own, which capture the next test's messages
+        handler.setLevel(level)

@@ -350,18 +350,6 @@ def test_every_key_that_is_honoured_outside_of_the_core_is_told_as_such_without_
     assert "hidden" not in told
 
 
-@pytest.fixture
-def loggers() -> Iterator[tuple[str, ...]]:
-    """Yield the project's loggers, and restore them after the test."""
-    names = ("DeepSpeed", "zero_core", "zero_comm", "zero_engine", "zero_offload")
-    found = [logging.getLogger(name) for name in (*names, "zero_core.optim.train_state")]
-    before = [(one.level, one.propagate, [*one.handlers]) for one in found]
-    yield names
-    for one, (level, propagate, handlers) in zip(found, before, strict=True):
-        one.setLevel(level)
-        one.propagate, one.handlers = propagate, handlers
-
-
 def test_what_is_asked_of_the_process_is_done(loggers):
     try:
         apply(read({**BASE, "log_level": "error", "disable_python_gc": True}))

@@ -170,7 +170,11 @@ def test_a_configuration_of_an_encoder_and_a_decoder_is_planned_with_labels(labe
 
 @pytest.mark.parametrize(
     ("tokens", "more", "device_gb"),
-    [(128, {}, 37.6), (64, {}, 20.5), (128, {"activation_checkpointing": {}}, 7.53)],
+    [
+        pytest.param(128, {}, 37.6, marks=pytest.mark.slow),
+        pytest.param(64, {}, 20.5, marks=pytest.mark.slow),
+        (128, {"activation_checkpointing": {}}, 7.53),
+    ],
 )
 def test_t5_3b_takes_what_the_page_says(
     tokens: int, more: dict[str, Any], device_gb: float
