@@ -166,8 +166,8 @@ def test_the_device_holds_no_more_than_with_one_micro_step(world_size: int) -> N
     simulate(_keeps_nothing, world_size)
 
 
-def _reads_and_sets(ranks: SimulatedRanks) -> None:
-    dtype, name = torch.float32, "first.weight"
+def _reads_and_sets(ranks: SimulatedRanks, name: str) -> None:
+    dtype = torch.float32
     for stage, ratio in ((2, 0.4), (3, 1.0)):
         config = _config(stage, "fp32", 4, ratio, check_grad_overflow=True)
         engine = _build(config, ranks)
@@ -181,10 +181,10 @@ def _reads_and_sets(ranks: SimulatedRanks) -> None:
         assert expected is not None
         torch.testing.assert_close(engine.states.get_full(name, "grad"), expected)
         # Set, clipped by another norm, clipped by the 2-norm: each sees the one before.
-        engine.states.set_full(name, torch.zeros(WIDTH, WIDTH), "grad")
+        engine.states.set_full(name, torch.zeros_like(expected), "grad")
         assert not engine.states.get_full(name, "grad").any()
         grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-        grads[name] = torch.zeros(WIDTH, WIDTH)
+        grads[name] = torch.zeros_like(expected)
         flat = torch.cat([g.flatten() for g in grads.values()])
         assert float(engine.clip_grad_norm_(math.inf, math.inf)) == pytest.approx(
             flat.abs().max().item(), rel=1e-5
@@ -201,8 +201,9 @@ def _reads_and_sets(ranks: SimulatedRanks) -> None:
             assert torch.equal(found, fresh.states.get_full(key, "grad")), key
 
 
-def test_gradients_are_read_set_clipped_and_dropped() -> None:
-    simulate(_reads_and_sets, 2)
+@pytest.mark.parametrize("name", ["first.weight", "blocks.1.0.weight"])  # on both ranks, on one
+def test_gradients_are_read_set_clipped_and_dropped(name: str) -> None:
+    simulate(_reads_and_sets, 2, name)
 
 
 def _declares(ranks: SimulatedRanks) -> None:
