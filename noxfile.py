@@ -96,7 +96,7 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session
-@parts("lint", *PACKAGES, "together")
+@parts("lint", *PACKAGES, "cpu-adam-and-torch", "together")
 def tests(session: nox.Session, part: str) -> None:
     """Lint, test one package alone, or check types and test all packages together: the gate."""
     if part == "lint":
@@ -112,22 +112,17 @@ def tests(session: nox.Session, part: str) -> None:
         test_alone(session, part)
 
 
-def test_alone(session: nox.Session, package: str) -> None:
+def test_alone(session: nox.Session, part: str) -> None:
     """Install one package with nothing but what it declares, and run its tests."""
-    folder = Path(FOLDERS[package])
+    package, _, torch = part.partition("-and-")  # optional to cpu-adam: once without, once with it
     tools = (*group("test", package), *group("runners"))
-    session.install(*CONSTRAINTS, *own(session, package), *tools)
+    session.install(*CONSTRAINTS, *own(session, package + f"[{torch}]" * bool(torch)), *tools)
     # A package that imports a sibling by accident must not find it.
-    refuse(session, *(name.replace("-", "_") for name in PACKAGES if name != package))
-    if package != "cpu-adam":
-        run_tests(session, package, *GATE)
-        return
-    refuse(session, "torch")  # it is optional: first without, then with it
-    run_tests(session, package)
-    session.install(*CONSTRAINTS, *own(session, "cpu-adam[torch]"))
-    files = sorted((folder / "tests").glob("test_*.py"))
+    strange = {*(name.replace("-", "_") for name in PACKAGES), "torch" * (part == "cpu-adam")}
+    refuse(session, *sorted(strange - {package.replace("-", "_"), ""}))
+    files = sorted(Path(FOLDERS[package], "tests").glob("test_*.py")) if torch else []
     with_torch = [f"tests/{f.name}" for f in files if "torch" in f.read_text(encoding="utf-8")]
-    run_tests(session, package, ONE_PROCESS, *with_torch)
+    run_tests(session, package, *(GATE if package != "cpu-adam" else ()), *with_torch)
 
 
 def test_slow(session: nox.Session) -> None:
@@ -359,7 +354,7 @@ def minimum(session: nox.Session, part: str) -> None:
     lowest = ("--quiet", "--resolution=lowest-direct")
     session.install(*lowest, *own(session, *packages), *group("test", part))
     session.install("--quiet", *group("runners"))  # they may be any release
-    run_tests(session, part)
+    run_tests(session, part, *(GATE if part != "cpu-adam" else ()))
 
 
 def run_tests(session: nox.Session, package: str, *arguments: str) -> None:
@@ -382,8 +377,10 @@ def install_everything(
 def own(session: nox.Session, *packages: str) -> tuple[str, str]:
     """Name folders of this repository in a file: uv builds one that a command names every time."""
     file = Path(session.virtualenv.location, "own.txt")
-    lines = [f"{p} @ {Path(FOLDERS[p.split('[')[0]]).resolve().as_uri()}\n" for p in packages]
-    file.write_text("".join(lines).replace("integration", "zero-engine", 1), encoding="utf-8")
+    names = [package.replace("integration", "zero-engine") for package in packages]
+    folders = [Path(FOLDERS[package.split("[")[0]]).resolve().as_uri() for package in packages]
+    lines = [f"{name} @ {folder}\n" for name, folder in zip(names, folders, strict=True)]
+    file.write_text("".join(lines), encoding="utf-8")
     return "--requirement", str(file)
 
 

@@ -49,6 +49,7 @@ class Variant:
         stages: ZeRO stages that serve it.
         ranks: numbers of ranks that serve it, and how many of them share a node.
         width: of the model: by default even the shards of its gradients are worth quantizing.
+        family: variants of one family share rows where `cover` is asked to: see there.
     """
 
     zero: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Variant:
     stages: Sequence[int] = (0, 1, 2, 3)
     ranks: Sequence[tuple[int, int]] = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
     width: int = 33
+    family: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,12 @@ def cover(
     scenarios: Sequence[str] = tuple(SCENARIOS),
     dtypes: Sequence[str] = ("fp32", "bf16", "fp16"),
     strength: int = 2,
+    by_family: bool = False,
 ) -> list[Row]:
-    """Return rows in which all sets of ``strength`` values occur that may occur together."""
+    """Return rows in which all sets of ``strength`` values occur that may occur together.
+
+    ``by_family``: of the variants of a family any may be in a set, and each has all its stages.
+    """
     rows = [
         Row(scenario, name, stage, dtype, *sizes)
         for name, variant in variants.items()
@@ -101,7 +107,12 @@ def cover(
             scenarios, variant.stages, dtypes, variant.ranks
         )
     ]
-    sets = [frozenset(_sets(row, strength)) for row in rows]
+    families = {n: v.family or n for n, v in variants.items()} if by_family else {}
+    sets = [
+        frozenset(_sets(row, strength, families.get(row.variant, row.variant)))
+        | ({(row.variant, row.stage)} if by_family else set())
+        for row in rows
+    ]
     having: dict[tuple[Any, ...], list[int]] = {}
     for number, own in enumerate(sets):
         for one in own:
@@ -116,8 +127,8 @@ def cover(
     return sorted(chosen, key=str)
 
 
-def _sets(row: Row, size: int) -> Iterator[tuple[Any, ...]]:
-    values = (row.scenario, row.variant, row.stage, row.dtype, (row.ranks, row.per_node))
+def _sets(row: Row, size: int, variant: str) -> Iterator[tuple[Any, ...]]:
+    values = (row.scenario, variant, row.stage, row.dtype, (row.ranks, row.per_node))
     return itertools.combinations(enumerate(values), size)
 
 
@@ -148,9 +159,8 @@ def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
     assert found.values.keys() == plain.values.keys(), row
     for name, value in plain.values.items():
         where = f"{row}: {name} on rank {ranks.rank}"
-        torch.testing.assert_close(
-            found.values[name], value, rtol=0.0, atol=0.0, equal_nan=True, msg=f"{where} differs"
-        )
+        bits = [each.contiguous().view(torch.uint8) for each in (found.values[name], value)]
+        assert torch.equal(*bits), f"{where} is {found.values[name]}, not {value}"
 
 
 def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Outcome:
