@@ -11,8 +11,8 @@ test files that reach its line, stops at the first failure, and saves each verdi
 those named like the source, then the fastest, `MOST_FILES` in all. So "survived" may be wrong,
 "killed" is not. All three continue where they stopped. A file that runs `PATIENCE_S` longer than
 without the mutant counts as a failure. A file that is newer than ``reach`` is taken to reach what
-the files did whose tests it has (``former_tests.tsv``). The environment must have all packages
-installed with their test groups, and coverage.
+the files did whose tests it has (``former_tests.tsv``), else every line if it is named like the
+source. The environment must have all packages installed with their test groups, and coverage.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FOLDERS = (*(f"packages/{name}" for name in MUTATED), "integration")
 NUM_MUTANTS, SEED = 60, 20261128
 NUM_PROCESSES = 2
 PATIENCE_S = 60.0
-MOST_FILES = 30
+MOST_FILES = 12
 _TOOLS = ("-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist")
 _WAITS = ("wait", "synchronize", "drain", "join", "finish", "barrier", "publish")
 _SWAPS: dict[type, str] = {
@@ -344,10 +344,12 @@ def _judge(row: dict[str, Any], tree: Path, reached: dict[str, Any]) -> dict[str
     file.write_text(_mutated(text, row), encoding="utf-8")
     words = {*Path(row["path"]).with_suffix("").parts[-2:]} | {*Path(row["path"]).stem.split("_")}
     files = sorted(
-        (not any(word in Path(name).stem for word in words), seconds, name)
+        (not is_named, measured["seconds"], name)
         for name, measured in reached.items()
-        for seconds in [measured["seconds"]]
-        if measured["passed"] and row["line"] in measured["lines"].get(row["path"], ())
+        for is_named in [any(word in Path(name).stem for word in words)]
+        if measured["passed"]
+        if row["line"] in measured["lines"].get(row["path"], [row["line"]] * measured["is_new"])
+        if is_named or not measured["is_new"]
     )
     for *_, seconds, name in files[:MOST_FILES]:
         limit = seconds + PATIENCE_S
@@ -401,16 +403,16 @@ def _reached(work: Path) -> dict[str, Any]:
     for file in gate_files():
         own = file.replace("/", ".")
         measured = [recorded[p] for p in {own, *parents.get(file, ())} if p in recorded]
-        if measured:
-            lines: dict[str, set[int]] = {}
-            for each in measured:
-                for path, numbers in each["lines"].items():
-                    lines.setdefault(path, set()).update(numbers)
-            found[file] = {
-                "seconds": max(each["seconds"] for each in measured),
-                "passed": recorded.get(own, {"passed": True})["passed"],
-                "lines": lines,
-            }
+        lines: dict[str, set[int]] = {}
+        for each in measured:
+            for path, numbers in each["lines"].items():
+                lines.setdefault(path, set()).update(numbers)
+        found[file] = {
+            "seconds": max((each["seconds"] for each in measured), default=PATIENCE_S),
+            "passed": recorded.get(own, {"passed": True})["passed"],
+            "lines": lines,
+            "is_new": not measured,
+        }
     return found
 
 

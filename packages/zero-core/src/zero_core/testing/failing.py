@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,6 +19,15 @@ class Failure(Exception):
 
 Call = tuple[str, int]
 """A function's name, and which call of it is meant."""
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def set_profile(trace: Callable[[FrameType, str, Any], object] | None) -> None:
+    """Set this thread's profile function. Python refuses to while another thread does so."""
+    with _ONE_AT_A_TIME:
+        sys.setprofile(trace)
 
 
 @contextmanager
@@ -37,11 +47,11 @@ def failing(call: Call | None, event: str, file: str | None) -> Iterator[list[Ca
             if calls[-1] == call:
                 raise Failure(call)
 
-    sys.setprofile(trace)
+    set_profile(trace)
     try:
         yield calls
     finally:
-        sys.setprofile(None)
+        set_profile(None)
 
 
 def described(model: nn.Module, optimizer: torch.optim.Optimizer, *, has_places: bool) -> Any:
