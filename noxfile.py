@@ -42,7 +42,7 @@ PYTEST = ("python", "-m", "pytest", "-q")
 # Files of tests go to several processes: most tests start ranks, which wait for each other more
 # than they compute. A file stays together, for what its tests share.
 IN_PARALLEL = (
-    *("--numprocesses=3", "--dist=loadfile", "--durations=25"),
+    *("--numprocesses=auto", "--maxprocesses=3", "--dist=loadfile", "--durations=25"),
     # Gloo may close a connection while ranks meet, before any test has begun (decision 229).
     *("--reruns=1", "--only-rerun=Gloo connectFullMesh failed", "-rR"),
 )
