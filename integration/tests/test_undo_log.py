@@ -210,13 +210,17 @@ def test_by_default_it_ends_where_most_steps_are_clipped_and_begins_again(
     config = config_of(clipping=1e-3)
     config["zero_optimization"]["offload_optimizer"] = SIZE
     engine = build(config)
+    counts = [0]
     for step in range(20):
-        before = count(engine, "undone")
         backward(engine, step)
         engine.step()
         engine.sharded_state.tier.wait_params(0, 1)
-        assert (count(engine, "undone") > before) == (step < 16)
+        counts.append(count(engine, "undone"))
     engine.close()
+    is_undone = [after > before for before, after in itertools.pairwise(counts)]
+    # 16 steps decide; a busy machine may begin one of them too late to be counted.
+    assert is_undone == sorted(is_undone, reverse=True)
+    assert 16 <= sum(is_undone) < 20
     first, second = (record.getMessage() for record in caplog.records)
     assert "updated in backward, with" in first
     assert "after backward from now on: 100% of steps" in second
