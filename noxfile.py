@@ -47,7 +47,6 @@ IN_PARALLEL = (
     *("--reruns=1", "--only-rerun=Gloo connectFullMesh failed", "-rR"),
 )
 GATE = ("-m", "not slow", "--ignore=tests/slow")  # decision 228
-ONE_PROCESS = "--numprocesses=0"  # for few tests: each process imports torch, for seconds
 
 # A torch release and the CUDA version that its wheels on the package index are built for.
 TORCH_CUDA = {
@@ -106,8 +105,9 @@ def tests(session: nox.Session, part: str) -> None:
         session.run("mypy", *SOURCES)
         run_tests(session, "integration", *GATE, "tests", "conformance")
         # Those of its tests that take cpu-adam, which was not there when it was tested alone.
-        chosen = ("-k", "cpu_adam or kernel_class")
-        run_tests(session, "zero-offload", ONE_PROCESS, *chosen)
+        # In one process, as they are few: each imports torch, for seconds.
+        chosen = ("--numprocesses=0", "-k", "cpu_adam or kernel_class")
+        run_tests(session, "zero-offload", *chosen)
     else:
         test_alone(session, part)
 
