@@ -26,6 +26,7 @@ from zero_engine.deepspeed.runtime.zero.offload_config import (
 
 from tests.support.facade import (
     HOST,
+    add_gradients,
     check_values,
     config,
     inputs,
@@ -356,16 +357,12 @@ def test_the_loss_scale_changes_when_deepspeeds_does(
     assert not make().optimizer.loss_scaler.dynamic
 
 
-def test_backward_of_several_values_is_refused() -> None:
+def test_backward_or_step_that_cannot_be_is_refused() -> None:
     engine = make()
     with pytest.raises(ValueError, match="takes a scalar"):
         engine.backward(engine(inputs(0)))
     with pytest.raises(AssertionError, match="scalar tensor"):  # as DeepSpeed's
         engine.scale(engine(inputs(0)))
-
-
-def test_a_step_needs_a_backward_where_the_optimizer_is_stepped() -> None:
-    engine = make()
     train(engine, 1)
     with pytest.raises(RuntimeError, match="leave optimizer"):
         engine.optimizer.step()
@@ -373,11 +370,7 @@ def test_a_step_needs_a_backward_where_the_optimizer_is_stepped() -> None:
     engine.destroy()
     with pytest.raises(RuntimeError, match="engine that was ended"):
         engine.optimizer.step()
-
-
-def test_an_update_in_backward_needs_a_last_backward() -> None:
-    offload = {"device": "cpu", "update_in_backward": True}
-    zero = {"stage": 2, "offload_optimizer": offload}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "update_in_backward": True}}
     with pytest.raises(ConfigError, match="leave one of the two out"):
         make(config=config(managed_gradient_accumulation=False, zero_optimization=zero))
 
@@ -529,8 +522,7 @@ def _evaluates(rank: int, world_size: int) -> None:
             with pytest.raises(RuntimeError, match="another initialize"):
                 left.step()
         train(engine, 1, first=stage)
-        for other in range(world_size):
-            (square(reference, inputs(stage, other)) / world_size).backward()
+        add_gradients(reference, stage, world_size)
         update(sgd)
         engine.backward(engine(inputs(9)).mean())
         left = engine
