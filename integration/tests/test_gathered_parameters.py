@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zero_core
-from tests.support.facade import config, make, run_each, square, update
+from tests.support.facade import check_values, config, make, run_each, square, update
 from zero_core.step.param_grads import TrainedParameter
 from zero_core.testing import spawn
 from zero_engine import deepspeed
@@ -289,8 +289,7 @@ def _engine_within_init(rank: int, world_size: int) -> None:
         expected = _model()
         expected(torch.ones(1, 5)).mean().backward()
         torch.optim.SGD(expected.parameters(), 0.1).step()
-        for name, value in engine.core.full_state_dict().items():
-            torch.testing.assert_close(value, expected.get_parameter(name).detach())
+        check_values(engine, expected)
         engine.destroy()
 
 
