@@ -310,9 +310,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_bits_are_the_same_with(world_size, stage, name):
-    skipped = simulate(
-        _same_bits, world_size, "tied", _config(stage) | SETTINGS[name], "vertical", 8
-    )
+    # Below stage 3 autocast keeps one cast of a weight for both of its uses, which is refused.
+    kind = "plain" if name == "autocast" else "tied"
+    skipped = simulate(_same_bits, world_size, kind, _config(stage) | SETTINGS[name], "vertical", 8)
     assert [0 < num < 8 for num in skipped] == [name == "clipping and overflow"] * world_size
 
 
