@@ -79,51 +79,14 @@ def _make(*, is_kept: bool = False, has_remote_updates: bool = True) -> tuple[Fl
     return flat, source
 
 
-def test_states_follow_gather_wait_and_release() -> None:
+def test_a_gather_says_its_version_and_direction() -> None:
     flat, source = _make()
     flat.gather()
-    assert flat.state is ParamState.GATHERING
-    assert not flat.is_current
-    flat.wait()
-    assert flat.state is ParamState.UNSHARDED
-    assert flat.is_current
-    assert flat.params[1].tolist() == [4.0, 5.0, 6.0]
-    flat.release()
-    assert flat.state is ParamState.SHARDED
-    assert access.is_refused(flat.params[1])
-    flat.gather(backward=True)
     flat.release()  # gathered ahead and not needed
-    assert flat.state is ParamState.SHARDED
+    flat.gather(backward=True)
+    flat.release()
     flat.gather(exact=True)
     assert source.gathers == [(0, False), (0, True), (EXACT_PARAMETERS, False)]
-
-
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_stale_values_are_gathered_again_into_the_same_memory(is_kept: bool) -> None:
-    flat, source = _make(is_kept=is_kept)
-    flat.gather()
-    flat.wait()
-    full = flat.full
-    flat.invalidate()
-    assert not flat.is_current
-    flat.gather()
-    flat.wait()
-    assert flat.full is full
-    assert source.gathers[-1] == (1, False)
-    assert flat.params[1].tolist() == [14.0, 15.0, 16.0]
-
-
-def test_kept_values_are_never_released() -> None:
-    flat, _ = _make(is_kept=True)
-    flat.release()
-    assert flat.state is ParamState.KEPT
-    assert flat.is_current
-    flat.invalidate()
-    flat.gather()
-    assert flat.state is ParamState.KEPT
-    flat.wait()
-    flat.release()
-    assert flat.full is not None
 
 
 def test_kept_values_wait_for_the_state_tier_when_no_rank_updates_a_part() -> None:
@@ -141,18 +104,6 @@ def test_kept_values_wait_for_the_state_tier_when_no_rank_updates_a_part() -> No
     flat.invalidate()
     flat.refresh()
     assert flat.is_current
-
-
-def test_written_values_reach_shard_copies_and_full() -> None:
-    flat, source = _make()
-    copy = flat.hold(0, torch.zeros(2, 2))
-    flat.write(2, torch.tensor([1.0, 2.0, 3.0]))
-    assert source.shard.tolist() == [0.0, 0.0, 1.0, 2.0]
-    assert copy.tolist() == [[0.0, 0.0], [1.0, 2.0]]
-    flat.gather()
-    flat.wait()
-    flat.write(4, torch.tensor([7.0]))
-    assert flat.params[1].tolist() == [7.0, 5.0, 6.0]
 
 
 def test_a_copy_goes_with_its_last_holder() -> None:

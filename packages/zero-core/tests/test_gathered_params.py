@@ -1,4 +1,4 @@
-"""``gathered(params=...)``, which gathers those parameters alone for one rank to change."""
+"""Whole parameters in one place: ``gathered``, exports in pieces, reads of one rank alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import RankMismatchError
+from zero_core.comm import control
 from zero_core.core import access
 from zero_core.testing import (
     Case,
@@ -19,6 +20,7 @@ from zero_core.testing import (
     batch,
     make_model,
     on_ranks,
+    run_ddp,
     run_on_processes,
     seeded,
     simulate,
@@ -331,3 +333,68 @@ def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks: Simul
     engine.backward(loss)
     engine.step()
     assert access.is_refused(weight)
+
+
+# ------------------------------------------------------------------ exports and single readers
+
+LIMIT = 512
+
+
+def _full_state(ranks: SimulatedRanks, dtype: str, stage: int) -> tuple[Any, Any, list[int]]:
+    """Return full_state_dict of all ranks and of rank 1, and bytes of what was gathered at once."""
+    engine = zero_core.build(make_model(), Case(stage, dtype).config(), process_group=ranks)
+    group = engine.sharded_state.control
+    sizes: list[int] = []
+    gather = group.gather_on_device
+
+    def measured(tensor: Tensor) -> Tensor:
+        found = gather(tensor)
+        sizes.append(found.nbytes)
+        return found
+
+    group.gather_on_device = measured
+    found = engine.full_state_dict(), engine.full_state_dict(rank=1), sizes
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 3), ("bf16", 1), ("bf16", 0)])
+def test_pieces_make_the_whole(dtype, stage, world_size, monkeypatch) -> None:
+    whole = simulate(_full_state, world_size, dtype, stage)
+    monkeypatch.setattr(control, "PIECE_BYTES", LIMIT)
+    for rank, (full, of_one, sizes) in enumerate(simulate(_full_state, world_size, dtype, stage)):
+        expected = whole[rank][0]
+        assert list(full) == list(expected)
+        assert all(torch.equal(full[name], expected[name]) for name in expected)
+        assert list(of_one) == (list(expected) if rank == 1 else [])
+        assert max(sizes) <= LIMIT
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_one_rank_alone_reads_the_current_values(ranks: SimulatedRanks, stage: int) -> None:
+    expected = run_ddp(Case(), ranks.rank, 3, ranks).values
+    engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+    train(engine, _batches(ranks.rank, 3))
+    if ranks.rank == ranks.size - 1:  # alone: a collective would never end
+        found = engine.module.state_dict()
+        again: dict[str, Tensor] = dict(engine.module.named_parameters())
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0.0, atol=0.0)
+            assert torch.equal(again[name], value)
+    train(engine, _batches(ranks.rank, 1))  # and all goes on
+
+
+@on_ranks(2)
+def test_at_stage_3_the_values_stay_sharded(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
+    train(engine, _batches(ranks.rank, 1))
+    before = engine.memory_report()
+    engine.publish()
+    assert engine.memory_report() == before
+    with pytest.raises(RuntimeError, match="stage 3 holds only"):
+        engine.module.embed.weight.sum()
+    with pytest.raises(RuntimeError, match="full_state_dict"):
+        engine.module.state_dict()

@@ -167,21 +167,6 @@ def _backward(grads: FlatGrads, first: float, second: float | None) -> None:
     grads.finish()
 
 
-@pytest.mark.parametrize("case", ["shard", "pass on"])
-def test_micro_steps_add_up_and_a_missing_gradient_counts_as_zero(case: str) -> None:
-    grads = _grads(_plan(communicated=FP32, owns_grads=case == "pass on"))
-    assert grads.plan.case is GradientCase(case)
-    _backward(grads, 1.0, 2.0)
-    _backward(grads, 3.0, None)
-    result = grads.result()
-    assert result.shard.tolist() == [4.0] * 4
-    assert result.norm.item() == 8.0
-    grads.release(None)
-    grads.clear()
-    _backward(grads, 5.0, 1.0)
-    assert grads.result().shard.tolist() == [5.0] * 4
-
-
 def test_unreduced_gradients_add_up_in_the_accumulation_dtype() -> None:
     grads = _grads(_plan())
     grads.accumulate_locally()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zero_core
-from zero_core.testing import Case, batch, late_device, make_model, run_alone, simulate
+from zero_core.testing import Case, batch, late_device, make_model, on_ranks, run_alone, simulate
 from zero_core.testing.models import RootAndBlocks
 from zero_core.testing.training import assert_same
 
@@ -115,7 +115,9 @@ def test_99_percent_of_the_device_is_free() -> None:
     run_alone(_measure_all)
 
 
-def _misuse(ranks: Any, stage: int) -> None:
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_what_needs_the_states_says_so(ranks: Any, stage: int) -> None:
     engine = build(ranks, Case(stage=stage))
     micro_step(engine, ranks, 0)
     inputs = batch(1, 0, ranks.rank)
@@ -163,11 +165,6 @@ def _misuse(ranks: Any, stage: int) -> None:
     engine.reload_states()
     micro_step(engine, ranks, 1)
     engine.close()
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_what_needs_the_states_says_so(stage: int) -> None:
-    simulate(_misuse, 2, stage)
 
 
 def test_an_engine_that_evaluates_alone_sleeps_too() -> None:

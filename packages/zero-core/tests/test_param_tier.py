@@ -31,6 +31,7 @@ from zero_core.testing import (
     SimulatedRanks,
     make_model,
     make_tower,
+    on_ranks,
     rows,
     run_ddp,
     run_engine,
@@ -189,7 +190,9 @@ def test_what_is_expected_is_what_is_fetched_next() -> None:
     assert seen == {index: forward[index:] for index in forward}
 
 
-def _memory(ranks: SimulatedRanks) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_the_device_holds_two_blocks_and_the_root(ranks: SimulatedRanks) -> None:
     engine, _ = _tower("bf16", ranks)
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 7)))
@@ -204,11 +207,6 @@ def _memory(ranks: SimulatedRanks) -> None:
     assert report["fetched shards"] == staged
     with DisableTorchFunction():  # no read of values, which are not there
         assert all(p.untyped_storage().nbytes() == 2 for p in engine.module.blocks.parameters())
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_device_holds_two_blocks_and_the_root(world_size: int) -> None:
-    simulate(_memory, world_size)
 
 
 ROOT, BLOCK = 80, 142
@@ -237,7 +235,11 @@ def test_small_segments_stay_on_the_device(
     assert held == sum(4 * s.padded_numel for s in kept)
 
 
-def _checkpoint(ranks: SimulatedRanks, folder: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_checkpoints_cross_between_with_and_without_offload(
+    ranks: SimulatedRanks, tmp_path: Path
+) -> None:
     def build(shelves: Shelves | None) -> zero_core.Engine:
         config = _case("bf16").config()
         return zero_core.build(make_model(), config, param_tier=shelves, process_group=ranks)
@@ -245,19 +247,12 @@ def _checkpoint(ranks: SimulatedRanks, folder: str) -> None:
     for writer, reader in ((None, Shelves()), (Shelves(), None)):
         engine = build(writer)
         train_steps(engine, 0, 3)
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(tmp_path)
         expected = train_steps(engine, 3, 6)
         other = build(reader)
         train_steps(other, 7, 8)
-        other.load_checkpoint(folder)
+        other.load_checkpoint(tmp_path)
         assert train_steps(other, 3, 6) == expected
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_checkpoints_cross_between_with_and_without_offload(
-    world_size: int, tmp_path: Path
-) -> None:
-    simulate(_checkpoint, world_size, str(tmp_path))
 
 
 def _deferred() -> Hard:
@@ -356,7 +351,9 @@ def test_on_a_cpu_shards_are_used_where_they_lie(caplog: pytest.LogCaptureFixtur
     assert report["gathered units"] == 0
 
 
-def _broken(ranks: SimulatedRanks) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_recomputation_evaluation_and_broken_forwards_change_nothing(ranks: SimulatedRanks) -> None:
     found = []
     for keys in ({}, {"param_tier": Shelves()}):
         config = _case("bf16").config() | {"activation_checkpointing": {}}
@@ -370,11 +367,6 @@ def _broken(ranks: SimulatedRanks) -> None:
             losses += train(engine, [rows(step, ranks.rank)])
         found.append(losses)
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_recomputation_evaluation_and_broken_forwards_change_nothing(world_size: int) -> None:
-    simulate(_broken, world_size)
 
 
 class _Pinned(Shelf):
@@ -415,7 +407,9 @@ def test_streaming_on_an_accelerator_changes_no_bit() -> None:
     assert all(map(torch.equal, streamed, train()))
 
 
-def _planned(ranks: SimulatedRanks) -> None:
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@on_ranks()
+def test_a_plan_counts_what_rests_and_what_travels(ranks: SimulatedRanks) -> None:
     offload = {"device": "nvme", "nvme_path": "/nowhere"}
     for dtype in ("fp32", "bf16"):
         for threshold in (0, 20):
@@ -445,8 +439,3 @@ def _planned(ranks: SimulatedRanks) -> None:
             down = next(t.host_link_bytes for t in traffic if t.collective == "to_host")
             written = [s for kind, s in shelf.log if kind == "write"]
             assert down == sum(shelf.shards[s].nbytes for s in written)
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_plan_counts_what_rests_and_what_travels(world_size: int) -> None:
-    simulate(_planned, world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,16 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.errors import CheckpointError, ConfigError
-from zero_core.testing import Case, SimulatedRanks, rows, seeded, simulate, train, train_ddp
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    on_ranks,
+    rows,
+    seeded,
+    simulate,
+    train,
+    train_ddp,
+)
 from zero_core.testing.quantized import (
     Adapted,
     AttachedLinear,
@@ -66,7 +76,14 @@ def _assert_same_base(model: nn.Module, expected: nn.Module) -> None:
             assert torch.equal(_bytes(mine), _bytes(theirs)), path
 
 
-def _train(ranks: SimulatedRanks, stage: int, top: dict[str, Any]) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("top", [{}, {"activation_checkpointing": {}}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(
+    ranks: SimulatedRanks, stage: int, top: dict[str, Any]
+) -> None:
     batches = [_x(step, ranks.rank) for step in range(STEPS)]
     model = Adapted(WIDTH)
     expected = train_ddp(model, ranks, batches)
@@ -83,16 +100,9 @@ def _train(ranks: SimulatedRanks, stage: int, top: dict[str, Any]) -> None:
     _assert_same_base(engine.unwrap(), model)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("top", [{}, {"activation_checkpointing": {}}], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(world_size, top, stage):
-    simulate(_train, world_size, stage, top)
-
-
-def _two_forwards(ranks: SimulatedRanks) -> None:
-    """Two forwards before the backward of either, as preference losses have."""
+@on_ranks(2)
+def test_two_forwards_before_a_backward_read_each_units_own_bytes(ranks: SimulatedRanks) -> None:
+    # As preference losses have them.
     model = Adapted(WIDTH)
     (model(_x(0, 0)) + model(_x(1, 0), is_reversed=True)).backward()
     engine = _build(ranks)
@@ -102,20 +112,13 @@ def _two_forwards(ranks: SimulatedRanks) -> None:
             assert_same(engine.states.get_full(name, "grad"), param.grad)
 
 
-def test_two_forwards_before_a_backward_read_each_units_own_bytes():
-    simulate(_two_forwards, 2)
-
-
-def _low_precision(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_bf16_configuration_casts_neither_codes_nor_scales(ranks: SimulatedRanks) -> None:
     engine = _build(ranks, dtype="bf16")
     block = engine.module.blocks[0]
     assert block.norm.weight.dtype == block.adapter.up.weight.dtype == torch.bfloat16
     with engine.gathered():
         _assert_same_base(engine.module, Adapted(WIDTH))
-
-
-def test_a_bf16_configuration_casts_neither_codes_nor_scales():
-    simulate(_low_precision, 2)
 
 
 def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
@@ -133,7 +136,10 @@ def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
     assert module.count.dtype == module.places.dtype == torch.int64
 
 
-def _counted(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_shards_are_bytes_and_frozen_parameters_have_neither_gradients_nor_states(
+    ranks: SimulatedRanks,
+) -> None:
     config = Case(3).config()
     expected = zero_core.plan(Adapted(WIDTH), config, world_size=2).memory.device
     engine = _build(ranks)
@@ -150,11 +156,9 @@ def _counted(ranks: SimulatedRanks) -> None:
     assert 2 * num_bytes < dense / 2, "less than half of the unquantized weights"
 
 
-def test_shards_are_bytes_and_frozen_parameters_have_neither_gradients_nor_states():
-    simulate(_counted, 2)
-
-
-def _evaluated(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_a_weight_that_a_forward_repacks_is_put_back(ranks: SimulatedRanks, stage: int) -> None:
     expected = Adapted(WIDTH)
     engine = _build(ranks, stage)
     for _ in range(2):
@@ -167,12 +171,8 @@ def _evaluated(ranks: SimulatedRanks, stage: int) -> None:
         _assert_same_base(engine.module, expected)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_weight_that_a_forward_repacks_is_put_back(stage):
-    simulate(_evaluated, 2, stage)
-
-
-def _replaced(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_weight_that_is_replaced_by_one_with_other_values_stays(ranks: SimulatedRanks) -> None:
     engine = _build(ranks)
     expected = Adapted(WIDTH)
     with engine.gathered():
@@ -182,10 +182,6 @@ def _replaced(ranks: SimulatedRanks) -> None:
     with torch.no_grad():
         for step in range(2):
             assert engine(_x(step, 0)).item() == expected(_x(step, 0)).item()
-
-
-def test_a_weight_that_is_replaced_by_one_with_other_values_stays():
-    simulate(_replaced, 2)
 
 
 def test_a_weight_is_put_back_after_an_error_if_it_was_replaced_over_the_same_memory():
@@ -206,7 +202,8 @@ def test_a_weight_is_put_back_after_an_error_if_it_was_replaced_over_the_same_me
     assert engine(_x(0, 0)).item() == Adapted(WIDTH)(_x(0, 0)).item()
 
 
-def _edited(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_components_are_gathered_and_edited_with_their_parameter(ranks: SimulatedRanks) -> None:
     engine = _build(ranks)
     weight = engine.module.blocks[1].last.weight
     with engine.gathered(params=[weight], modifier_rank=0):
@@ -225,48 +222,40 @@ def _edited(ranks: SimulatedRanks) -> None:
     )
 
 
-def test_components_are_gathered_and_edited_with_their_parameter():
-    simulate(_edited, 2)
-
-
-def _saved(ranks: SimulatedRanks, folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_holds_the_components(ranks: SimulatedRanks, tmp_path: Path) -> None:
     engine = _build(ranks)
     engine.backward(engine(_x(0, ranks.rank)))
     engine.step()
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     expected = engine(_x(1, 0)).item()
     other = Adapted(WIDTH)
     for block in other.blocks:
         block.last.weight.data.zero_()
         block.second.scale.data.zero_()
     resumed = _build(ranks, 2, other)
-    resumed.load_checkpoint(folder)
+    resumed.load_checkpoint(tmp_path)
     assert resumed(_x(1, 0)).item() == expected
 
 
-def test_a_checkpoint_holds_the_components(tmp_path):
-    simulate(_saved, 2, str(tmp_path))
-
-
-def _exported(ranks: SimulatedRanks, folder: str) -> None:
+@on_ranks(2)
+def test_an_export_has_the_bytes_and_refuses_tensor_subclasses_by_name(
+    ranks: SimulatedRanks, tmp_path: Path
+) -> None:
     engine = _build(ranks)
     with pytest.raises(CheckpointError, match=r"outlet\.weight is a WrappedCodes"):
-        engine.export_safetensors(folder)
+        engine.export_safetensors(tmp_path)
     model = Adapted(WIDTH)
     model.outlet = nn.Identity()
     for block in model.blocks:
         block.first = nn.Identity()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    _build(ranks, 3, model).export_safetensors(folder)
-    found = load_file(f"{folder}/model.safetensors")
+    _build(ranks, 3, model).export_safetensors(tmp_path)
+    found = load_file(f"{tmp_path}/model.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(_bytes(found[name]), _bytes(tensor)), name
-
-
-def test_an_export_has_the_bytes_and_refuses_tensor_subclasses_by_name(tmp_path):
-    simulate(_exported, 2, str(tmp_path))
 
 
 def test_deep_copies_and_a_second_engine_have_the_same_bytes():
@@ -350,8 +339,7 @@ def test_blocks_quantized_one_at_a_time_have_the_values_of_a_whole_model(tmp_pat
     for block in model.blocks:
         _quantize(block)
     for world_size in (1, 3):
-        models = [
-            _deferred() for _ in range(world_size)
-        ]  # not by threads: torch's hooks are global
+        # Not by threads: torch's hooks are global.
+        models = [_deferred() for _ in range(world_size)]
         found = simulate(_loaded, world_size, str(tmp_path) if has_file else None, models)
         assert set(found) == {model(_x(0, 0)).item()}

@@ -15,7 +15,7 @@ from zero_core.testing import (
     batch,
     device_collectives,
     make_model,
-    simulate,
+    on_ranks,
     train,
 )
 
@@ -60,7 +60,11 @@ def _build(ranks: SimulatedRanks, logged: _Logged, case: Case) -> zero_core.Engi
     )
 
 
-def _reduce(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_backward_waits_only_for_memory_that_it_uses_again(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     logged = _Logged(device_collectives(ranks))
     engine = _build(ranks, logged, Case(stage))
     assert sum(s.is_trainable for s in engine.layout.segments) == 4
@@ -75,12 +79,11 @@ def _reduce(ranks: SimulatedRanks, stage: int) -> None:
         assert logged.awaited["reductions"] == set(started[1:])
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_backward_waits_only_for_memory_that_it_uses_again(stage: int) -> None:
-    simulate(_reduce, 2, stage)
-
-
-def _gather(ranks: SimulatedRanks, accumulation: int) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+@on_ranks(2)
+def test_no_gather_of_gradients_is_waited_for_in_backward(
+    ranks: SimulatedRanks, accumulation: int
+) -> None:
     logged = _Logged(device_collectives(ranks))
     engine = _build(ranks, logged, Case(0, accumulation=accumulation))
     num_segments = sum(s.is_trainable for s in engine.layout.segments)
@@ -94,12 +97,11 @@ def _gather(ranks: SimulatedRanks, accumulation: int) -> None:
         assert len(logged.awaited["gathers"]) == (step + 1) * num_segments
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_no_gather_of_gradients_is_waited_for_in_backward(accumulation: int) -> None:
-    simulate(_gather, 2, accumulation)
-
-
-def _drop(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (1, 1), (2, 3)])
+@on_ranks()
+def test_zero_grad_drops_a_step_with_its_gathers_and_sums(
+    ranks: SimulatedRanks, stage: int
+) -> None:
     losses = []
     for drops in (False, True):
         engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
@@ -109,8 +111,3 @@ def _drop(ranks: SimulatedRanks, stage: int) -> None:
         losses.append(train(engine, [batch(step, 0, ranks.rank) for step in range(3)]))
         engine.close()
     assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (1, 1), (2, 3)])
-def test_zero_grad_drops_a_step_with_its_gathers_and_sums(world_size: int, stage: int) -> None:
-    simulate(_drop, world_size, stage)

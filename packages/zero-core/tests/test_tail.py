@@ -171,27 +171,16 @@ class _Logging:
 
 
 def _build(
-    ranks: SimulatedRanks | None, stage: int, way: str = "plain", **keys: Any
+    ranks: SimulatedRanks | None, stage: int, way: str = "plain", *, logs: bool = False, **keys: Any
 ) -> tuple[zero_core.Engine, _Net]:
     model = _Net(way, 0 if ranks is None else ranks.rank)
+    if logs:
+        keys["collectives"] = lambda native, **_: _Logging(native, model.log)
     return zero_core.build(model, Case(stage).config(), process_group=ranks, **keys), model
 
 
-def _logging(
-    ranks: SimulatedRanks, stage: int, way: str = "plain"
-) -> tuple[zero_core.Engine, _Net]:
-    model = _Net(way, ranks.rank)
-    engine = zero_core.build(
-        model,
-        Case(stage).config(),
-        collectives=lambda native, **kwargs: _Logging(native, model.log),
-        process_group=ranks,
-    )
-    return engine, model
-
-
 def _logged(ranks: SimulatedRanks, stage: int) -> tuple[zero_core.Engine, list[str]]:
-    engine, model = _logging(ranks, stage)
+    engine, model = _build(ranks, stage, logs=True)
     for step in range(2):
         model.log.clear()
         train(engine, [_ids(step, ranks.rank)])
@@ -233,21 +222,20 @@ def test_the_tail_is_reduced_before_backward_has_gone_through_the_last_block(
     ]
 
 
-def _adapts(ranks: SimulatedRanks) -> list[list[int]]:
-    engine, model = _logging(ranks, 3, "each rank another head")
-    reduced = []
+@on_ranks(2)
+def test_all_ranks_move_the_tail_behind_the_blocks_when_one_does_not_use_it_whole(
+    ranks: SimulatedRanks,
+) -> None:
+    engine, model = _build(ranks, 3, "each rank another head", logs=True)
+    first, last = [4, 3, 2, 1, 0], [3, 2, 1, 4, 0]
+    # A step's order is what the step before has shown.
+    expected = [last, first, first, last, first]
     for step, way in enumerate(["plain", "plain", "each rank another head", "plain", "plain"]):
         model.log.clear()
         model.way = way
         train(engine, [_ids(step, ranks.rank)])
-        reduced.append([int(e.split()[1]) for e in model.log if e.startswith("reduce")])
-    return reduced
-
-
-def test_all_ranks_move_the_tail_behind_the_blocks_when_one_does_not_use_it_whole() -> None:
-    first, last = [4, 3, 2, 1, 0], [3, 2, 1, 4, 0]
-    # A step's order is what the step before has shown.
-    assert simulate(_adapts, 2) == [[last, first, first, last, first]] * 2
+        reduced = [int(e.split()[1]) for e in model.log if e.startswith("reduce")]
+        assert reduced == expected[step], step
 
 
 class _LoggingTier(DeviceTier):
@@ -346,15 +334,6 @@ def test_a_stage_changes_no_bit_of_a_tail_that_is_used_besides(stage, way) -> No
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 
-def _look(ranks: SimulatedRanks, look: Callable[[nn.Parameter], object]) -> bool:
-    engine, model = _logging(ranks, 3)
-    model.blocks[0].register_forward_pre_hook(lambda *_: (look(model.head.weight), None)[1])
-    model.log.clear()
-    with torch.no_grad():
-        engine(_ids(0, ranks.rank))
-    return "waited for gather 4" in model.log[: model.log.index("block 1")]
-
-
 @pytest.mark.parametrize(
     ("look", "is_read"),
     [
@@ -366,8 +345,16 @@ def _look(ranks: SimulatedRanks, look: Callable[[nn.Parameter], object]) -> bool
     ],
     ids=["sizes", "identity", "a view", "data", "address"],
 )
-def test_only_a_look_at_values_waits_for_the_tail_early(look, is_read) -> None:
-    assert simulate(_look, 2, look) == [is_read] * 2
+@on_ranks(2)
+def test_only_a_look_at_values_waits_for_the_tail_early(
+    ranks: SimulatedRanks, look: Callable[[nn.Parameter], object], is_read: bool
+) -> None:
+    engine, model = _build(ranks, 3, logs=True)
+    model.blocks[0].register_forward_pre_hook(lambda *_: (look(model.head.weight), None)[1])
+    model.log.clear()
+    with torch.no_grad():
+        engine(_ids(0, ranks.rank))
+    assert ("waited for gather 4" in model.log[: model.log.index("block 1")]) == is_read
 
 
 @on_ranks(2)

@@ -1,15 +1,26 @@
-"""The device tier against torch's optimizers on whole parameters."""
+"""The device tier against torch's optimizers on whole parameters, at once and in turns."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zero_core.optim.device_tier import DeviceTier
 
+TURN, SPLIT, NUMEL = 256, 928, 4096
+SIZES = (100, 700, 33, 1, 512, 257, 900)
+STARTS = [sum(-(-size // 32) * 32 for size in SIZES[:index]) for index in range(len(SIZES))]
+PIECES = [(start, start + size, 0) for start, size in zip(STARTS, SIZES, strict=True)]
+EVERY = list(range(len(SIZES)))
+ADAMW = (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1})
+SGD = (torch.optim.SGD, {"lr": 1.0})
 OPTIMIZERS = [
-    (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    ADAMW,
     (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
     (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
     (torch.optim.SGD, {"lr": 1e-2}),
@@ -20,107 +31,192 @@ OPTIMIZERS = [
     (torch.optim.Adadelta, {"lr": 1e-1}),
 ]
 IDS = [f"{c.__name__}-{i}" for i, (c, _) in enumerate(OPTIMIZERS)]
-SIZES = (13, 1, 40)
 
 
-def _grads(step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(n, generator=generator) for n in SIZES]
+class InTurns(DeviceTier):
+    turn_numel = TURN
 
 
-def _make(optimizer_class, options, dtype=torch.float32):
-    """A tier whose shards hold three parameters, the middle one cut off by a gap."""
-    torch.manual_seed(0)
-    values = [torch.randn(n) for n in SIZES]
-    shards = [torch.zeros(16, dtype=dtype), torch.zeros(48, dtype=dtype)]
-    group = dict(optimizer_class([nn.Parameter(values[0])], **options).defaults.items())
-    tier = DeviceTier(
-        numel=64,
-        pieces=[(0, 13, 0), (16, 17, 0), (20, 60, 0)],
-        params=[(0, shards[0]), (16, shards[1])],
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of live tensors that operations within it made, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self._sizes[storage._cdata] = (storage._weak_ref(), storage.nbytes())
+        alive = [n for weak, n in self._sizes.values() if not torch.UntypedStorage._expired(weak)]
+        self.peak = max(self.peak, sum(alive))
+        return out
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
+
+
+def _drawn(seed: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def _make(optimizer_class, options, kind=DeviceTier, dtype=torch.float32):
+    """Return a tier of two shards, a group for its steps, and the shards."""
+    group = dict(optimizer_class([nn.Parameter(torch.zeros(1))], **options).defaults)
+    shards = [torch.zeros(n, dtype=dtype) for n in (SPLIT, NUMEL - SPLIT)]
+    tier = kind(
+        numel=NUMEL,
+        pieces=PIECES,
+        params=[(0, shards[0]), (SPLIT, shards[1])],
         device=torch.device("cpu"),
         optimizer_class=optimizer_class,
         groups=[group],
     )
-    for start, value in zip((0, 16, 20), values, strict=True):
-        tier.write_state("master_weight", start, value)
-    return tier, group, values, shards
+    tier.write_state("master_weight", 0, _drawn(1))
+    return tier, group, shards
 
 
-def _step(tier, group, step: int, active, scale: float = 1.0) -> None:
-    a, b, c = _grads(step)
-    first, second = torch.zeros(16), torch.zeros(48)
-    first[:13], second[0:1], second[4:44] = a, b, c
-    tier.offer_grad(16, second / scale)
-    tier.offer_grad(0, first / scale)
-    tier.step([group], active, grad_scale=scale)
+def _offer(tier: DeviceTier, step: int, dtype=torch.float32, scale: float = 1.0) -> None:
+    grad = (_drawn(10 + step) / scale).to(dtype)
+    tier.offer_grad(SPLIT, grad[SPLIT:].clone())
+    tier.offer_grad(0, grad[:SPLIT].clone())
 
 
-def _read(tier) -> list[Tensor]:
-    return [tier.read_state("master_weight", s, t) for s, t in ((0, 13), (16, 17), (20, 60))]
+def _step(tier, group, step: int, active) -> None:
+    _offer(tier, step)
+    tier.step([group], active, grad_scale=1.0)
+
+
+def _read(tier: DeviceTier) -> Tensor:
+    return tier.read_state("master_weight", 0, NUMEL)
+
+
+def _parts(flat: Tensor) -> list[Tensor]:
+    return [flat[start:stop] for start, stop, _ in PIECES]
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS, ids=IDS)
 def test_slices_follow_torch_bit_by_bit_and_inactive_pieces_rest(optimizer_class, options):
-    tier, group, values, _ = _make(optimizer_class, options)
-    params = [nn.Parameter(v.clone()) for v in values]
+    tier, group, _ = _make(optimizer_class, options)
+    params = [nn.Parameter(part.clone()) for part in _parts(_drawn(1))]
     plain = optimizer_class(params, **options)
     for step in range(5):
-        active = [0, 1, 2] if step % 2 else [0, 2]
+        active = EVERY if step % 2 else [0, 2, 4, 5]
         _step(tier, group, step, active)
-        for index, grad in enumerate(_grads(step)):
+        for index, grad in enumerate(_parts(_drawn(10 + step))):
             params[index].grad = grad if index in active else None
         plain.step()
-    for mine, theirs in zip(_read(tier), params, strict=True):
+    for mine, theirs in zip(_parts(_read(tier)), params, strict=True):
         assert torch.equal(mine, theirs.detach())
-    assert [tier.read_scalars(i)["num_steps"] for i in range(3)] == [5, 2, 5]
+    assert [tier.read_scalars(i)["num_steps"] for i in EVERY] == [5, 2, 5, 2, 5, 5, 2]
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS, ids=IDS)
 def test_state_moved_to_another_tier_goes_on_alike(optimizer_class, options):
-    first, group, _, _ = _make(optimizer_class, options)
+    first, group, _ = _make(optimizer_class, options)
     for step in range(3):
         _step(first, group, step, [0, 2])
-    second, _, _, _ = _make(optimizer_class, options)
+    second, _, _ = _make(optimizer_class, options)
     _step(second, group, 9, [1])  # has state of its own, to be replaced
     for name in first.state_names():
-        second.write_state(name, 0, first.read_state(name, 0, 64))
-    for piece in range(3):
+        second.write_state(name, 0, first.read_state(name, 0, NUMEL))
+    for piece in EVERY:
         second.write_scalars(piece, first.read_scalars(piece))
     for tier in (first, second):
         for step in (3, 4):
-            _step(tier, group, step, [0, 1, 2])
-    for a, b in zip(_read(first), _read(second), strict=True):
-        assert torch.equal(a, b)
+            _step(tier, group, step, EVERY)
+    assert torch.equal(_read(first), _read(second))
 
 
 def test_low_precision_shards_hold_the_rounded_master_weights():
-    tier, group, _, shards = _make(torch.optim.AdamW, {"lr": 1e-2}, torch.bfloat16)
-    _step(tier, group, 0, [0, 1, 2])
-    master = tier.read_state("master_weight", 0, 64)
+    tier, group, shards = _make(*ADAMW, dtype=torch.bfloat16)
+    _step(tier, group, 0, EVERY)
+    master = _read(tier)
     assert torch.equal(torch.cat(shards), master.bfloat16())
     assert not torch.equal(master, master.bfloat16().float())
 
 
-def test_gradients_are_multiplied_by_the_scale():
-    tiers = [_make(torch.optim.AdamW, {"lr": 1e-2}) for _ in range(2)]
-    _step(tiers[0][0], tiers[0][1], 0, [0, 1, 2])
-    _step(tiers[1][0], tiers[1][1], 0, [0, 1, 2], scale=0.25)
-    for a, b in zip(_read(tiers[0][0]), _read(tiers[1][0]), strict=True):
-        assert torch.equal(a, b)
+def test_a_gradient_is_scaled_once_however_many_calls_a_step_takes():
+    found = []
+    for scale, calls in ((1.0, [EVERY]), (0.25, [EVERY]), (0.25, [[0, 2], [1, 3, 4, 5, 6]])):
+        tier, group, _ = _make(*ADAMW)
+        _offer(tier, 0, scale=scale)
+        for active in calls:
+            tier.step([group], active, grad_scale=scale)
+        found.append(_read(tier))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
-def test_hyperparameters_of_each_step_are_used():
-    tier, group, values, _ = _make(torch.optim.SGD, {"lr": 1.0})
-    _step(tier, {**group, "lr": 0.0}, 0, [0, 1, 2])
-    assert torch.equal(_read(tier)[0], values[0])
-    _step(tier, {**group, "lr": 0.5}, 1, [0, 1, 2])
-    assert torch.equal(_read(tier)[0], values[0] - 0.5 * _grads(1)[0])
-
-
-def test_discarded_gradients_are_not_used():
-    tier, group, values, _ = _make(torch.optim.SGD, {"lr": 1.0})
-    tier.offer_grad(0, torch.full((16,), 9.0))
+def test_hyperparameters_of_each_step_are_used_and_discarded_gradients_are_not():
+    tier, group, _ = _make(*SGD)
+    start = _read(tier).clone()
+    _step(tier, {**group, "lr": 0.0}, 0, EVERY)
+    assert torch.equal(_read(tier), start)
+    _step(tier, {**group, "lr": 0.5}, 1, [0])
+    moved = _parts(start)[0] - 0.5 * _parts(_drawn(11))[0]
+    assert torch.equal(_parts(_read(tier))[0], moved)
+    tier.offer_grad(0, torch.full((SPLIT,), 9.0))
     tier.discard_grads()
     tier.step([group], [], grad_scale=1.0)
-    assert torch.equal(_read(tier)[0], values[0])
+    assert torch.equal(_parts(_read(tier))[0], moved)
+
+
+# ------------------------------------------------------------------ in turns
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+        (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+        (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1}),
+        (torch.optim.NAdam, {"lr": 1e-2}),
+    ],
+)
+def test_turns_change_no_bit(optimizer, options, grad_dtype):
+    tiers = [_make(optimizer, options, kind, torch.bfloat16) for kind in (DeviceTier, InTurns)]
+    for step, active in enumerate([[0, 2, 3], EVERY, EVERY, [1, 5, 6]]):
+        for tier, group, _ in tiers:
+            _offer(tier, step, grad_dtype)
+            tier.step([group], active, grad_scale=0.3)
+            tier.discard_grads()
+    (one, _, _), (other, _, _) = tiers
+    assert one.state_names() == other.state_names()
+    for name in one.state_names():
+        assert torch.equal(one.read_state(name, 0, NUMEL), other.read_state(name, 0, NUMEL)), name
+    for piece in EVERY:
+        assert one.read_scalars(piece) == other.read_scalars(piece)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "foreach"])
+def test_16_bit_gradients_are_widened_a_turn_at_a_time(kernel):
+    options = {"lr": 1e-2, kernel: True}
+    tier, group, _ = _make(torch.optim.AdamW, options, InTurns, torch.bfloat16)
+    peaks = []
+    for step in range(3):
+        _offer(tier, step, torch.bfloat16)
+        with Allocations() as found:
+            tier.step([group], EVERY, grad_scale=0.5)
+        peaks.append(found.peak)
+    buffer, scratch = 4 * TURN, 4 * 4 * TURN * (kernel == "foreach")
+    assert peaks[-1] <= buffer + scratch + 64, peaks
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+def test_no_gradient_is_kept_after_its_step(grad_dtype):
+    tier, group, _ = _make(torch.optim.AdamW, {"lr": 1e-2, "fused": True}, InTurns, torch.bfloat16)
+    grads = [torch.ones(n, dtype=grad_dtype) for n in (SPLIT, NUMEL - SPLIT)]
+    offered = [grad.untyped_storage()._weak_ref() for grad in grads]
+    tier.offer_grad(0, grads[0])
+    tier.offer_grad(SPLIT, grads[1])
+    tier.step([group], EVERY, grad_scale=0.5)
+    tier.discard_grads()
+    grads.clear()
+    assert all(map(torch.UntypedStorage._expired, offered))
