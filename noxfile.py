@@ -95,14 +95,16 @@ def train(session: nox.Session) -> None:
 
 
 @nox.session
-@parts("lint", *PACKAGES, "cpu-adam-and-torch", "together")
+@parts("lint", "types", *PACKAGES, "cpu-adam-and-torch", "together")
 def tests(session: nox.Session, part: str) -> None:
     """Lint, test one package alone, or check types and test all packages together: the gate."""
     if part == "lint":
         lint(session)
-    elif part == "together":
+    elif part == "types":
         install_everything(session, *group("types"), tests_of=("integration",))
         session.run("mypy", *SOURCES)
+    elif part == "together":
+        install_everything(session, tests_of=("integration",))
         run_tests(session, "integration", *GATE, "tests", "conformance")
         # Those of its tests that take cpu-adam, which was not there when it was tested alone.
         # In one process, as they are few: each imports torch, for seconds.

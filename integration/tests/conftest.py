@@ -43,17 +43,10 @@ preload(
 
 # Small enough that a run is mostly start-up.
 TINY = (
-    "--layers=2",
-    "--width=32",
-    "--heads=2",
-    "--context=32",
-    "--vocab=300",
-    "--eval-every=20",
-    "--eval-windows=16",
-    "--save-every=20",
-    "--ranks=2",
+    *("--layers=2", "--width=32", "--heads=2", "--context=32", "--vocab=300", "--ranks=2"),
+    *("--eval-every=20", "--eval-windows=16", "--save-every=20"),
 )
-STEPS = 80
+STEPS = 60
 TIME_LIMIT_S = 600
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -97,10 +90,7 @@ def environment() -> dict[str, str]:
 def run_program(
     *arguments: str, expected_code: int = 0, more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``zero-engine ARGUMENTS`` as `run_forked`, and check the code that it ends with.
-
-    Its ranks are new ones. `test_stop_and_resume` starts the launcher as a user does.
-    """
+    """Run ``zero-engine ARGUMENTS`` as `run_forked`, with new ranks, and check its exit code."""
     done = run_forked(*arguments, more=more)
     assert done.returncode == expected_code, done.stdout + done.stderr
     return done
@@ -184,10 +174,7 @@ def tiny_options(text_file: Path) -> tuple[str, ...]:
 def finished_run(
     tmp_path_factory: pytest.TempPathFactory, tiny_options: tuple[str, ...]
 ) -> tuple[RunFolder, str]:
-    """Return a run without a stop, and what it printed.
-
-    It is made once for all of xdist's workers.
-    """
+    """Return a run without a stop, and what it printed: one for all of xdist's workers."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     root, said = shared / "finished run", shared / "finished run.txt"

@@ -169,8 +169,10 @@ def test_tag_and_latest_are_deepspeeds(tmp_path: Path) -> None:
     assert engine.load_checkpoint(tmp_path, tag=7)[0] == str(tmp_path / "7")
 
 
-def test_load_without_latest_returns_nothing_and_changes_nothing(tmp_path: Path) -> None:
-    engine = _engine(1)
+def test_load_without_latest_and_save_without_a_key_do_nothing(tmp_path: Path) -> None:
+    engine = _engine(3)
+    assert engine.save_16bit_model(tmp_path) is False, "nothing asks to gather"
+    assert not list(tmp_path.iterdir())
     before = _values(engine)
     assert engine.load_checkpoint(tmp_path) == (None, None)
     _is_same(_values(engine), before)
@@ -285,29 +287,29 @@ def _saved(folder: Path, **options: Any) -> dict[str, Tensor]:
     return values
 
 
-def test_module_alone_leaves_optimizer_scheduler_and_counters(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "steps", "rate", "epoch"),
+    [
+        ({"load_module_only": True}, 1, 1e-2, 1),
+        ({"load_optimizer_states": False}, 3, 5e-3, 3),
+        ({"load_lr_scheduler_states": False}, 3, 5e-3, 1),
+    ],
+    ids=str,
+)
+def test_part_that_is_left_out_stays_as_it_was(
+    option: dict[str, bool], steps: int, rate: float, epoch: int, tmp_path: Path
+) -> None:
     expected = _saved(tmp_path)
     engine = _engine(3, seed=1)
     _train(engine, range(1))
     weight = engine.module.embed.weight
     moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
-    engine.load_checkpoint(tmp_path, load_module_only=True)
+    engine.load_checkpoint(tmp_path, **option)
     _is_same(_values(engine), expected)
-    assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"), moment)
-    assert (engine.global_steps, engine.get_lr()) == (1, [1e-2])
-
-
-@pytest.mark.parametrize("part", ["optimizer", "lr_scheduler"])
-def test_optimizer_or_scheduler_can_be_left_out(part: str, tmp_path: Path) -> None:
-    _saved(tmp_path)
-    engine = _engine(3, seed=1)
-    engine.load_checkpoint(tmp_path, **{f"load_{part}_states": False})
-    assert engine.global_steps == 3
-    weight = engine.module.embed.weight
-    has_moments = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg") is not None
-    assert has_moments == (part != "optimizer")
-    assert engine.lr_scheduler.last_epoch == (3 if part == "optimizer" else 0)
-    assert engine.get_lr() == [5e-3]  # of either
+    found = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert torch.equal(found, moment) == ("load_lr_scheduler_states" not in option)
+    assert (engine.global_steps, engine.get_lr()) == (steps, [rate])
+    assert engine.lr_scheduler.last_epoch == epoch
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
@@ -411,12 +413,6 @@ def test_training_goes_on_and_models_become_whole_at_any_stage(
     world_size: int, further: list[Any], tmp_path: Path
 ) -> None:
     on_ranks(world_size, [_go_on, *further], str(tmp_path))
-
-
-def test_stage_3_model_is_not_gathered_unless_it_is_asked_for(tmp_path: Path) -> None:
-    engine = _engine(3)
-    assert engine.save_16bit_model(tmp_path) is False
-    assert not list(tmp_path.iterdir())
 
 
 def test_fp32_state_dict_of_a_checkpoint_is_read_without_ranks(tmp_path: Path) -> None:

@@ -29,8 +29,12 @@ from zero_engine.deepspeed.utils.logging import log_dist, logger, set_log_level_
 BASE = {"train_batch_size": 4}
 
 
+def _core(**keys) -> dict:
+    return read({**BASE, "zero_optimization": keys}).core
+
+
 def _zero(**keys) -> dict:
-    return read({**BASE, "zero_optimization": keys}).core["zero_optimization"]
+    return _core(**keys)["zero_optimization"]
 
 
 def _notes(settings: Settings, *, warnings: bool = False) -> dict[str, str]:
@@ -180,6 +184,10 @@ def test_defaults_are_those_of_deepspeed():
     assert core["gradient_clipping"] == 1.0
     assert core["broadcast_buffers"] is False
     assert read({**BASE, "gradient_clipping": 0}).core["gradient_clipping"] == 0
+    norm_1 = read({**BASE, "gradient_clipping": True})
+    assert load_config(norm_1.core, world_size=1).gradient_clipping == 1.0
+    assert "gradient_clipping" in _notes(norm_1)
+    load_config(_core(mics_hierarchical_params_gather=False), world_size=1)
     lion = read({**BASE, "optimizer": {"type": "Lion", "params": {"weight_decay": 0.1}}}).core
     assert lion["optimizer"]["params"] == {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
     resolved = load_config({**core, "bf16": {"enabled": True}}, world_size=1)
@@ -210,11 +218,6 @@ def test_auto_that_nobody_filled_in_is_the_default_and_is_told():
     }
 
 
-def test_an_automatic_ratio_is_this_engines_own_and_stays():
-    offload = {"device": "cpu", "ratio": "auto"}
-    assert _zero(stage=2, offload_optimizer=offload)["offload_optimizer"] == offload
-
-
 def test_old_names_and_forms_become_todays():
     assert _zero(stage=3, cpu_offload=True, cpu_offload_use_pin_memory=False) == {
         "stage": 3,
@@ -229,6 +232,8 @@ def test_old_names_and_forms_become_todays():
     assert _zero(zero_hpz_partition_size=0) == {"zero_hpz_partition_size": 1}
     for given, stage in ((True, 1), (False, 0)):
         assert read({**BASE, "zero_optimization": given}).zero_stage == stage
+    automatic = {"device": "cpu", "ratio": "auto"}  # of this engine alone
+    assert _zero(stage=2, offload_optimizer=automatic)["offload_optimizer"] == automatic
     both = {"max_live_parameters": 1, "stage3_max_live_parameters": 2}
     with pytest.raises(ConfigError, match="are the same key"):
         _zero(**both)
@@ -255,17 +260,6 @@ def test_what_accelerate_adds_is_taken():
     assert load_config(settings.core, world_size=1).compute_dtype == torch.float16
 
 
-def test_clipping_that_is_true_is_the_norm_1_and_told():
-    settings = read({**BASE, "gradient_clipping": True})
-    assert load_config(settings.core, world_size=1).gradient_clipping == 1.0
-    assert "gradient_clipping" in _notes(settings)
-
-
-def test_key_that_asks_for_what_holds_passes():
-    core = read({**BASE, "zero_optimization": {"mics_hierarchical_params_gather": False}}).core
-    load_config(core, world_size=1)
-
-
 def test_key_without_effect_beside_another_one_is_told():
     off = _told(bf16={"enabled": False, "check_grad_overflow": False})
     assert "  bf16.check_grad_overflow = false: used with bf16.enabled only" in off
@@ -285,7 +279,7 @@ def test_an_unknown_key_at_the_top_is_told_and_one_in_a_checked_block_refused():
     assert set(told) == {"_comment", "gradient_cliping", "aio.depth"}
     assert "did you mean 'gradient_clipping'?" in told["gradient_cliping"]
     with pytest.raises(ConfigError, match="did you mean 'stage'"):
-        load_config(read({**BASE, "zero_optimization": {"stag": 1}}).core, world_size=1)
+        load_config(_core(stag=1), world_size=1)
 
 
 def test_the_block_of_activation_checkpointing_turns_nothing_on_by_itself():

@@ -40,31 +40,23 @@ def _torch(found: list[int], visible: int = 8) -> Namespace:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"dist_init_required": False}, {"args": Namespace(local_rank=-1)}]
+    ("arguments", "expected"),
+    [
+        ({}, 3),
+        ({"dist_init_required": False}, 3),
+        ({"args": Namespace(local_rank=-1)}, 3),
+        ({"args": Namespace(device_rank=5)}, 5),
+    ],
 )
-def test_initialize_takes_the_launchers_accelerator(
-    arguments: dict[str, Any], chosen: list[int], monkeypatch: pytest.MonkeyPatch
+def test_initialize_takes_the_launchers_accelerator_or_the_arguments(
+    arguments: dict[str, Any], expected: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     make(**arguments).destroy()
-    assert set(chosen) == {3}
-
-
-def test_only_accelerator_that_a_rank_sees_is_its_own(
-    chosen: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert chosen[-1] == expected
     monkeypatch.setattr("zero_engine.deepspeed.distributed.torch", _torch(chosen, visible=1))
     deepspeed.init_distributed()
-    assert chosen == [0]
-
-
-def test_device_rank_of_the_arguments_wins(
-    chosen: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    make(args=Namespace(device_rank=5)).destroy()
-    assert chosen[-1] == 5
+    assert chosen[-1] == 0, "the only one that the rank sees"
 
 
 def test_accelerator_stays_without_a_launcher_and_is_chosen_in_an_existing_group(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.facade import LR, config, inputs, make, on_ranks, square
+from tests.support.facade import LR, add_gradients, config, inputs, make, on_ranks, square
 from zero_engine import deepspeed
 from zero_engine.deepspeed import utils
 
@@ -40,8 +40,7 @@ def _backward(engine: Any, step: int = 0) -> None:
 def _reference(world_size: int) -> nn.Sequential:
     """The model with the mean gradient of all ranks' batches."""
     model = _model()
-    for rank in range(world_size):
-        (square(model, inputs(0, rank)) / world_size).backward()
+    add_gradients(model, 0, world_size)
     return model
 
 

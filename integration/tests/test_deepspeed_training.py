@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ from zero_engine.deepspeed.runtime.zero.partition_parameters import ZeroParamSta
 
 from tests.support.facade import (
     HOST,
-    NO_PERSISTENCE,
     adamw,
+    add_gradients,
     by_torch,
     check_values,
     config,
@@ -31,19 +30,19 @@ from tests.support.facade import (
     train,
     update,
 )
-from zero_core.testing import Case, batch, make_model, rows, run_ddp, spawn
+from zero_core.testing import Case, batch, make_model, run_ddp, spawn
 from zero_engine import deepspeed
-from zero_engine.deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_local_grad,
-    safe_set_full_fp32_param,
-    safe_set_local_grad,
-)
+from zero_engine.deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 STEPS = 4
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 LOSS = {"fp32": 4e-6, "bf16": 0.07}
 VALUE = {"fp32": 2e-6, "bf16": 0.04}
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
 
 # ------------------------------------------------------------------- who ends a step
 
@@ -68,10 +67,9 @@ def _like_ddp(rank: int, world_size: int) -> None:
                 if not is_declared or micro == 1:
                     engine.step()
             assert losses == pytest.approx(expected.losses, rel=0, abs=LOSS[dtype])
-            for name, param in model.named_parameters():
-                if param.requires_grad:
-                    gap = safe_get_full_fp32_param(param) - expected.values[name]  # type: ignore[operator]
-                    assert gap.abs().max() <= VALUE[dtype], name
+            found = engine.core.full_state_dict(dtype=torch.float32)
+            for name, value in expected.values.items():
+                assert (found[name] - value).abs().max() <= VALUE[dtype], name
             assert engine.global_steps == STEPS
             assert engine.global_samples == STEPS * 2 * 2 * world_size
             engine.destroy()
@@ -84,8 +82,8 @@ def test_training_follows_ddp_with_clipping_at_1_by_default(world_size: int) -> 
 
 def _shorter_last_step(rank: int, world_size: int) -> None:
     model, reference = net(), net()
-    optimizer, given = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model))
-    engine = make(model, optimizer=given, config=config(3, gradient_accumulation_steps=3))
+    optimizer = _sgd(reference)
+    engine = make(model, optimizer=_sgd(model), config=config(3, gradient_accumulation_steps=3))
     numbers = itertools.count()
     for length in (3, 1, 3):  # an epoch of four micro-steps ends early
         for micro in range(length):
@@ -93,8 +91,7 @@ def _shorter_last_step(rank: int, world_size: int) -> None:
             engine.set_gradient_accumulation_boundary(micro == length - 1)
             loss = square(engine, inputs(number, rank)) / length
             engine.backward(loss, scale_wrt_gas=False)
-            for other in range(world_size):
-                (square(reference, inputs(number, other)) / length / world_size).backward()
+            add_gradients(reference, number, world_size, over=length)
         engine.step()
         update(optimizer)
     check_values(engine, reference)
@@ -155,12 +152,10 @@ def _unmanaged(rank: int, world_size: int) -> None:
         assert asks.seen == [True] * 3
         assert (engine.global_steps, engine.global_samples) == (3, 6 * 2 * world_size)
         check_values(engine, expected, rtol=1e-6)
-        for call in (
-            lambda e: e.coalesce_grad_reduction().__enter__(),
-            lambda e: e.set_gradient_accumulation_boundary(True),
-        ):
-            with pytest.raises(RuntimeError, match="managed_gradient_accumulation = false"):
-                call(engine)
+        with pytest.raises(RuntimeError, match="managed_gradient_accumulation = false"):
+            engine.coalesce_grad_reduction().__enter__()
+        with pytest.raises(RuntimeError, match="managed_gradient_accumulation = false"):
+            engine.set_gradient_accumulation_boundary(True)
         engine.destroy()
 
 
@@ -192,40 +187,29 @@ def _coalesced(rank: int, world_size: int) -> None:
 
 
 def _adversaries(rank: int, world_size: int) -> None:
-    """A generator and a discriminator, whose gradient of the other's loss is dropped."""
-    bce = nn.functional.binary_cross_entropy_with_logits
-
-    def pair() -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), net(1)
-
+    """A model in front trains through another one, which drops its gradient of that loss."""
     dropped = (
         lambda engine: engine.zero_grad(),
         lambda engine: engine.optimizer.zero_grad(),
         lambda engine: engine.module.zero_grad(),
     )
     for drop, stage in itertools.product(dropped, range(4)):
-        plain, optimizers = pair(), []
-        optimizers = [adamw(m) for m in plain]
-        engines = [make(m, stage=stage) for m in pair()]
+        references = nn.Linear(3, 3), net(1)
+        optimizers = [adamw(m) for m in references]
+        front, judge = make(copy.deepcopy(references[0]), stage=stage), make(net(1), stage=stage)
         for step in range(STEPS):
-            noise, real = (torch.cat([inputs(step + n, r) for r in (0, 1)]) for n in (0, 50))
-            mine = slice(2 * rank, 2 * rank + 2)
-            for trained in (0, 1):
-                optimizers[trained].zero_grad()
-                drop(engines[trained])
-                for (g, d), part in ((plain, slice(0, 4)), (engines, mine)):
-                    yes = torch.ones(2 * world_size, 1)[part]
-                    if trained == 0:
-                        loss = bce(d(g(noise[part])), yes)
-                    else:
-                        fake = d(g(noise[part]).detach())
-                        loss = bce(d(real[part]), yes) + bce(fake, torch.zeros_like(yes))
-                    (engines[trained].backward if g is engines[0] else Tensor.backward)(loss)
-                optimizers[trained].step()
-                engines[trained].step()
-        for model, engine in zip(plain, engines, strict=True):
-            check_values(engine, model, rtol=1e-4, atol=1e-5)
+            front.backward(square(judge, front(inputs(step, rank))))
+            add_gradients(nn.Sequential(*references), step, world_size)
+            front.step()
+            update(optimizers[0])
+            drop(judge)
+            optimizers[1].zero_grad()
+            judge.backward(square(judge, inputs(step + 50, rank)))
+            add_gradients(references[1], step + 50, world_size)
+            judge.step()
+            update(optimizers[1])
+        for reference, engine in zip(references, (front, judge), strict=True):
+            check_values(engine, reference, rtol=1e-4, atol=1e-5)
             engine.destroy()
 
 
@@ -259,20 +243,25 @@ class _Outputs(nn.Module):
         return {"loss": y.square().mean(), "logits": y}
 
 
-def _both(found: dict[str, Tensor]) -> Tensor:
+def _both(model: Any, x: Tensor) -> Tensor:
+    found = model(x)
     return found["loss"] + found["logits"].sum()
 
 
 def _plain(engine: Any, x: Tensor) -> None:
-    _both(engine(x)).backward()
+    _both(engine, x).backward()
 
 
 def _scaled(engine: Any, x: Tensor) -> None:
-    engine.scale(_both(engine(x))).backward()
+    engine.scale(_both(engine, x)).backward()
 
 
 def _own(engine: Any, x: Tensor) -> None:
-    engine.backward(_both(engine(x)))
+    engine.backward(_both(engine, x))
+
+
+def _past_the_engine(engine: Any, x: Tensor) -> None:
+    engine.backward(engine(x)["loss"] + engine.module(x)["logits"].sum())
 
 
 def _two_losses(engine: Any, x: Tensor) -> None:
@@ -289,12 +278,11 @@ def _outputs(stage: int, *, is_reentrant: bool | None = None, **more: Any) -> An
 def _check_average(engine: Any, *ways: Callable[[Any, Tensor], None]) -> None:
     """DeepSpeed divides each backward by the number of micro-steps, whoever calls it."""
     model = _Outputs()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = _sgd(model)
     for number in range(2 * MICRO_STEPS):
         ways[number % len(ways)](engine, inputs(number, engine.global_rank))
         engine.step()
-        for rank in range(engine.world_size):
-            (_both(model(inputs(number, rank))) / MICRO_STEPS / engine.world_size).backward()
+        add_gradients(model, number, engine.world_size, over=MICRO_STEPS, loss=_both)
         if number % MICRO_STEPS == MICRO_STEPS - 1:
             update(optimizer)
     check_values(engine, model)
@@ -303,11 +291,40 @@ def _check_average(engine: Any, *ways: Callable[[Any, Tensor], None]) -> None:
 
 def _every_backward(rank: int, world_size: int) -> None:
     for stage in (0, 2, 3):
-        for ways in ((_plain,), (_scaled,), (_own,), (_plain, _scaled, _own)):
+        for ways in ((_plain,), (_past_the_engine,), (_plain, _scaled, _own)):
             _check_average(_outputs(stage), *ways)
         for is_reentrant in (False, True):
             _check_average(_outputs(stage, is_reentrant=is_reentrant), _plain)
     _check_average(_outputs(0), _two_losses)
+
+
+def _small_parameters(rank: int, world_size: int) -> None:
+    """Small parameters of stage 3 stay whole."""
+    for threshold, further in ((100_000, {}), (10, {}), (10, HOST)):
+        plain = net()
+        optimizer = _sgd(plain)
+        zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, **further}
+        engine = make(config=config(optimizer=SGD, zero_optimization=zero))
+        for step in range(3):
+            train(engine, 1, step)
+            add_gradients(plain, step, world_size)
+            update(optimizer)
+            for param, expected in zip(engine.module.parameters(), plain.parameters(), strict=True):
+                is_small = expected.numel() <= threshold
+                assert (param.ds_status == ZeroParamStatus.AVAILABLE) == is_small
+                if is_small:
+                    torch.testing.assert_close(param.detach(), expected.detach())
+        bias = engine.module[2].bias
+        with deepspeed.zero.GatheredParameters([bias], modifier_rank=0):
+            bias.data.fill_(rank)
+        assert bias.item() == 0
+        safe_set_full_fp32_param(bias, torch.tensor([0.5]))
+        assert bias.item() == 0.5
+        engine.destroy()
+
+
+def test_backwards_are_averaged_and_small_parameters_whole_on_three_ranks() -> None:
+    on_ranks(3, [_every_backward, _small_parameters])
 
 
 def test_loss_may_come_through_the_engine_of_another_model() -> None:
@@ -326,18 +343,12 @@ def test_loss_may_come_through_the_engine_of_another_model() -> None:
 
 def test_parameter_unfrozen_later_is_averaged_too() -> None:
     model = _Outputs()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = _sgd(model)
     model.first.requires_grad_(False)
     settings = config(gradient_accumulation_steps=MICRO_STEPS)
     engine = make(model, optimizer=optimizer, config=settings)
     model.first.requires_grad_(True)
     _check_average(engine, _plain)
-
-
-def test_backward_without_the_loss_scale_is_refused() -> None:
-    engine = _outputs(0, fp16={"enabled": True, "initial_scale_power": 4})
-    with pytest.raises(RuntimeError, match="Loss scaling is required in fp16"):
-        engine(torch.ones(2, 3, dtype=torch.float16))["loss"].backward()
 
 
 @pytest.mark.parametrize("end", [lambda e: e.destroy(), lambda e: e.core.unwrap()])
@@ -349,189 +360,7 @@ def test_ended_engine_divides_no_gradient(end: Callable[[Any], Any]) -> None:
     torch.testing.assert_close(seen, [torch.full((2,), 2.0)])
 
 
-# ------------------------------------------------------------------- models and configurations
-
-
-class _Special(nn.Module):
-    """Blocks with what broke engines in silence: adapters of another dtype, a buffer of angles
-    that bf16 cannot hold, a second call past the engine."""
-
-    def __init__(self, dtype: torch.dtype, adapters: torch.dtype | None, has_angles: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.dtype = dtype
-        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
-        self.adapters = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(3))
-        self.head = nn.Linear(7, 1)
-        if has_angles:
-            self.register_buffer("angles", 1000 * torch.linspace(1, 2, 7).sqrt())
-        if adapters is not None:
-            self.requires_grad_(False)
-            self.adapters.to(adapters).requires_grad_(True)
-            self.blocks.bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "angles"):
-            x = x * self.angles.float().sin()
-        x = x.to(self.dtype)
-        for block, adapter in zip(self.blocks, self.adapters, strict=True):
-            y = block(x)
-            x = torch.tanh(y + adapter(x.to(adapter.weight.dtype)).to(y.dtype))
-        return self.head(x).float().square().mean()
-
-
-@dataclass(frozen=True)
-class Special:
-    """A training that plain torch in fp32 follows."""
-
-    stage: int
-    dtype: torch.dtype = torch.float32
-    zero: dict[str, Any] = field(default_factory=dict)
-    top: dict[str, Any] = field(default_factory=dict)
-    adapters: torch.dtype | None = None
-    has_angles: bool = False
-    is_autocast: bool = False
-    calls_module: bool = False
-    halves: bool = False
-    """Each rank halves its part of the gradients by name before the step."""
-
-    @property
-    def accumulation(self) -> int:
-        return 1 if self.halves else 2
-
-
-BF16 = torch.bfloat16
-SPECIAL = {
-    "hpZ and the optimizer on the host": Special(3, zero={"zero_hpz_partition_size": 2, **HOST}),
-    "edited gradients and the optimizer on the host": Special(3, zero=HOST, halves=True),
-    "gradients summed in fp32": Special(1, BF16, top={"data_types": {"grad_accum_dtype": "fp32"}}),
-    "buffers in fp32": Special(2, BF16, has_angles=True),
-    "fixed loss scale without ZeRO": Special(0, torch.float16),
-    "adapters in fp32 beside bf16": Special(3, BF16, adapters=torch.float32),
-    "mixed dtypes under autocast": Special(3, adapters=torch.float32, is_autocast=True),
-    "a second call past the engine": Special(2, BF16, calls_module=True),
-}
-
-
-def _train_special(engine: Any, case: Special, rank: int) -> list[float]:
-    norms = []
-    for step, micro in itertools.product(range(3), range(case.accumulation)):
-        is_last = micro == case.accumulation - 1
-        with torch.autocast("cpu", BF16) if case.is_autocast else nullcontext():
-            loss = engine(rows(10 * step + micro, rank))
-            if case.calls_module:
-                loss = loss + engine.module(rows(100 + step, rank))
-        engine.backward(loss)
-        if case.halves:
-            for param in engine.module.parameters():
-                safe_set_local_grad(param, safe_get_local_grad(param) / 2)
-        engine.step()
-        if is_last:
-            norms.append(float(engine.get_global_grad_norm()))
-    return norms
-
-
-def _specials(rank: int, world_size: int) -> None:
-    for name, case in SPECIAL.items():
-        settings = config(
-            case.stage,
-            gradient_accumulation_steps=case.accumulation,
-            optimizer=SGD,
-            bf16={"enabled": case.dtype == BF16},
-            fp16={"enabled": case.dtype == torch.float16, "loss_scale": 128},
-            zero_optimization={"stage": case.stage, **NO_PERSISTENCE, **case.zero},
-            **case.top,
-        )
-        engine = make(_Special(case.dtype, case.adapters, case.has_angles), config=settings)
-        norms = _train_special(engine, case, rank)
-        plain = _Special(torch.float32, case.adapters, case.has_angles).float()
-        start = [p.detach().clone() for p in plain.parameters()]
-        optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
-        expected = []
-        for step in range(3):
-            for micro, other in itertools.product(range(case.accumulation), range(world_size)):
-                loss = plain(rows(10 * step + micro, other))
-                if case.calls_module:
-                    loss = loss + plain(rows(100 + step, other))
-                (loss / (2 * world_size)).backward()
-            grads = [p.grad for p in plain.parameters() if p.grad is not None]
-            expected.append(nn.utils.get_total_norm(grads).item())
-            update(optimizer)
-        is_coarse = case.dtype != torch.float32 or case.is_autocast
-        bound = 0.06 if is_coarse else 2e-3
-        assert norms == pytest.approx(expected, rel=bound), name
-        found = engine.core.full_state_dict(dtype=torch.float32)
-        moved, gap = [], []
-        for (key, param), before in zip(plain.named_parameters(), start, strict=True):
-            if param.requires_grad:
-                gap.append((found[key] - param.detach()).norm())
-                moved.append((param.detach() - before).norm())
-        assert torch.stack(gap).norm() <= bound * torch.stack(moved).norm(), name
-        engine.destroy()
-
-
-def test_backwards_dtypes_and_features_together_train_as_in_torch_on_two_ranks() -> None:
-    on_ranks(2, [_every_backward, _specials])
-
-
-class _Scaled(nn.Module):
-    """A block that may multiply by the parameter of another one, too."""
-
-    def __init__(self, *others: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(5, 5), nn.Parameter(torch.full((5,), 1.3))
-        self.others = others  # a tuple: no submodules
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (self, *self.others):
-            x = x * block.scale
-        y: Tensor = self.linear(x)
-        return y
-
-
-class _Similar(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        first = _Scaled()
-        self.blocks = nn.Sequential(_Scaled(first), first)
-        self.logit_scale = nn.Parameter(torch.tensor(2.6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.blocks(x)
-        return (y * self.logit_scale).square().mean()
-
-
-def _small_parameters(rank: int, world_size: int) -> None:
-    for threshold, further in ((100_000, {}), (10, {}), (10, HOST)):
-        plain = _Similar()
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-        zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, **further}
-        engine = make(_Similar(), config=config(optimizer=SGD, zero_optimization=zero))
-        for step in range(3):
-            for other in range(world_size):
-                (plain(inputs(step, other, width=5)) / world_size).backward()
-            update(optimizer)
-            engine.backward(engine(inputs(step, rank, width=5)))
-            engine.step()
-            for (name, param), expected in zip(
-                engine.module.named_parameters(), plain.parameters(), strict=True
-            ):
-                is_small = expected.numel() <= threshold
-                assert (param.ds_status == ZeroParamStatus.AVAILABLE) == is_small, name
-                if is_small:
-                    torch.testing.assert_close(param.detach(), expected.detach())
-        scale = engine.module.logit_scale
-        with deepspeed.zero.GatheredParameters([scale], modifier_rank=0):
-            scale.data.fill_(rank)
-        assert scale.item() == 0
-        safe_set_full_fp32_param(scale, torch.tensor(0.5))
-        assert scale.item() == 0.5
-        engine.destroy()
-
-
-def test_small_parameters_read_their_values_at_stage_3() -> None:
-    spawn(_small_parameters, 3)
+# ------------------------------------------------------------------- models and optimizers
 
 
 _GIVEN: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
@@ -566,31 +395,26 @@ def test_parameter_that_the_optimizer_has_is_frozen_and_unfrozen_as_in_torch(
             update(optimizer)
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_channels_last_model_trains_and_changes_engines_as_in_torch(stage: int) -> None:
-    def convolutions() -> nn.Module:
+@pytest.mark.parametrize("stage", [0, 3])
+def test_channels_last_model_changes_engines_as_in_torch(stage: int) -> None:
+    def convolution() -> nn.Module:
         torch.manual_seed(0)
-        layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)
-        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
 
-    plain, model = convolutions(), convolutions()
+    plain, model = convolution(), convolution()
     for phase in range(2):
         optimizer = _fused(plain.parameters())  # as of the next engine
-        optimizer.zero_grad()
         engine = make(model, stage=stage, optimizer=_fused(model.parameters()))
         x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(phase))
         engine.backward(square(engine, x))
         engine.step()
         square(plain, x).backward()
-        optimizer.step()
-        for param, own in zip(plain.parameters(), model.parameters(), strict=True):
-            assert torch.equal(safe_get_full_fp32_param(own), param)  # type: ignore[arg-type]
-            if stage == 0:
-                states = engine.optimizer.state[own], optimizer.state[param]
-                assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"])
+        update(optimizer)
+        check_values(engine, plain, rtol=0, atol=0)
+        if stage == 0:
+            found, expected = engine.optimizer.state[model.weight], optimizer.state[plain.weight]
+            assert torch.equal(found["exp_avg"], expected["exp_avg"])
     engine.destroy()
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -600,12 +424,11 @@ def test_zero_grad_within_an_accumulation_drops_its_part_and_says_so(
     engine, other = make(config=config(stage, gradient_accumulation_steps=2)), net()
     optimizer = adamw(other)
     for number in range(2 * STEPS):
-        engine.backward(square(engine, inputs(number)))
-        engine.step()
+        train(engine, 1, number)
         if number % 2 == 0:
             engine.zero_grad()
         else:
-            (square(other, inputs(number)) / 2).backward()
+            add_gradients(other, number, 1, over=2)
             update(optimizer)
     check_values(engine, other)
     assert caplog.text.count("zero_grad() drops the gradient") == (stage >= 2)  # DeepSpeed differs
@@ -625,7 +448,7 @@ def test_empty_group_keeps_its_place_in_the_schedule(is_object: bool) -> None:
     engine = make(models[0], stage=2, **given)
     for step in range(STEPS):
         train(engine, 1, step)
-        square(models[1], inputs(step)).backward()
+        add_gradients(models[1], step, 1)
         update(optimizers[1])
         schedules[1].step()
         assert engine.get_lr() == schedules[1].get_last_lr()
@@ -637,7 +460,7 @@ def test_at_stage_0_torch_clips_and_the_optimizer_drops_gradients() -> None:
     optimizer = adamw(other)
     for step in range(STEPS):
         engine.backward(square(engine, inputs(step)))
-        square(other, inputs(step)).backward()
+        add_gradients(other, step, 1)
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (engine, other)]
         assert torch.equal(*norms)
         if step == 1:
@@ -668,16 +491,16 @@ def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_initial_sum_of_a_group_of_adagrad_is_its_constructors_as_in_torch(offload: str) -> None:
-    def groups(model: Any) -> Iterator[dict[str, Any]]:
-        yield {"params": list(model[0].parameters()), "initial_accumulator_value": 0.1}
-        yield {"params": list(model[2].parameters()), "lr": 0.3}
-
-    model, alone = net(), net()
-    given, optimizer = (torch.optim.Adagrad(list(groups(m)), lr=0.1) for m in (model, alone))
+    made = []
+    for model in (net(), net()):
+        first = {"params": list(model[0].parameters()), "initial_accumulator_value": 0.1}
+        groups = [first, {"params": list(model[2].parameters()), "lr": 0.3}]
+        made.append((model, torch.optim.Adagrad(groups, lr=0.1)))
+    (model, given), (alone, optimizer) = made
     zero = {"stage": 1, "offload_optimizer": {"device": offload}}
     engine = make(model, optimizer=given, config=config(zero_optimization=zero))
     train(engine, 2)
     for step in range(2):
-        square(alone, inputs(step)).backward()
+        add_gradients(alone, step, 1)
         update(optimizer)
     check_values(engine, alone)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zero_core
-from tests.support.facade import config, make, run_each, square, update
+from tests.support.facade import check_values, config, make, run_each, square, update
 from zero_core.step.param_grads import TrainedParameter
 from zero_core.testing import spawn
 from zero_engine import deepspeed
@@ -144,7 +144,6 @@ class _Reader(nn.Module):
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()
-
         self.own = nn.Linear(4, 4)
         self.__dict__["other"] = other
         zero.register_external_parameter(self, other.weight)
@@ -153,36 +152,25 @@ class _Reader(nn.Module):
         return self.own(x) @ self.__dict__["other"].weight
 
 
-class _Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList([first, _Reader(first)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().sum()
-
-
 def _read_elsewhere(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model, batch = _Chain(), torch.randn(2, 4)
-    torch.manual_seed(0)
-    expected = _Chain()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    settings = {**_config(3), "bf16": {"enabled": False}}
-    engine = zero_core.build(model, settings)
+    made = []
     for _ in range(2):
-        loss = engine(batch)
+        torch.manual_seed(0)
+        first = nn.Linear(4, 4)
+        made.append(nn.Sequential(first, _Reader(first)))
+    model, expected = made
+    x = torch.randn(2, 4)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    engine = zero_core.build(model, {**_config(3), "bf16": {"enabled": False}})
+    for _ in range(2):
+        loss, wanted = square(engine, x), square(expected, x)
+        torch.testing.assert_close(loss, wanted)
         engine.backward(loss)
         engine.step()
-        wanted = expected(batch)
         wanted.backward()
         update(optimizer)
-        torch.testing.assert_close(loss, wanted)
     with pytest.raises(NotServedError, match="after initialize"):
-        zero.register_external_parameter(model.blocks[0], model.blocks[1].own.weight)
+        zero.register_external_parameter(model[0], model[1].own.weight)
     engine.close()
 
 
@@ -301,8 +289,7 @@ def _engine_within_init(rank: int, world_size: int) -> None:
         expected = _model()
         expected(torch.ones(1, 5)).mean().backward()
         torch.optim.SGD(expected.parameters(), 0.1).step()
-        for name, value in engine.core.full_state_dict().items():
-            torch.testing.assert_close(value, expected.get_parameter(name).detach())
+        check_values(engine, expected)
         engine.destroy()
 
 

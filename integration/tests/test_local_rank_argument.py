@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -35,11 +34,6 @@ def _write(folder: Path, text: str, name: str = "script.py") -> Path:
     return path
 
 
-def _run_as_rank(*arguments: str, rank: str = "5") -> subprocess.CompletedProcess[str]:
-    """``zero-engine run`` in a process that is a rank, the second of its machine."""
-    return run_forked("run", *arguments, more={"RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
-
-
 def test_each_rank_is_given_its_own_number(tmp_path: Path) -> None:
     script = _write(tmp_path, DECLARES)
     done = run_program("run", "--nproc-per-node=2", str(script), "--epochs", "3")
@@ -47,31 +41,31 @@ def test_each_rank_is_given_its_own_number(tmp_path: Path) -> None:
     assert done.stderr.count("script.py declares --local_rank and is given it") == 1
 
 
-def test_script_in_a_process_that_is_a_rank_is_given_its_number(tmp_path: Path) -> None:
-    done = _run_as_rank(str(_write(tmp_path, DECLARES)))
-    assert done.stdout == "1 1 None\n"
-    assert "local_rank" not in done.stderr, "rank 0 alone tells"
-
-
-def test_script_that_does_not_declare_it_is_not_given_it(tmp_path: Path) -> None:
-    done = _run_as_rank(str(_write(tmp_path, DOES_NOT)), "--epochs=3", rank="0")
-    assert done.stdout == "3\n", done.stderr
-    assert "script.py is not given --local_rank" in done.stderr
-
-
 @pytest.mark.parametrize(
-    ("text", "before", "after", "output"),
+    ("rank", "text", "before", "after", "output", "told"),
     [
-        (DECLARES, ["--no-local-rank"], [], "1 -1 None\n"),
-        (DOES_NOT, ["--local-rank"], [], ""),
-        (DECLARES, [], ["--local_rank=7"], "1 7 None\n"),
+        ("5", DECLARES, [], [], "1 1 None\n", ""),
+        ("0", DOES_NOT, [], ["--epochs=3"], "3\n", "script.py is not given --local_rank"),
+        ("5", DECLARES, ["--no-local-rank"], [], "1 -1 None\n", ""),
+        ("5", DECLARES, [], ["--local_rank=7"], "1 7 None\n", ""),
+        ("5", DOES_NOT, ["--local-rank"], [], "", "unrecognized arguments: --local_rank"),
     ],
 )
-def test_what_the_user_gives_decides_whatever_the_script_declares(
-    tmp_path: Path, text: str, before: list[str], after: list[str], output: str
+def test_process_that_is_a_rank_gives_the_number_that_is_declared_or_asked_for(
+    tmp_path: Path,
+    rank: str,
+    text: str,
+    before: list[str],
+    after: list[str],
+    output: str,
+    told: str,
 ) -> None:
-    script = _write(tmp_path, text)
-    assert _run_as_rank(*before, str(script), *after).stdout == output
+    variables = {"RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    script = str(_write(tmp_path, text))
+    done = run_forked("run", *before, script, *after, more=variables)
+    assert done.stdout == output, done.stderr
+    assert told in done.stderr
+    assert told or "local_rank" not in done.stderr, "rank 0 alone tells"
 
 
 def _declares(script: Path) -> bool:

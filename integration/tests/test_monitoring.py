@@ -79,6 +79,7 @@ def test_files_are_those_that_deepspeed_writes(tmp_path, capsys):
     assert len(lines) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 def test_files_beside_the_installed_deepspeed(tmp_path, capsys):
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"

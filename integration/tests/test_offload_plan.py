@@ -119,6 +119,10 @@ def test_page_locked_buffers_are_powers_of_two() -> None:
     numel = 12 * 160 * 160 // 2
     assert host["gradient copies"] == 2 * numel  # as powers of two
     assert host["parameter copies"] == 2 * 2**19 > 2 * 2 * numel > 2 * 2**18
+    # The bf16 half of a split master weight is sent as it is: no staging.
+    config["zero_optimization"]["offload_optimizer"]["state_dtype"] = "int8"
+    host = zero_core.plan(wide_blocks(1, 160), config, 2).memory.host
+    assert host["parameter copies"] == 2**19 > 2 * numel > 2**18
 
 
 def test_a_plan_counts_max_in_cpu_and_the_buffers_of_the_file() -> None:

@@ -315,24 +315,22 @@ def _left_by_engines(rank: int, world_size: int) -> None:
     engine.close()
 
 
-class _DrawsItsChildren(nn.Module):
-    """A module that initializes its children's parameters, as many models of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3, bias=False)
-        nn.init.normal_(self.down.weight, std=0.02)
-        nn.init.zeros_(tensor=self.up.bias)
-        nn.init.xavier_uniform_(self.up.weight)
+def _drawn() -> nn.Module:
+    """Draw parameters of layers after they were made, as many models of transformers do."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False))
+    nn.init.normal_(model[1].weight, std=0.02)
+    nn.init.zeros_(tensor=model[0].bias)
+    nn.init.xavier_uniform_(model[0].weight)
+    return model
 
 
 def _initialize(rank: int, world_size: int) -> None:
     def make() -> nn.Module:
         torch.manual_seed(5 + rank)  # rank 0's count
-        return _DrawsItsChildren()
+        return _drawn()
 
     torch.manual_seed(5)
-    expected = _DrawsItsChildren()
+    expected = _drawn()
     with partitioned_init():
         model = make()
     assert _is_all_partitioned(model)
@@ -345,10 +343,10 @@ def _initialize(rank: int, world_size: int) -> None:
         drawn = draw(torch.empty(3, 5))
         torch.manual_seed(9 + rank)
         with torch.no_grad():
-            assert draw(again.down.weight) is again.down.weight
+            assert draw(again[1].weight) is again[1].weight
         assert _is_all_partitioned(again)
-        with gathered_params([again.down.weight]):
-            assert torch.equal(again.down.weight, drawn)
+        with gathered_params([again[1].weight]):
+            assert torch.equal(again[1].weight, drawn)
 
 
 def _draw_within(opened: nn.Parameter, drawn: nn.Parameter) -> None:

@@ -9,23 +9,17 @@ import math
 import platform
 import re
 import subprocess
-import sys
 from collections import Counter
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from conftest import environment
 from torch import nn
 from typer.testing import CliRunner
 
 import zero_core
-from benchmarks.harness.forked_python import forked_python
-from benchmarks.harness.ranks import RankError, run_together
-from tests.support.ports import free_port
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.plan.rates import Calibration, Curve, Rates
@@ -37,6 +31,7 @@ from zero_core.record.records import (
     RunRecord,
     StepRecord,
 )
+from zero_core.testing import make_tower, rows, train
 from zero_engine.calibration.kept import KeptRates
 from zero_engine.cli import app
 from zero_engine.report import probe, write_report
@@ -52,6 +47,7 @@ CONFIG: dict[str, Any] = load_config(
     {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, world_size=2
 ).model_dump(mode="json")
 ENVIRONMENT = {"device": "cpu", "cores": 2, "threads": 1, "host": HOSTILE, "host_memory": 10**10}
+HERE = ENVIRONMENT | {"host": platform.node(), "cores": available_cores()}
 RUN = RunRecord(0, 2, 2, 1e9, 0, 10**6, 10**6, ["", "blocks.0", "blocks.1"], {"device": 10**6},
                 CONFIG, ENVIRONMENT)  # fmt: skip
 STEP = StepRecord(
@@ -106,7 +102,7 @@ def _write(
 
 
 class _Tags(html.parser.HTMLParser):
-    """A parser that collects tags with attributes, and the contents of scripts."""
+    """A parser that collects tags with attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -240,10 +236,8 @@ def test_a_busy_machine_hides_no_cause(tmp_path: Path, monkeypatch: pytest.Monke
     cores = max(available_cores(), 2)
     environment = ENVIRONMENT | {"cores": cores, "host": platform.node()}
 
-    def shaped(rank: int, step: int) -> dict[str, Any]:
-        return {**_threads(rank, step), "input_shape": [2, 100]}
-
-    _write(tmp_path, shaped, num_ranks=1, environment=environment, matrix=[300, 300])
+    shaped = {**_threads(0, 0), "input_shape": [2, 100]}
+    _write(tmp_path, lambda *_: shaped, num_ranks=1, environment=environment, matrix=[300, 300])
     others = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2 * cores)]
     try:
         sentence = first_sentence(read_run(tmp_path))
@@ -255,69 +249,49 @@ def test_a_busy_machine_hides_no_cause(tmp_path: Path, monkeypatch: pytest.Monke
     assert f"({0.9 / (0.85 * cores) + 0.1 - 1:+.0%})" in sentence, sentence
 
 
-FAILS = """
-import sys, time, torch, zero_core
-torch.distributed.init_process_group("gloo")
-model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(2)])
-config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-engine = zero_core.build(model, config | {"step_records": {"folder": sys.argv[1]}})
-for _ in range(2):
-    engine.backward(engine(torch.ones(1, 4)).square().mean())
-    engine.step()
-if engine.rank == 1:
-    raise ValueError("a broken batch\\nof three lines\\nin all")
-time.sleep(600)
-"""
-
-
 def test_a_failed_run_says_which_rank_and_why(tmp_path: Path) -> None:
     """Rank 1 raises, and the launcher kills the others."""
-    script, folder = tmp_path / "train.py", tmp_path / "records"
-    script.write_text(FAILS, encoding="utf-8")
-    shared = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    with pytest.raises(RankError):
-        run_together(
-            [[forked_python(), str(script), str(folder)]] * 2,
-            [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)],
-            tmp_path,
-        )
-    run = read_run(folder)
+    for rank in range(2):
+        file = RecordFile(tmp_path, rank, 1 << 20)
+        file.write(replace(RUN, rank=rank))
+        for step in (1, 2):
+            file.write(replace(STEP, step=step))
+        if rank == 1:
+            file.write(EventRecord(1e9, 2, "failed", "ValueError: a broken batch"))
+        file.close()
+    run = read_run(tmp_path)
     assert run.failures == [
         "rank 1 failed after step 2: ValueError: a broken batch",
         "rank 0 left no end after step 2: it was killed",
     ]
     assert first_sentence(run).startswith("Rank 1 failed after step 2: ValueError: a broken batch.")
-    (folder / "steps-rank1.jsonl").unlink()
-    run = read_run(folder)
+    (tmp_path / "steps-rank1.jsonl").unlink()
+    run = read_run(tmp_path)
     assert (run.failures, run.absent) == ([], [1])
 
 
-def test_an_end_is_that_of_the_context_or_of_the_engine(tmp_path: Path) -> None:
-    def build(name: str) -> tuple[zero_core.Engine, AbstractContextManager[object]]:
-        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-        engine = zero_core.build(nn.Linear(2, 2), config)
-        return engine, engine.record(tmp_path / name)
-
-    engine, recording = build("context")
-    with pytest.raises(KeyError), recording:
-        raise KeyError("seed")
-    engine.close()
-    engine, _ = build("closed")
+@pytest.mark.parametrize(
+    ("error", "is_in_context", "end"),
+    [
+        (KeyError("seed"), True, ("failed", "KeyError: 'seed'")),
+        (SystemExit(0), True, ("ended", "")),
+        (RuntimeError("a\nb\n"), False, ("failed", "RuntimeError: a")),
+    ],
+)
+def test_an_end_is_that_of_the_context_or_of_the_engine(
+    error: BaseException, is_in_context: bool, end: tuple[str, str], tmp_path: Path
+) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    engine = zero_core.build(nn.Linear(2, 2), config)
+    recording = engine.record(tmp_path)
     try:
-        raise RuntimeError("")
-    except RuntimeError:
+        with recording if is_in_context else nullcontext():
+            raise error
+    except type(error):
         engine.close()
-    engine, recording = build("exit")
-    with pytest.raises(SystemExit), recording:
-        sys.exit(0)
-    ends = {name: read_run(tmp_path / name).ranks[0].end for name in ("context", "closed", "exit")}
-    found = {name: end and (end.what, end.text) for name, end in ends.items()}
-    assert found == {
-        "context": ("failed", "KeyError: 'seed'"),
-        "closed": ("failed", "RuntimeError"),
-        "exit": ("ended", ""),
-    }
+    found = read_run(tmp_path).ranks[0].end
+    assert found is not None
+    assert (found.what, found.text) == end
 
 
 def test_skipped_steps_are_not_the_usual_step(tmp_path: Path) -> None:
@@ -343,7 +317,8 @@ def test_two_runs_are_compared_on_every_axis(tmp_path: Path) -> None:
         return {"places": places, "sent": sent, "loss": 1.0}
 
     config = CONFIG | {"gradient_clipping": 1.0}
-    two = _write(tmp_path / "two", halved, config=config, parameters=8 * 10**6)
+    half = {"fp16": {**CONFIG["fp16"], "enabled": True}}
+    two = _write(tmp_path / "two", halved, config=config | half, parameters=8 * 10**6)
     both = [measure(read_run(folder)) for folder in (one, two)]
     moves = [[Move("use fewer bits", "4 s", "{}", "")], [Move("wait", "5 s", "{}", "")]]
     blocks = list(compare(*both, moves))
@@ -351,53 +326,41 @@ def test_two_runs_are_compared_on_every_axis(tmp_path: Path) -> None:
     assert "100% more samples a second" in summary
     assert "50% fewer bytes sent in a step" in summary
     assert "a loss of 1 against 2 at step 20" in summary
-    rows = {r[0]: list(r[1:]) for b in blocks if isinstance(b, Table) for r in b.rows}
-    assert rows["a step"] == ["100 ms", "50 ms", "-50%"]
-    assert rows["own work: backward"] == ["60 ms", "30 ms", "-50%"]
-    assert rows["at most"] == ["2 GB", "2 GB", "="]
-    assert rows["parameters"] == ["4 MB", "8 MB", "+100%"]
-    assert rows["all_gather: parameters, within a node"] == ["1 kB", "500 B", "-50%"]
-    assert rows["loss at step 20"] == ["2", "1", "-50%"]
+    rows = {row[0]: row[1:] for b in blocks if isinstance(b, Table) for row in b.rows}
+    expected = {
+        "a step": ("100 ms", "50 ms", "-50%"),
+        "own work: backward": ("60 ms", "30 ms", "-50%"),
+        "at most": ("2 GB", "2 GB", "="),
+        "parameters": ("4 MB", "8 MB", "+100%"),
+        "all_gather: parameters, within a node": ("1 kB", "500 B", "-50%"),
+        "loss at step 20": ("2", "1", "-50%"),
+        "gradient_clipping": ("default", "1.0"),
+        "rank 1": ("100 ms", "50 ms", "-50%"),
+        "the slowest": ("100 ms", "50 ms", "-50%"),
+        "failed": ("1", "1", "="),
+        "use fewer bits": ("4 s", ""),
+        "wait": ("", "5 s"),
+    }
+    assert {name: tuple(rows[name]) for name in expected} == expected
+    for pair, count in ((both, 1), ([both[0], both[0]], 0)):
+        specs = [block.spec for block in compare(*pair, [[], []]) if isinstance(block, Chart)]
+        assert sum("loss scale" in json.dumps(spec) for spec in specs) == count
     silent = _write(tmp_path / "silent", lambda rank, step: {"sent": []})
     text = next(iter(compare(both[0], measure(read_run(silent)), moves)))
     assert isinstance(text, Text)
     assert "no bytes sent in a step" in text.text
-    assert rows["gradient_clipping"] == ["default", "1.0"]
-    assert rows["rank 1"] == ["100 ms", "50 ms", "-50%"]
-    assert rows["the slowest"] == ["100 ms", "50 ms", "-50%"]
-    assert rows["failed"] == ["1", "1", "="]
-    assert (rows["use fewer bits"], rows["wait"]) == (["4 s", ""], ["", "5 s"])
-
-
-def test_loss_scales_are_compared_where_there_are_any(tmp_path: Path) -> None:
-    half = CONFIG | {"fp16": {**CONFIG["fp16"], "enabled": True}}
-    folders = [_write(tmp_path / "one", config=half), _write(tmp_path / "two")]
-    found = [measure(read_run(folder)) for folder in folders]
-    for count, pair in ((1, found), (0, [found[1], found[1]])):
-        specs = [block.spec for block in compare(*pair, [[], []]) if isinstance(block, Chart)]
-        assert sum("loss scale" in json.dumps(spec) for spec in specs) == count
 
 
 FLAGS = ("as configured", "zero_quantized_weights")
-GPT = {
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 2,
-    "vocab_size": 64,
-    "n_positions": 16,
-}
+GPT = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2}
+GPT |= {"vocab_size": 64, "n_positions": 16}
 
 
-def _of_gpt(folder: Path, zero: dict[str, Any], changes: Any = None, **of_run: Any) -> Path:
-    zero = {**CONFIG["zero_optimization"], **zero}
+def _of_gpt(folder: Path, stage: int, **of_run: Any) -> Path:
+    zero = {**CONFIG["zero_optimization"], "stage": stage}
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}
     config = {**CONFIG, "zero_optimization": zero, "optimizer": adam}
-    return _write(folder, changes, model=GPT, config=config, **of_run)
-
-
-def _with_tokens(rank: int, step: int) -> dict[str, Any]:
-    return {"input_shape": [2, 16]}
+    return _write(folder, lambda *_: {"input_shape": [2, 16]}, model=GPT, config=config, **of_run)
 
 
 def _section(page: Path, title: str) -> str:
@@ -410,15 +373,14 @@ def _section(page: Path, title: str) -> str:
 
 
 def test_a_page_has_three_moves_with_their_effects(tmp_path: Path) -> None:
-    run = _of_gpt(tmp_path / "run", {"stage": 0}, _with_tokens)
+    run = _of_gpt(tmp_path / "run", 0)
     moves = _section(write_report([run], tmp_path / "page.html"), "Next moves")
     lines = [line for line in moves.splitlines() if "\u2192" in line]
     assert len(lines) >= 2, moves
     assert re.search(r"same numbers: stage 1\n\S+ .B \u2192 \S+ .B a rank \(-\d+%\)", moves)
     assert re.search(r"again in backward\nactivations \S+ .B \u2192 \S+ .B a rank", moves)
     assert "Only 2 moves" in moves  # two: the run is of another machine, and nothing limits it
-    here = ENVIRONMENT | {"host": platform.node(), "cores": available_cores()}
-    run = _of_gpt(tmp_path / "here", {"stage": 0}, _with_tokens, environment=here)
+    run = _of_gpt(tmp_path / "here", 0, environment=HERE)
     moves = _section(write_report([run], tmp_path / "page.html"), "Next moves")
     assert f"zero-engine doctor --measure && zero-engine report {run}" in moves
     assert "Only" not in moves
@@ -428,8 +390,7 @@ def test_kept_rates_name_the_fastest_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gathers are slow at these rates, and stage 3 gathers twice."""
-    here = ENVIRONMENT | {"host": platform.node(), "cores": available_cores()}
-    run = _of_gpt(tmp_path / "run", {"stage": 3}, _with_tokens, environment=here)
+    run = _of_gpt(tmp_path / "run", 3, environment=HERE)
     names = ("matmul", "memory", "product", "update.device", "update.host")
     others = ("operator", "pass", "step", "reduce.within", "agree.within")
     curves = dict.fromkeys((*(f"{name}.float32" for name in names), *others), Curve.of_rate(1e9))
@@ -444,7 +405,7 @@ def test_kept_rates_name_the_fastest_choice(
 
 def test_bytes_are_planned_beside_measured_ones_with_each_flag(tmp_path: Path) -> None:
     """The run is on one node, where quantized messages are shorter as well."""
-    run = _of_gpt(tmp_path / "run", {"stage": 3}, _with_tokens)
+    run = _of_gpt(tmp_path / "run", 3)
     page = write_report([run], tmp_path / "page.html")
     assert "no lane of copies: ranks compute on the host" in _section(page, "One step")
     text = _section(page, "Bytes sent")
@@ -467,15 +428,10 @@ def test_records_of_an_engine_have_its_configuration(tmp_path: Path, zero: Any) 
     Shares include the tier's padding.
     """
 
-    def model() -> nn.Module:
-        return nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)])
-
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
     config |= {"optimizer": {"type": "AdamW"}, "step_records": {"folder": str(tmp_path)}}
-    engine = zero_core.build(model(), config)
-    for _ in range(3):
-        engine.backward(engine(torch.ones(2, 5)).square().mean())
-        engine.step()
+    engine = zero_core.build(make_tower(), config)
+    train(engine, [rows(number, 0) for number in range(3)])
     engine.close()
     found = read_run(tmp_path)
     effective = engine.config.model_copy(update={"step_records": None})
@@ -483,7 +439,7 @@ def test_records_of_an_engine_have_its_configuration(tmp_path: Path, zero: Any) 
     share = found.run.shares["host"] / sum(found.run.shares.values())
     assert share == pytest.approx(0.5 if zero else 0.0, abs=0.2)
     assert first_sentence(found)
-    planned = zero_core.plan(model(), found.settings, 1, device_type="cpu").memory
+    planned = zero_core.plan(make_tower(), found.settings, 1, device_type="cpu").memory
     expected = Counter(planned.device) + Counter(planned.host)
     kept = kept_bytes(found.ranks[0])
     assert kept["optimizer states"] >= 8 * found.run.num_parameters

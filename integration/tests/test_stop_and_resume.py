@@ -83,25 +83,30 @@ def test_run_that_was_stopped_and_resumed_is_one_without_a_stop(
     folder, straight = RunFolder(tmp_path / "interrupted"), finished_run[0]
     _train_until_stopped(folder, *tiny_options)
     assert _numbers(folder)[-1]["step"] != STEPS, "the signal came too late"
-    train_forked("--resume", f"--output={folder.root}")
-    assert len(_numbers(straight)) == STEPS + 5  # steps, and evaluations at 0, 20, ..., 80
+    train_forked("--resume=auto", f"--output={folder.root}")
+    assert len(_numbers(straight)) == STEPS + 4  # steps, and evaluations at 0, 20, 40, 60
     assert _numbers(folder) == _numbers(straight)
     weights = [(run.hf / "model.safetensors").read_bytes() for run in (folder, straight)]
     assert weights[0] == weights[1]
     assert folder.sample.read_text() == straight.sample.read_text()
 
 
-def test_resumed_run_has_as_many_ranks_as_before(
+def test_resumed_run_has_as_many_ranks_as_before_and_no_other_settings(
     tmp_path: Path, finished_run: tuple[RunFolder, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(shutil.copytree(finished_run[0].root, tmp_path / "copy"))
     before, last = read_resolved(folder)["world_size"], STEPS + 1
     asked = {"output": str(folder.root), "steps": last}
+    with pytest.raises(ConfigError, match="--seed 7 contradicts the run, which has 0"):
+        check_request({**asked, "seed": 7}, Start.RESUME, None)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        check_request(asked, Start.NEW, None)
     assert check_request(asked, Start.RESUME, 1) == 1
     assert f"the run had {before} ranks and goes on with 1" in capsys.readouterr().err
     train_forked("--resume", f"--steps={last}", f"--output={folder.root}", ranks=1)
     assert read_resolved(folder)["world_size"] == 1 != default_ranks()
-    assert read_resolved(folder)["run"]["steps"] == last
+    assert read_resolved(folder)["run"]["steps"] == _numbers(folder)[-1]["step"] == last
+    assert _numbers(folder)[:-2] == _numbers(finished_run[0])
     assert check_request({**asked, "steps": last + 1}, Start.RESUME, None) == 1
     assert not capsys.readouterr().err
 
@@ -125,34 +130,13 @@ def test_resumed_run_of_a_size_has_the_bits_of_one_that_never_stopped(
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(
-            *(["--resume", "--steps=5"], f"--steps 5: the run has taken {STEPS} already"),
-            marks=pytest.mark.slow,
-        ),
-        (["--resume", "--seed=7"], "--seed 7 contradicts the run, which has 0"),
-        ([], "holds a run already"),
-    ],
-)
-def test_folder_of_a_run_is_refused_to_another(
-    options: list[str], message: str, finished_run: tuple[RunFolder, str]
-) -> None:
+@pytest.mark.slow
+def test_fewer_steps_than_were_taken_are_refused(finished_run: tuple[RunFolder, str]) -> None:
     folder, _ = finished_run
     before = folder.resolved_config.read_text()
-    assert message in refusal_of("train", *options, f"--output={folder.root}")
+    said = refusal_of("train", "--resume", "--steps=5", f"--output={folder.root}")
+    assert f"--steps 5: the run has taken {STEPS} already" in said
     assert folder.resolved_config.read_text() == before
-
-
-def test_automatic_resume_continues_a_run_and_else_starts_one(
-    tmp_path: Path, finished_run: tuple[RunFolder, str]
-) -> None:
-    assert check_request({"output": str(tmp_path / "new")}, Start.AUTO, 1) == 1
-    folder = RunFolder(shutil.copytree(finished_run[0].root, tmp_path / "copy"))
-    train_forked("--resume=auto", f"--steps={STEPS + 1}", f"--output={folder.root}")
-    assert _numbers(folder)[:-2] == _numbers(finished_run[0])
-    assert _numbers(folder)[-1]["step"] == STEPS + 1
 
 
 def test_ranks_that_torchrun_starts_anew_are_of_the_launch_that_began_the_run(
@@ -208,6 +192,7 @@ def test_checkpoints_at_a_url_outlive_the_machine(
     store = tmp_path / "store"
     url = f"dir://run::file://{store}"
     folders = [RunFolder(tmp_path / name) for name in ("first", "other")]
+    assert check_request({"output": str(folders[0].root)}, Start.AUTO, 1) == 1
     options = (*tiny_options, "--steps=4", "--save-every=2", "--eval-every=4", "--resume=auto")
     for folder in folders:
         train_forked(*options, f"--checkpoints={url}", f"--output={folder.root}", ranks=1)

@@ -77,7 +77,7 @@ def test_a_report_reads_what_the_run_has_left(finished_run: tuple[RunFolder, str
     run = read_run(folder.root)
     printed = re.findall(r"step (\d+)/\d+  held-out loss ([\d.]+)", output)
     assert [(str(step), f"{loss:.4f}") for step, loss in run.held_out] == printed
-    assert len(printed) == 5
+    assert len(printed) == 4
     logged = {e["step"]: e["loss"] for e in read_metrics(folder.metrics) if "loss" in e}
     assert dict(loss_series(run.ranks)) == pytest.approx(logged, rel=1e-6)
     assert [rank.end and rank.end.what for rank in run.ranks] == ["ended", "ended"]

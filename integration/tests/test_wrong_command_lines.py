@@ -6,14 +6,26 @@ Nothing is written.
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import typer
+from conftest import run_program
+from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
 
+import zero_core
+from benchmarks.harness.forked_python import forked_python
+from faults.configurations.malformed_configurations import malformed_configurations
+from zero_core.errors import CheckpointError, ConfigError
+from zero_core.testing import run_alone
 from zero_engine.cli import app
+from zero_engine.launch.ranks import fail
+from zero_engine.train.data import read_text
+from zero_engine.train.settings import Start, fresh_run
 
 FILES = {
     "deep.json": '{"a": ' * 100_000 + "1" + "}" * 100_000,
@@ -64,7 +76,18 @@ TRAIN = [
     ("--output memory://run", "memory://run is a URL, and a run needs a folder of this machine"),
     ("--output @/list.json/run", "there is a file of the name"),
     ("--output @", "holds no run"),
+    ("--output @ --overwrite", "holds no run"),
     ("--resume", "no checkpoint to continue from"),
+    *(
+        (f"--size={size}", f"--size {size}: expected parameters")
+        for size in ("", "large", "2.2", "-1b", "2000b", "1k", "2bb", "1e9")
+    ),
+    ("--size 1m --layers 3 --heads 2", "--size and --layers, --heads exclude each other"),
+    ("--size 1m --states disk", "--states disk: must be memory or files"),
+    ("--size 1m --states files --config @/none.json", "--states files belongs to --size"),
+    ("--states files", "--states files belongs to --size"),
+    ("--size 1m --no-save --keep-last 2", "--no-save and --keep-last exclude each other"),
+    ("--size 1m --sample-tokens 128", "--sample-tokens 128: must be below --context 128"),
     ("--checkpoints nothing-like-it://x", "--checkpoints nothing-like-it://x cannot be opened"),
     ("--config @/nothing.json", "nothing.json"),
     ("--config @", "not a regular file"),
@@ -196,12 +219,12 @@ def test_a_mistake_is_one_line_and_a_code(
 ) -> None:
     assert not dist.is_initialized()
     monkeypatch.chdir(folder.parent)  # where no run is
-    before = _content(folder.parent)
+    before = {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*")}
     done = CliRunner().invoke(app, [verb, *arguments.replace("@", str(folder)).split()])
     assert isinstance(done.exception, SystemExit), done.exception
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.output
-    assert _content(folder.parent) == before
+    assert {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*")} == before
     if expected is not None:
         assert expected.replace("@", str(folder)) in done.stderr
         assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -223,6 +246,64 @@ def test_a_mistake_is_json_where_a_report_would_be(verb: str, folder: Path) -> N
     assert done.stderr == ""
 
 
-def _content(folder: Path) -> dict[Path, int]:
-    """Return each file and folder in ``folder`` with its time of change."""
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (None, r"some\.txt: expected a text file, found nothing"),
+        (b" \n", "the file is empty"),
+        ("abc é".encode("latin-1"), r"not UTF-8 text \(byte 4"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused(
+    content: bytes | None, match: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=match):
+        read_text(str(path))
+
+
+def test_mistake_found_on_the_ranks_is_said_once(tmp_path: Path) -> None:
+    path, output = tmp_path / "short.txt", tmp_path / "run"
+    path.write_text("a few words\n")
+    command = ("train", f"--data={path}", f"--output={output}")
+    done = run_program(*command, expected_code=2, more={"PYTHON_EXEC": forked_python()})
+    assert "too short for one window of 128" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    fresh_run({"output": str(output)}, Start.NEW)  # nothing there to be kept
+
+
+def test_malformed_configurations_are_refused_with_one_line_that_names_the_key() -> None:
+    """Every eleventh one. `nox -s faults` tries all, also from files and by DeepSpeed's reader."""
+    tried = [c for c in malformed_configurations() if isinstance(c.content, dict)][::11]
+    for case in tried:
+        with pytest.raises(ConfigError) as refused:
+            zero_core.check_config(case.content, world_size=2)
+        said = str(refused.value)
+        assert case.key in said, case.name
+        assert len(said.splitlines()) == 1, said
+    assert len(tried) > 100
+
+
+def _end_by_a_checkpoint(folder: str, is_save: bool) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    engine = zero_core.build(torch.nn.Linear(3, 3), config)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if not is_save:
+            engine.load_checkpoint(folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a full disk
+        engine.save_checkpoint(folder)
+    except CheckpointError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        fail(error)
+
+
+@pytest.mark.parametrize(("is_save", "code"), [(True, 1), (False, 2)])
+def test_full_disk_may_pass_and_a_missing_checkpoint_does_not(
+    is_save: bool, code: int, tmp_path: Path
+) -> None:
+    with pytest.raises(ProcessExitedException) as ended:
+        run_alone(_end_by_a_checkpoint, str(tmp_path), is_save)
+    assert ended.value.exit_code == code

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -32,10 +33,7 @@ EPOCHS = 2
 
 
 class _Module(L.LightningModule):
-    """A small regression that keeps the losses of its training and validation steps.
-
-    ``is_manual``: the training step has a loop of its own, two backwards and a step.
-    """
+    """A regression that keeps its losses, perhaps by hand: two backwards and a step."""
 
     earlier: Any = None  # engine of an earlier fit, which must be gone when the next one is built
 
@@ -43,7 +41,6 @@ class _Module(L.LightningModule):
         self,
         lr: float = 1e-2,
         optimizer: str | None = "AdamW",
-        *,
         is_made_late: bool = False,
         is_manual: bool = False,
     ) -> None:
@@ -93,9 +90,9 @@ class _Module(L.LightningModule):
         if kind is None:
             return None
         optimizer = getattr(torch.optim, kind)(self.parameters(), lr=self.hparams["lr"])
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         if kind == "SGD":
             return optimizer
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
@@ -105,16 +102,13 @@ def _loader() -> DataLoader[Any]:
 
 
 def _trainer(strategy: Any, world_size: int, folder: Any, **options: Any) -> L.Trainer:
-    settings = {
-        "max_epochs": EPOCHS,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "default_root_dir": folder,
-        **options,
-    }
-    return L.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **settings)
+    silent = (
+        "logger",
+        *(f"enable_{n}" for n in ("progress_bar", "model_summary", "checkpointing")),
+    )
+    settings = {"max_epochs": EPOCHS, "default_root_dir": folder, "strategy": strategy}
+    settings |= {**dict.fromkeys(silent, False), **options}
+    return L.Trainer(accelerator="cpu", devices=world_size, **settings)
 
 
 class _Fit(NamedTuple):
@@ -151,9 +145,6 @@ def _check_same(found: _Fit, expected: _Fit) -> None:
         theirs = getattr(expected.module, kind)
         assert theirs
         assert getattr(found.module, kind) == pytest.approx(theirs, abs=2e-6)
-
-
-# ------------------------------------------------------------------ training
 
 
 def _trains(rank: int, world_size: int, folder: Path) -> None:
@@ -266,9 +257,6 @@ def test_precisions_manual_loops_late_models_and_second_fits_go_as_with_ddp(tmp_
     spawn(_all_of, 2, tmp_path)
 
 
-# --------------------------------------------------------------- checkpoints
-
-
 def _resumes(rank: int, world_size: int, folder: Path) -> None:
     saver = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, monitor="loss")
     options = {"max_epochs": 4, "callbacks": [saver], "enable_checkpointing": True}
@@ -286,20 +274,13 @@ def _resumes(rank: int, world_size: int, folder: Path) -> None:
     assert best == straight.trainer.callback_metrics["loss"]
     assert trainer.global_step == straight.trainer.global_step
     # An engine that only evaluates reads its shard of the weights, and no more.
-    counted: list[int] = []
-    original = Reader.read_parts
-
-    def count(reader, parts):
-        counted.append(sum(part.last - part.first for part in parts))
-        return original(reader, parts)
-
-    Reader.read_parts = count
-    _trainer("zero_stage_3", world_size, folder).test(
-        _Module(), _loader(), ckpt_path=place, verbose=False
-    )
-    Reader.read_parts = original
+    with patch.object(Reader, "read_parts", autospec=True, side_effect=Reader.read_parts) as read:
+        _trainer("zero_stage_3", world_size, folder).test(
+            _Module(), _loader(), ckpt_path=place, verbose=False
+        )
+    count = sum(part.last - part.first for call in read.call_args_list for part in call.args[1])
     numel = sum(value.numel() for value in again.values.values())
-    assert 0 < sum(counted) < 0.75 * numel  # half, and padding
+    assert 0 < count < 0.75 * numel  # half, and padding
     (tested,) = trainer.test(again.module, _loader(), ckpt_path="best", verbose=False)
     assert tested["test_loss"] == pytest.approx(float(best), abs=1e-6)
 
@@ -342,9 +323,6 @@ def test_lightnings_own_deepspeed_strategy_trains_saves_and_goes_on(tmp_path: Pa
     assert (tmp_path / "saved" / "checkpoint").is_dir()
 
 
-# ------------------------------------------------------------------ settings
-
-
 @pytest.mark.parametrize(
     ("config", "options", "key"),
     [
@@ -364,14 +342,13 @@ def test_what_the_trainer_decides_is_refused_in_the_configuration(
         ZeroStrategy(config, **options)
 
 
-def test_configuration_may_be_a_file_with_comments(tmp_path: Path) -> None:
+def test_configuration_in_a_file_and_precisions_that_the_engine_lacks_are_refused(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "zero.json"
     path.write_text('{"gradient_clipping": 1.0, // the Trainer has it\n}', encoding="utf-8")
     with pytest.raises(zero_core.ConfigError, match=r"gradient_clipping = 1: leave it out"):
         ZeroStrategy(path)
-
-
-def test_precisions_that_the_engine_lacks_are_refused() -> None:
     with pytest.raises(zero_core.ConfigError, match="DoublePrecision"):
         L.Trainer(accelerator="cpu", devices=1, strategy="zero_stage_2", precision="64-true")
 

@@ -76,6 +76,14 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def add_gradients(
+    model: nn.Module, number: int, ranks: int, *, over: float = 1.0, loss: Any = square
+) -> None:
+    """Add the gradient of the mean loss over all ranks' inputs, divided by ``over``."""
+    for rank in range(ranks):
+        (loss(model, inputs(number, rank)) / ranks / over).backward()
+
+
 def by_torch(ranks: int, counts: list[int], *, over: int = 1) -> dict[str, Tensor]:
     """Train `net` on the mean over all ranks' inputs, with ``counts[i]`` backwards in step i.
 
@@ -85,8 +93,7 @@ def by_torch(ranks: int, counts: list[int], *, over: int = 1) -> dict[str, Tenso
     optimizer = adamw(model, fused=True)
     for count in counts:
         for _ in range(count):
-            for rank in range(ranks):
-                (square(model, inputs(number, rank)) / ranks / over).backward()
+            add_gradients(model, number, ranks, over=over)
             number += 1
         update(optimizer)
     return model.state_dict()

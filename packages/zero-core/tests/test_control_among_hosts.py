@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import zero_core
 from zero_core.comm.control import LibraryControlGroup
 from zero_core.comm.device_library import DeviceLibrary
 from zero_core.comm.groups import ProcessLibrary
@@ -14,7 +15,7 @@ from zero_core.comm.host import HostLibrary
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.topology import find_ranks
 from zero_core.errors import CollectiveError
-from zero_core.testing import spawn
+from zero_core.testing import Case, make_tower, spawn
 
 CPU = torch.device("cpu")
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
@@ -85,6 +86,18 @@ def _diverge(rank: int, world_size: int) -> None:
 
 def test_exchanges_of_different_sizes_raise_on_every_rank() -> None:
     spawn(_diverge, 3)
+
+
+def _build_alone(rank: int, world_size: int) -> None:
+    if rank > 0:
+        find_ranks(None, None).connect()  # as build() does first, and then it ends
+        return
+    with pytest.raises(CollectiveError, match=r"control exchange .* in build\(\)"):
+        zero_core.build(make_tower(1), Case(top={"collective_timeout_s": 1.0}).config())
+
+
+def test_a_rank_that_others_do_not_follow_into_build_says_so() -> None:
+    spawn(_build_alone, 2)
 
 
 def _make_more(rank: int, world_size: int) -> None:

@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,14 @@ def _train_two_ranks(ranks: SimulatedRanks, folder: Path) -> list[float]:
         x = rows(number, ranks.rank)
         if ranks.rank == 1 and number == 2:
             x[0, 0] = math.nan
+        if ranks.rank == 1 and number == 3:
+            time.sleep(0.2)
         losses += train(engine, [x] * 2)
     engine.close()
     return losses
 
 
-def test_each_rank_records_its_losses_and_why_a_step_was_skipped(tmp_path: Path) -> None:
+def test_each_rank_records_its_losses_its_waits_and_why_a_step_was_skipped(tmp_path: Path) -> None:
     for rank, losses in enumerate(simulate(_train_two_ranks, 2, tmp_path)):
         steps = _of(tmp_path, rank, StepRecord)
         assert [s.step for s in steps] == [1, 2, 3, 4]
@@ -77,6 +80,7 @@ def test_each_rank_records_its_losses_and_why_a_step_was_skipped(tmp_path: Path)
         means = torch.tensor(losses).view(-1, 2).mean(1)
         torch.testing.assert_close(torch.tensor([s.loss for s in steps]), means, equal_nan=True)
         assert [s.micro_steps for s in steps] == [2] * 4
+        assert (sum(steps[3].waits.values()) > 0.1) == (rank == 0)
 
 
 def test_times_of_places_and_waits_make_up_the_step(tmp_path: Path) -> None:

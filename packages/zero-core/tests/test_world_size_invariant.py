@@ -115,6 +115,16 @@ def test_losses_norms_and_weights_have_the_bits_of_one_rank(kind: str) -> None:
         assert all(torch.equal(alone[2][name], expected[name]) for name in expected)
 
 
+def test_the_norm_of_edited_gradients_is_that_of_torch() -> None:
+    model = make_model(WIDTH)
+    engine = zero_core.build(model, config(1, train_batch_size=2))
+    engine.backward(engine(**batch(0, 0))["loss"])
+    grads = [p.grad.mul_(2) for p in model.parameters() if p.grad is not None]
+    expected = nn.utils.get_total_norm(grads).item()
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
+
+
 def _compare_with_device() -> None:
     late_device.load()
     for kind in ({**KINDS["narrow"], "zero_optimization": {"stage": 3}}, {}):

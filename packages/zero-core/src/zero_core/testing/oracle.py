@@ -105,6 +105,8 @@ class SimulatedDDP:
     def __init__(self, module: nn.Module, ranks: SimulatedRanks) -> None:
         self.module = module
         self._control = ranks.connect()
+        # Every rank has drawn its model: recomputation in a backward sets torch's one generator.
+        self._control.barrier()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, in training with rank 0's buffers."""
