@@ -124,30 +124,6 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert [s.name for s in _Stream.current] == ["main"]
 
 
-def test_streams_wait_for_the_caller_before_a_job_and_for_the_job_where_it_is_waited_for(
-    streams: list[str],
-) -> None:
-    queues = StreamQueues(torch.device("cuda", 0))
-
-    def job() -> None:
-        streams.append(f"job on {_Stream.current[-1].name}")
-
-    gather = queues.launch(job, is_reduction=False)
-    reduction = queues.launch(job, is_reduction=True)
-    with _Stream("reader"):
-        gather.wait()
-    reduction.wait()
-    queues.launch(job, is_reduction=False)
-    on_first = ["first queue waits for main", "job on first queue", "first queue records"]
-    assert streams == [
-        *on_first,
-        *(text.replace("first", "second") for text in on_first),
-        "reader waits for the event of first queue",
-        "main waits for the event of second queue",
-        *on_first,
-    ]
-
-
 @pytest.mark.usefixtures("streams")
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_a_failed_job_raises_for_each_waiter_and_the_queue_continues(is_on_host: bool) -> None:
@@ -161,25 +137,29 @@ def test_a_failed_job_raises_for_each_waiter_and_the_queue_continues(is_on_host:
             failed.wait()
 
 
-def test_streams_have_high_priority_and_a_job_launches_another_of_its_queue(
+def test_streams_of_high_priority_wait_for_the_caller_and_readers_for_the_job(
     streams: list[str],
 ) -> None:
     queues = StreamQueues(torch.device("cuda", 0))
-    priorities: list[int] = []
 
-    def inner() -> None:
-        priorities.append(_Stream.current[-1].priority)
-        streams.append(f"inner job on {_Stream.current[-1].name}")
+    def job() -> None:
+        assert _Stream.current[-1].priority == -1
+        streams.append(f"job on {_Stream.current[-1].name}")
 
-    def outer() -> None:
-        queues.launch(inner, is_reduction=False).wait()
-
-    queues.launch(outer, is_reduction=False).wait()
-    assert priorities == [-1]
+    gather = queues.launch(job, is_reduction=False)
+    reduction = queues.launch(job, is_reduction=True)
+    with _Stream("reader"):
+        gather.wait()
+    reduction.wait()
+    # A job may launch another of its queue.
+    queues.launch(lambda: queues.launch(job, is_reduction=False).wait(), is_reduction=False).wait()
+    on_first = ["first queue waits for main", "job on first queue", "first queue records"]
     assert streams == [
-        "first queue waits for main",
-        "inner job on first queue",
-        "first queue records",
+        *on_first,
+        *(text.replace("first", "second") for text in on_first),
+        "reader waits for the event of first queue",
+        "main waits for the event of second queue",
+        *on_first,
         "first queue waits for the event of first queue",
         "first queue records",
         "main waits for the event of first queue",

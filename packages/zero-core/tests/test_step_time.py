@@ -88,7 +88,6 @@ def test_recomputation_adds_a_forward_of_the_blocks_but_saves_bytes() -> None:
     assert again.memory.device["activations"] == (BLOCKS + 2) * saved
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_slow_link_takes_its_bytes_over_the_rate(stage: int) -> None:
     rate = 1e6
