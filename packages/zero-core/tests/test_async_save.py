@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.full_disk import files_up_to
 
 import zero_core
 from zero_core import CheckpointError, CollectiveError
@@ -51,22 +52,6 @@ def _gated(ranks: SimulatedRanks) -> GatedRanks:
     return GatedRanks(**vars(ranks))
 
 
-def _save_beside(ranks: SimulatedRanks, folder: Path, stage: int, keys: dict[str, object]) -> None:
-    gated = _gated(ranks)
-    engine = _build(gated, stage, **keys)
-    train_steps(engine, 0, 3)
-    pending = engine.async_save(folder / "beside", client_state={"epoch": 7})
-    train_steps(engine, 3, 5)  # nothing is written yet: every state is overtaken
-    assert not pending.done()
-    gated.gate.set()
-    assert pending.result() == folder / "beside" / "step-3"
-    engine.close()
-    straight = _build(ranks, stage, **keys)
-    train_steps(straight, 0, 3)
-    straight.save_checkpoint(folder / "at-once", client_state={"epoch": 7})
-    straight.close()
-
-
 _MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 _WHOLE = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
 
@@ -82,11 +67,26 @@ _WHOLE = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
         (3, 2, _WHOLE),
     ],
 )
-def test_a_save_that_training_overtakes_has_the_bytes_of_one_at_once(
+def test_an_overtaken_save_has_the_bytes_of_one_at_once(
     tmp_path, monkeypatch, stage, world_size, keys
 ):
+    def program(ranks: SimulatedRanks) -> None:
+        gated = _gated(ranks)
+        engine = _build(gated, stage, **keys)
+        train_steps(engine, 0, 3)
+        pending = engine.async_save(tmp_path / "beside", client_state={"epoch": 7})
+        train_steps(engine, 3, 5)  # nothing is written yet: every state is overtaken
+        assert not pending.done()
+        gated.gate.set()
+        assert pending.result() == tmp_path / "beside" / "step-3"
+        engine.close()
+        straight = _build(ranks, stage, **keys)
+        train_steps(straight, 0, 3)
+        straight.save_checkpoint(tmp_path / "at-once", client_state={"epoch": 7})
+        straight.close()
+
     monkeypatch.setattr(snapshot, "BLOCK_NUMEL", 37)
-    simulate(_save_beside, world_size, tmp_path, stage, keys)
+    simulate(program, world_size)
     at_once = sorted((tmp_path / "at-once" / "step-3").iterdir())
     assert len(at_once) > 3
     for file in at_once:
@@ -116,47 +116,41 @@ def test_a_second_save_waits_or_is_refused_and_loads_wait(tmp_path):
     simulate(program, 2)
 
 
-def test_copies_are_bounded_if_asked_and_the_step_waits(tmp_path, monkeypatch):
+def test_copies_are_bounded_if_asked_except_of_whole_states(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "BLOCK_NUMEL", 64)
 
-    def program(ranks: SimulatedRanks) -> tuple[int, int]:
-        peaks = []
-        for limit in (None, 1024):
-            gated = _gated(ranks)
-            engine = _build(gated, 1)
-            pending = engine.async_save(tmp_path / str(limit), max_copy_bytes=limit)
-            if limit is None:
-                train_steps(engine, 0, 1)
-            gated.gate.set()
-            train_steps(engine, 1, 3)
-            pending.result()
-            peaks.append(pending.peak_bytes)
-            engine.close()
-        return peaks[0], peaks[1]
+    def save(ranks: SimulatedRanks, limit: int | None, **keys: object) -> int:
+        gated = _gated(ranks)
+        engine = _build(gated, 1, **keys)
+        train_steps(engine, 0, 1)
+        pending = engine.async_save(tmp_path / str(limit), max_copy_bytes=limit)
+        if limit is None:
+            train_steps(engine, 1, 2)
+        gated.gate.set()
+        train_steps(engine, 1, 3)  # the step waits
+        pending.result()
+        engine.close()
+        return pending.peak_bytes
 
-    ((unbounded, bounded),) = simulate(program, 1)
-    assert bounded <= 1024 < unbounded
+    def program(ranks: SimulatedRanks) -> None:
+        assert save(ranks, 1024) <= 1024 < save(ranks, None)
+        assert save(ranks, 1, **_WHOLE) > 1
+
+    simulate(program, 1)
 
 
-def test_the_call_copies_whole_states_whatever_the_limit_and_one_core_writes(tmp_path, monkeypatch):
+def test_one_core_writes(tmp_path, monkeypatch):
     write, before, found = save.write_file, torch.get_num_threads(), set()
 
     def write_file(*args):
         found.add(torch.get_num_threads())
         return write(*args)
 
-    monkeypatch.setattr(snapshot, "BLOCK_NUMEL", 37)
-    monkeypatch.setattr(save, "write_file", write_file)
-
     def program(ranks: SimulatedRanks) -> None:
         torch.set_num_threads(2)  # of the threads to come, too
-        engine = _build(ranks, 1, **_WHOLE)
-        train_steps(engine, 0, 1)
-        pending = engine.async_save(tmp_path, max_copy_bytes=1)
-        assert pending.result() == tmp_path / "step-1"
-        assert pending.peak_bytes > 1
-        engine.close()
+        _build(ranks, 1).async_save(tmp_path).result()
 
+    monkeypatch.setattr(save, "write_file", write_file)
     try:
         simulate(program, 1)
     finally:
@@ -228,48 +222,42 @@ def test_an_exchange_that_fails_on_one_rank_is_an_error_of_all_at_the_next_save(
     simulate(program, 2, timeout_s=20.0)
 
 
-class _Disk:
-    """A disk that can be full, for two simulated ranks."""
-
-    def __init__(self) -> None:
-        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        self._meeting = threading.Barrier(2)
-
-    def allow(self, num_bytes: int) -> None:
-        """Let no file of this process grow beyond. Both ranks call it."""
-        if self._meeting.wait() == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, self.limits[1]))
-        self._meeting.wait()
-
-    def fill(self, pending: PendingSave, gate: threading.Event) -> None:
-        """Have the files of a save under way not fit."""
-        self.allow(2000)
-        gate.set()
-        wait([pending])
-        gate.clear()
-        self.allow(self.limits[0])
-
-
 def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_nothing(tmp_path):
-    disk = _Disk()
     message = r"write failed on rank 0: CheckpointFailedError: .*could not be .*make room"
+    meeting = threading.Barrier(2, timeout=60)
+
+    @contextmanager
+    def full_disk(rank: int) -> Iterator[None]:
+        """Let no large file be written between two meetings of both ranks."""
+        meeting.wait()
+        with files_up_to(2000) if rank == 0 else nullcontext():
+            meeting.wait()
+            yield
+            meeting.wait()
 
     def program(ranks: SimulatedRanks) -> dict[str, torch.Tensor]:
         gated = _gated(ranks)
+
+        def fill(pending: PendingSave) -> None:
+            with full_disk(ranks.rank):
+                gated.gate.set()
+                wait([pending])
+                gated.gate.clear()
+
         engine = _build(gated, 3)
         train_steps(engine, 0, 1)
         engine.save_checkpoint(tmp_path)
 
         pending = engine.async_save(tmp_path)
         train_steps(engine, 1, 2)  # it overtakes the save
-        disk.fill(pending, gated.gate)
+        fill(pending)
         with pytest.raises(CheckpointError, match=message):
             pending.result()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
         assert (tmp_path / "latest").read_text() == "step-1"
 
         pending = engine.async_save(tmp_path)
-        disk.fill(pending, gated.gate)
+        fill(pending)
         if ranks.rank == 0:
             pending.exception()  # the other rank has not asked: the next save raises it on both
         with pytest.raises(CheckpointError, match=message):
@@ -279,16 +267,13 @@ def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_n
         assert engine.async_save(tmp_path).result() == tmp_path / "step-3"
         gated.gate.clear()
 
-        disk.fill(engine.async_save(tmp_path, "last"), gated.gate)
+        fill(engine.async_save(tmp_path, "last"))
         weights = engine.full_state_dict()
         with pytest.raises(CheckpointError, match=message):
             engine.close()
         return weights
 
-    try:
-        weights, _ = simulate(program, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, disk.limits)
+    weights, _ = simulate(program, 2)
     expected, _ = simulate(lambda ranks: run_engine(Case(3), ranks.rank, 3, process_group=ranks), 2)
     assert_same({name: weights[name] for name in expected.values}, expected.values)
     for weight in read_weights(tmp_path):

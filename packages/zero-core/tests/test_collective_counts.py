@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate
+from zero_core.testing import Case, SimulatedRanks, make_tower, on_ranks, rows
 from zero_core.testing.training import Launch, LoggedCollectives
 
 FORWARD = ["f0", "f1", "f2", "f3", "f4"]
@@ -42,12 +42,9 @@ class _Run:
         self.forward = FORWARD if stage == 3 else []
         self.back = BACKWARD if stage == 3 else []  # gathers of a backward after its forward
         self.sums = SUMS if stage == 0 else []  # gathers of gradients at a boundary
-        self.engine = zero_core.build(
-            make_tower(),
-            Case(stage, accumulation=accumulation).config(),
-            collectives=LoggedCollectives.factory(self.log),
-            process_group=ranks,
-        )
+        config = Case(stage, accumulation=accumulation).config()
+        logged = LoggedCollectives.factory(self.log)
+        self.engine = zero_core.build(make_tower(), config, collectives=logged, process_group=ranks)
 
     def loss(self) -> Tensor:
         loss: Tensor = self.engine(rows(0, self.rank))
@@ -64,17 +61,12 @@ class _Run:
         assert found == [gathers, reductions, sums], (self.stage, log)
 
 
-def _plain(run: _Run) -> None:
-    for _ in range(3):
-        run.micro_step()
-        run.expect(run.forward + run.back + run.published, REDUCED, run.sums)
-
-
 def _accumulation(run: _Run) -> None:
-    for _ in range(2):
-        for micro in range(3):
+    count = run.engine.gradient_accumulation_steps
+    for _ in range(3):
+        for micro in range(count):
             run.micro_step()
-            published, sums = (run.published, run.sums) if micro == 2 else ([], [])
+            published, sums = (run.published, run.sums) if micro == count - 1 else ([], [])
             run.expect(run.forward + run.back + published, REDUCED, sums)
 
 
@@ -140,7 +132,7 @@ def _gathered(run: _Run) -> None:
 
 
 _RUNS: dict[str, tuple[Callable[[_Run], None], int]] = {
-    "a plain step": (_plain, 1),
+    "a plain step": (_accumulation, 1),
     "accumulation": (_accumulation, 3),
     "no_sync": (_no_sync, 3),
     "two forwards, one backward": (_two_forwards, 1),
@@ -150,27 +142,21 @@ _RUNS: dict[str, tuple[Callable[[_Run], None], int]] = {
 }
 
 
-def _counts(ranks: SimulatedRanks, name: str, stage: int) -> None:
-    run, accumulation = _RUNS[name]
-    run(_Run(stage, ranks, accumulation))
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _RUNS)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_collectives_are_those_counted_on_paper(world_size, stage, name):
-    simulate(_counts, world_size, name, stage)
-
-
-def _alone(ranks: SimulatedRanks, stage: int) -> None:
-    run = _Run(stage, ranks, accumulation=2)
-    for _ in range(4):
-        run.micro_step()
-    # One rank gathers nothing; a reduction is its own sum, kept until the boundary.
-    assert run.log == []
+@on_ranks()
+def test_the_collectives_are_those_counted_on_paper(ranks, stage, name):
+    run, accumulation = _RUNS[name]
+    run(_Run(stage, ranks, accumulation))
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_one_rank_sends_nothing(stage):
-    simulate(_alone, 1, stage)
+@on_ranks(1)
+def test_one_rank_sends_nothing(ranks, stage):
+    # A reduction is its own sum, kept until the boundary.
+    run = _Run(stage, ranks, accumulation=2)
+    for _ in range(4):
+        run.micro_step()
+    assert run.log == []

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,20 +17,6 @@ LIMIT_S = 20.0
 
 def _fail() -> None:
     raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
-
-
-def test_a_job_runs_while_its_caller_goes_on() -> None:
-    begun, may_end = threading.Event(), threading.Event()
-
-    def job() -> None:
-        begun.set()
-        assert may_end.wait(LIMIT_S)
-
-    work = HostQueues().launch(job, is_reduction=False)
-    assert begun.wait(LIMIT_S)  # nobody waits for the job yet
-    may_end.set()
-    work.wait()
-    work.wait()  # as often as one likes
 
 
 def test_jobs_of_one_queue_run_in_order_and_the_queues_do_not_wait_for_each_other() -> None:
@@ -68,17 +53,6 @@ def test_a_job_launched_by_a_job_of_the_same_queue_runs_at_once(is_reduction: bo
     assert log == ["inner", "outer"]
 
 
-def test_what_a_job_raises_is_raised_to_whoever_waits_and_the_queue_goes_on() -> None:
-    queues, done = HostQueues(), []
-    failed = queues.launch(_fail, is_reduction=True)
-    following = queues.launch(lambda: done.append(1), is_reduction=True)
-    following.wait()
-    assert done == [1]
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="Connection closed"):
-            failed.wait()
-
-
 def test_a_job_has_the_modes_of_its_caller_and_no_gradients() -> None:
     queues, seen = HostQueues(), []
 
@@ -111,10 +85,7 @@ def test_threads_end_with_the_queues_and_hold_nothing_in_between() -> None:
 
 
 class _Stream:
-    """A stream that logs what is enqueued on it.
-
-    The stream that was entered last is the current one.
-    """
+    """A stream that logs what is enqueued on it. The one entered last is current."""
 
     current: list[_Stream]
     log: list[str]
@@ -153,12 +124,26 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert [s.name for s in _Stream.current] == ["main"]
 
 
-def test_streams_wait_for_the_caller_before_a_job_and_for_the_job_where_it_is_waited_for(
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_a_failed_job_raises_for_each_waiter_and_the_queue_continues(is_on_host: bool) -> None:
+    queues = HostQueues() if is_on_host else StreamQueues(torch.device("cuda", 0))
+    done: list[int] = []
+    failed = queues.launch(_fail, is_reduction=True)
+    queues.launch(lambda: done.append(1), is_reduction=True).wait()
+    assert done == [1]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            failed.wait()
+
+
+def test_streams_of_high_priority_wait_for_the_caller_and_readers_for_the_job(
     streams: list[str],
 ) -> None:
     queues = StreamQueues(torch.device("cuda", 0))
 
     def job() -> None:
+        assert _Stream.current[-1].priority == -1
         streams.append(f"job on {_Stream.current[-1].name}")
 
     gather = queues.launch(job, is_reduction=False)
@@ -166,7 +151,8 @@ def test_streams_wait_for_the_caller_before_a_job_and_for_the_job_where_it_is_wa
     with _Stream("reader"):
         gather.wait()
     reduction.wait()
-    queues.launch(job, is_reduction=False)
+    # A job may launch another of its queue.
+    queues.launch(lambda: queues.launch(job, is_reduction=False).wait(), is_reduction=False).wait()
     on_first = ["first queue waits for main", "job on first queue", "first queue records"]
     assert streams == [
         *on_first,
@@ -174,36 +160,6 @@ def test_streams_wait_for_the_caller_before_a_job_and_for_the_job_where_it_is_wa
         "reader waits for the event of first queue",
         "main waits for the event of second queue",
         *on_first,
-    ]
-
-
-def test_what_a_job_on_a_stream_raises_is_raised_to_whoever_waits(streams: list[str]) -> None:
-    work = StreamQueues(torch.device("cuda", 0)).launch(_fail, is_reduction=False)
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        work.wait()
-
-
-def test_streams_have_high_priority_and_a_job_launches_another_of_its_queue(
-    streams: list[str],
-) -> None:
-    queues = StreamQueues(torch.device("cuda", 0))
-    works: list[Any] = []
-    priorities: list[int] = []
-
-    def inner() -> None:
-        priorities.append(_Stream.current[-1].priority)
-        streams.append(f"inner job on {_Stream.current[-1].name}")
-
-    def outer() -> None:
-        works.append(queues.launch(inner, is_reduction=False))
-        works[0].wait()
-
-    queues.launch(outer, is_reduction=False).wait()
-    assert priorities == [-1]
-    assert streams == [
-        "first queue waits for main",
-        "inner job on first queue",
-        "first queue records",
         "first queue waits for the event of first queue",
         "first queue records",
         "main waits for the event of first queue",

@@ -13,8 +13,17 @@ from torch import Tensor
 
 import zero_core
 import zero_core.comm.device
-from zero_core.comm.meter import Traffic
-from zero_core.testing import Case, Tower, make_tower, rows, spawn, train
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    Tower,
+    make_tower,
+    on_ranks,
+    rows,
+    simulate,
+    spawn,
+    train,
+)
 
 
 def _net() -> Tower:
@@ -32,14 +41,6 @@ CASES = [
 def _train(engine: zero_core.Engine, steps: int) -> None:
     num_micro_steps = steps * engine.gradient_accumulation_steps
     train(engine, [rows(n, engine.rank) for n in range(num_micro_steps)])
-
-
-def _planned(config: dict[str, Any], world_size: int, per_node: int) -> tuple[Traffic, ...]:
-    with torch.device("meta"):
-        model = _net()
-    return zero_core.plan(
-        model, config, world_size, ranks_per_node=per_node, device_type="cpu"
-    ).traffic
 
 
 class _Postman:
@@ -70,18 +71,21 @@ class _NothingShared:
         self.peers = frozenset[int]()
 
 
-def _check(rank: int, world_size: int, per_node: int) -> None:
-    for case in CASES:
-        engine = zero_core.build(_net(), case.config())
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("world_size", "per_node"), [(1, 1), (3, 1), (3, 3), (4, 2)])
+def test_a_step_sends_what_was_planned(case: Case, world_size: int, per_node: int) -> None:
+    def program(ranks: SimulatedRanks) -> None:
+        engine = zero_core.build(_net(), case.config(), process_group=ranks)
         assert engine.comm_report() == ()
         _train(engine, 2)
-        planned = _planned(case.config(), world_size, per_node)
-        assert engine.comm_report() == planned, case
-        assert (len(planned) > 1) == (world_size > 1)
-        # Where all ranks or none share a node, gathers have no second hop and need no thread.
-        has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
-        assert has_thread == (1 < per_node < world_size)
+        assert engine.comm_report() == planned
         engine.close()
+
+    planned = zero_core.plan(
+        _net(), case.config(), world_size, ranks_per_node=per_node, device_type="cpu"
+    ).traffic
+    assert (len(planned) > 1) == (world_size > 1)
+    simulate(program, world_size, ranks_per_node=per_node)
 
 
 def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
@@ -101,15 +105,10 @@ def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
         expected = Counter({"sent within": within, "sent between": between})
         expected.update({"received within": within, "received between": between})
         assert postman.bytes == expected, stage
+        # Where all ranks or none share a node, gathers have no second hop and need no thread.
+        has_thread = "zero_core gathers" in [t.name for t in threading.enumerate()]
+        assert has_thread == (1 < per_node < world_size)
         engine.close()
-
-
-# test_plan.py has the numbers of ranks that share one node.
-@pytest.mark.parametrize(
-    ("world_size", "per_node"), [pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]
-)
-def test_a_step_sends_what_was_planned(world_size: int, per_node: int) -> None:
-    spawn(_check, world_size, per_node, ranks_per_node=per_node)
 
 
 @pytest.mark.parametrize(("world_size", "per_node"), [(2, 2), (4, 2)])
@@ -117,8 +116,9 @@ def test_the_report_counts_the_bytes_that_leave_the_process(world_size: int, per
     spawn(_check_on_the_wire, world_size, per_node, ranks_per_node=per_node)
 
 
-def _between_steps(rank: int, world_size: int) -> None:
-    engine = zero_core.build(_net(), Case(3).config())
+@on_ranks(2)
+def test_bytes_sent_between_steps_count_for_the_second(ranks: SimulatedRanks) -> None:
+    engine = zero_core.build(_net(), Case(3).config(), process_group=ranks)
     _train(engine, 2)
     whole = engine.comm_report()
     with torch.no_grad():
@@ -134,7 +134,3 @@ def _between_steps(rank: int, world_size: int) -> None:
     engine.step()
     assert engine.comm_report()[-1].num_calls == 1
     engine.close()
-
-
-def test_what_is_sent_between_steps_counts_for_the_second() -> None:
-    spawn(_between_steps, 2)

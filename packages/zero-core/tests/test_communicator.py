@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.board import Board
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import LibraryControlGroup
@@ -72,7 +72,30 @@ def test_a_failure_is_named_where_values_are_needed(work: Any) -> None:
         communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
 
 
-def test_collectives_that_read_in_place_must_say_when_they_have_read() -> None:
+@pytest.mark.parametrize("when", ["start", "wait"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate 2 GiB"),
+        ValueError("message of rank 0: its scale is not finite"),
+    ],
+    ids=["memory", "value"],
+)
+def test_errors_that_are_no_failures_of_ranks_stay_what_they_are(
+    error: Exception, when: str
+) -> None:
+    communicator = _communicator(error if when == "start" else _Work(error))
+    with pytest.raises(type(error), match=f"^{error}$"):
+        _gather(communicator).wait()
+    with pytest.raises(type(error), match=f"^{error}$"):
+        communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
+
+
+def test_acknowledgements_are_named_when_they_fail_or_are_missing() -> None:
+    reading = _communicator(_InPlaceReduction()).reduce_scatter(EMPTY, EMPTY, 7).acknowledge()
+    assert reading is not None
+    with pytest.raises(CollectiveError, match="acknowledgement of the reduce_scatter of unit 3"):
+        reading.wait()
     communicator = _communicator(_Reduction())
     transport: Any = communicator.transport
     transport.reduces_in_place = True
@@ -81,20 +104,6 @@ def test_collectives_that_read_in_place_must_say_when_they_have_read() -> None:
     named = r"unit 3 \(blocks.2\): the collectives .* \(_Reduction\) has no acknowledge"
     with pytest.raises(ConfigError, match=named):
         work.acknowledge()
-
-
-def test_errors_that_are_not_of_the_transport_stay_what_they_are() -> None:
-    work = _gather(_communicator(_Work(ValueError("message of rank 0: its scale is not finite"))))
-    with pytest.raises(ValueError, match="message of rank 0"):
-        work.wait()
-
-
-def test_an_acknowledgement_that_fails_is_named() -> None:
-    work = _communicator(_InPlaceReduction()).reduce_scatter(EMPTY, EMPTY, 7)
-    reading = work.acknowledge()
-    assert reading is not None
-    with pytest.raises(CollectiveError, match="acknowledgement of the reduce_scatter of unit 3"):
-        reading.wait()
 
 
 @pytest.mark.parametrize(
@@ -108,16 +117,6 @@ def test_works_have_what_their_protocol_declares(
     reduction = _communicator(work).reduce_scatter(EMPTY, EMPTY, 7)
     assert len(reduction.contributions()) == num_parts
     assert (reduction.acknowledge() is not None) == is_in_place
-
-
-@pytest.mark.parametrize("when", ["start", "wait"])
-def test_memory_that_runs_out_in_a_collective_is_no_failure_of_the_ranks(when: str) -> None:
-    error = torch.OutOfMemoryError("tried to allocate 2 GiB")
-    communicator = _communicator(error if when == "start" else _Work(error))
-    with pytest.raises(torch.OutOfMemoryError, match=r"^tried to allocate 2 GiB$"):
-        communicator.all_gather(EMPTY, EMPTY, 7, version=0, backward=False).wait()
-    with pytest.raises(torch.OutOfMemoryError, match=r"^tried to allocate 2 GiB$"):
-        communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
 
 
 class _Event:
@@ -144,42 +143,13 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
 
     stream = SimpleNamespace(record_event=record)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
-    devices: list[tuple[str, torch.device]] = []
-
-    def set_device(device: torch.device) -> None:
-        devices.append((threading.current_thread().name, device))
-
-    monkeypatch.setattr(torch.accelerator, "set_device_index", set_device)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
     return made
 
 
-class _Alone:
-    """A board without beats of other ranks, except those that a test adds."""
-
-    host = "rank 0"
-    is_lost = False
-
-    def __init__(self) -> None:
-        self.beats: dict[int, str] = {}
-
-    def publish(self, beat: str) -> None:
-        self.beats[1] = beat
-
-    def request(self, ranks: Sequence[int]) -> None:
-        """Do nothing, because `take` returns every beat."""
-
-    def take(self) -> dict[int, str]:
-        return self.beats
-
-    def unanswered_s(self) -> float:
-        return 0.0
-
-    def flush(self, limit_s: float) -> None:
-        """Do nothing, because no beat is pending."""
-
-
-def _watched(device: str = "xpu:1") -> tuple[Communicator, Watch, _Alone]:
-    board = _Alone()
+def _watched(device: str = "xpu:1") -> tuple[Communicator, Watch, Board]:
+    board = Board({}, 1)
+    board.take = lambda: board.table  # type: ignore[method-assign]
     waits = DeviceWaits(torch.device(device))
     watch = Watch(board, Place(), rank=1, world_size=2, within_s=10.0, device_waits=waits)
     return _communicator(_Work(), watch), watch, board
@@ -192,11 +162,10 @@ def test_a_collective_that_hangs_on_a_device_is_logged_by_name_once(
     _gather(communicator).wait()
     communicator.reduce_scatter(EMPTY, EMPTY, 7).wait()
     events[0].has_fired = True
-    events[0].has_fired = True
     for now in range(1, 40):
         place = "forward of unit 2 (blocks.1) of step 5"
         peer = Beat(now, place, "", 3, float(now), "", False, 1, "")
-        board.beats[0] = peer.to_json()
+        board.table[0] = peer.to_json()
         watch.tick(1e6 + now)
     (record,) = caplog.records
     assert "rank 1: reduce_scatter of unit 3 (blocks.2) has not ended for" in record.getMessage()
@@ -248,7 +217,7 @@ def test_the_thread_of_a_process_ends_with_its_last_watch() -> None:
     def threads() -> list[threading.Thread]:
         return [t for t in threading.enumerate() if t.name == "zero_core watch"]
 
-    watches = [Watch(_Alone(), Place(), rank=1, world_size=2, within_s=0.1) for _ in range(3)]
+    watches = [Watch(Board({}, 1), Place(), rank=1, world_size=2, within_s=0.1) for _ in range(3)]
     for watch in watches:
         start(watch)
     (thread,) = threads()
@@ -273,7 +242,7 @@ def _watches_a_device() -> None:
     torch.accelerator.set_device_index(1)
     values = torch.zeros(8, device="late:1")
     waits = DeviceWaits(torch.device("late", 1))
-    watch = Watch(_Alone(), Place(), rank=1, world_size=2, within_s=0.1, device_waits=waits)
+    watch = Watch(Board({}, 1), Place(), rank=1, world_size=2, within_s=0.1, device_waits=waits)
     start(watch)
     late_device.set_delays(seed=1, kernel_s=0.02)
     for _ in range(5):

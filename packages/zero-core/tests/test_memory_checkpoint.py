@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.full_disk import files_up_to
 
 import zero_core
 from zero_core import CheckpointError, ConfigError
@@ -45,10 +45,6 @@ def _run(engine: zero_core.Engine, first: int, stop: int) -> dict[str, torch.Ten
     return engine.full_state_dict()
 
 
-def _straight(ranks: SimulatedRanks, stage: int, dtype: str) -> dict[str, torch.Tensor]:
-    return _run(_build(ranks, stage, dtype=dtype), 0, STEPS)
-
-
 def _start(
     ranks: SimulatedRanks, folder: Path, stage: int, stop: int, dtype: str = "fp32"
 ) -> tuple[int, dict[str, torch.Tensor]]:
@@ -67,38 +63,51 @@ def _start(
     return first, values
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype", "world_size"),
-    [(0, "fp32", 2), (1, "bf16", 3), (2, "fp16", 2), (3, "bf16", 2), (3, "fp32", 1)],
-)
-def test_restart_goes_on_after_the_last_step_with_the_same_bits(
-    stage: int, dtype: str, world_size: int, tmp_path: Path
-) -> None:
-    straight = simulate(_straight, world_size, stage, dtype)
-    assert simulate(_start, world_size, tmp_path, stage, 3, dtype)[0][0] == 0
-    found = simulate(_start, world_size, tmp_path, stage, STEPS, dtype)
-    assert_same(found, [(3, values) for values in straight])
-    assert not (tmp_path / "disk").exists()
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_kill_within_a_copy_loses_one_step(victim: int, tmp_path: Path) -> None:
-    straight = simulate(_straight, 2, 3, "fp32")
-    simulate(_start, 2, tmp_path, 3, 3)
-    (marker,) = tmp_path.glob(f"node-0/*/{3 % 2}/rank-{victim:05d}.json")
+def _tear(folder: Path, victim: int) -> None:
+    """Leave what a rank leaves that is killed within its third copy."""
+    (marker,) = folder.glob(f"node-0/*/{3 % 2}/rank-{victim:05d}.json")
     marker.unlink()  # a rank removes it before it overwrites the files
     marker.with_name(f"master_weight-{victim:05d}.safetensors").write_bytes(b"torn")
-    found = simulate(_start, 2, tmp_path, 3, STEPS)
-    assert_same(found, [(2, values) for values in straight])
 
 
-def test_lost_node_is_restored_from_the_next_one(tmp_path: Path) -> None:
-    straight = simulate(_straight, 3, 3, "fp32", ranks_per_node=1)
-    simulate(_start, 3, tmp_path, 3, 3, ranks_per_node=1)
-    shutil.rmtree(tmp_path / "node-1")
-    found = simulate(_start, 3, tmp_path, 3, STEPS, ranks_per_node=1)
-    assert_same(found, [(3, values) for values in straight])
-    assert len(list(tmp_path.glob("node-1/*/0/rank-*.json"))) == 2  # its own and its neighbour's
+_DAMAGES: dict[str, tuple[Callable[[Path], object], int]] = {
+    "nothing": (lambda folder: None, 3),
+    "rank 0 in a copy": (lambda folder: _tear(folder, 0), 2),
+    "rank 1 in a copy": (lambda folder: _tear(folder, 1), 2),
+    "a node's memory": (lambda folder: shutil.rmtree(folder / "node-1"), 3),
+}
+"""What is lost after three steps, and how many are then done."""
+
+
+@pytest.mark.parametrize(
+    ("lost", "stage", "dtype", "world_size"),
+    [
+        ("nothing", 0, "fp32", 2),
+        ("nothing", 1, "bf16", 3),
+        ("nothing", 2, "fp16", 2),
+        ("nothing", 3, "fp32", 1),
+        ("rank 0 in a copy", 3, "bf16", 2),
+        ("rank 1 in a copy", 3, "fp32", 2),
+        ("a node's memory", 3, "fp32", 3),
+    ],
+)
+def test_restart_loses_at_most_the_step_of_a_torn_copy(
+    lost: str, stage: int, dtype: str, world_size: int, tmp_path: Path
+) -> None:
+    damage, first = _DAMAGES[lost]
+    per_node = 1 if lost == "a node's memory" else world_size
+    simulate(_start, world_size, tmp_path, stage, 3, dtype, ranks_per_node=per_node)
+    damage(tmp_path)
+    found = simulate(_start, world_size, tmp_path, stage, STEPS, dtype, ranks_per_node=per_node)
+    straight = simulate(
+        lambda ranks: _run(_build(ranks, stage, dtype=dtype), 0, STEPS),
+        world_size,
+        ranks_per_node=per_node,
+    )
+    assert_same(found, [(first, values) for values in straight])
+    assert not (tmp_path / "disk").exists()
+    if per_node == 1 < world_size:  # its own and its neighbour's
+        assert len(list(tmp_path.glob("node-1/*/0/rank-*.json"))) == 2
 
 
 def test_copies_are_restored_at_another_number_of_ranks_as_a_checkpoint(tmp_path: Path) -> None:
@@ -257,13 +266,8 @@ def test_second_engine_in_one_folder_is_refused(
 def test_full_memory_is_an_error_before_anything_is_written_there(tmp_path: Path) -> None:
     values = [Values("0", torch.ones(1 << 18))]
     slot = Slot(tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, before[1]))
-    try:
-        with pytest.raises(CheckpointError, match="make the memory larger"):
-            slot.write("master_weight-00000.safetensors", values)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_up_to(1 << 19), pytest.raises(CheckpointError, match="make the memory larger"):
+        slot.write("master_weight-00000.safetensors", values)
     assert slot.write("master_weight-00000.safetensors", values) > 1 << 20
 
 
@@ -328,14 +332,13 @@ def test_copy_that_fails_at_once_is_not_waited_for(
     def fail() -> None:
         raise OSError("no such limit")
 
-    monkeypatch.setattr(snapshots, "use_one_core", fail)
-
     def close(ranks: SimulatedRanks) -> None:
         engine = _build(ranks, 0, tmp_path / "memory")
         engine.resume(tmp_path / "disk")
         _run(engine, 0, 1)
         engine.close()
 
+    monkeypatch.setattr(snapshots, "use_one_core", fail)
     simulate(close, 1)
 
 

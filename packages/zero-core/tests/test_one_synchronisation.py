@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,14 +14,10 @@ from torch import Tensor
 
 import zero_core
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.protocols import AheadTier
 from zero_core.testing import Case, Tower, late_device, make_tower, run_alone, simulate
 
 WIDTH, NUM_STEPS = 16, 5
-OPTIMIZERS = {
-    "AdamW": {"lr": 1e-2},
-    "SGD": {"lr": 1e-2, "momentum": 0.9},
-}
+OPTIMIZERS = {"AdamW": {"lr": 1e-2}, "SGD": {"lr": 1e-2, "momentum": 0.9}}
 STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
 
@@ -151,20 +148,12 @@ def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
     return [what for what in seen if what == "wait" or "_fused_adamw_" in what]
 
 
-def _trace_steps() -> None:
-    late_device.load()
+def _the_update_is_enqueued_before_the_host_reads_the_decision(folder: str) -> None:
     engine = zero_core.build(make(), Training(dtype="bf16", clipping=1.0).config())
-    tier = engine.sharded_state.tier
-    assert isinstance(tier, AheadTier)
-    assert tier.can_step_ahead
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
     engine.optimizer.register_step_pre_hook(lambda *_: None)  # it may change the groups
     assert _order_of_a_step(engine) == ["wait", "aten::_fused_adamw_"]
     engine.close()
-
-
-def test_the_update_is_enqueued_before_the_host_reads_the_decision() -> None:
-    run_alone(_trace_steps)
 
 
 def _raise_momentum(ranks: Any) -> list[Any]:
@@ -188,16 +177,11 @@ def _raise_momentum(ranks: Any) -> list[Any]:
     return results
 
 
-def _raise_momentum_on_both() -> None:
-    late_device.load()
+def _states_of_a_step_that_is_not_taken_are_dropped(folder: str) -> None:
     (expected,) = simulate(_raise_momentum, 1)
     late_device.set_delays(seed=1, kernel_s=2e-5, copy_s=2e-4)
     (found,) = simulate(_raise_momentum, 1, device="late")
     assert all(map(same, found, expected)), (found, expected)
-
-
-def test_states_of_a_step_that_is_not_taken_are_dropped() -> None:
-    run_alone(_raise_momentum_on_both)
 
 
 class BrokenOff(DeviceTier):
@@ -217,8 +201,7 @@ def _make_broken_off(**kwargs: Any) -> BrokenOff:
     return BrokenOff(**{name: kwargs[name] for name in names})
 
 
-def _break_off_and_load(folder: str) -> None:
-    late_device.load()
+def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder: str) -> None:
     engine = zero_core.build(make(), Training(dtype="bf16").config(), state_tier=_make_broken_off)
     found = []
     for _ in range(2):
@@ -241,12 +224,7 @@ def _break_off_and_load(folder: str) -> None:
     engine.close()
 
 
-def test_a_step_that_was_broken_off_after_its_update_needs_a_load(tmp_path: Path) -> None:
-    run_alone(_break_off_and_load, str(tmp_path))
-
-
-def _mix_kernels() -> None:
-    late_device.load()
+def _groups_with_other_kernels_are_updated_after_the_decision(folder: str) -> None:
     model = make()
     groups = [
         {"params": [*model.first.parameters(), *model.head.parameters()], "fused": True},
@@ -255,19 +233,11 @@ def _mix_kernels() -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
     config = {k: v for k, v in Training(clipping=1.0).config().items() if k != "optimizer"}
     engine = zero_core.build(model, config, optimizer=optimizer)
-    tier = engine.sharded_state.tier
-    assert isinstance(tier, AheadTier)
-    assert not tier.can_step_ahead
     before = engine.full_state_dict()
-    engine.backward(engine(torch.ones(2, WIDTH, device="late")))
-    engine.step()
+    assert _order_of_a_step(engine)[0] == "wait"
     after = engine.full_state_dict()
     assert not any(torch.equal(before[name], after[name]) for name in before)
     engine.close()
-
-
-def test_groups_with_other_kernels_than_fused_ones_are_updated_after_the_decision() -> None:
-    run_alone(_mix_kernels)
 
 
 def _gather_alone(ranks: Any) -> int:
@@ -280,10 +250,25 @@ def _gather_alone(ranks: Any) -> int:
     return num_copies
 
 
-def _count_downloads() -> None:
-    late_device.load()
+def _one_rank_downloads_what_it_gathers_once(folder: str) -> None:
     assert simulate(_gather_alone, 1, device="late") == [1]
 
 
-def test_one_rank_downloads_what_it_gathers_once() -> None:
-    run_alone(_count_downloads)
+def _run(what: Callable[[str], None], folder: str) -> None:
+    late_device.load()
+    what(folder)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        _the_update_is_enqueued_before_the_host_reads_the_decision,
+        _groups_with_other_kernels_are_updated_after_the_decision,
+        _a_step_that_was_broken_off_after_its_update_needs_a_load,
+        _states_of_a_step_that_is_not_taken_are_dropped,
+        _one_rank_downloads_what_it_gathers_once,
+    ],
+    ids=lambda what: what.__name__.strip("_"),
+)
+def test_a_late_device(what: Callable[[str], None], tmp_path: Path) -> None:
+    run_alone(_run, what, str(tmp_path))

@@ -14,6 +14,7 @@ import zero_core
 from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from zero_core.errors import ConfigError
 from zero_core.optim.schedules.factory import SCHEDULERS, OneCycle, make_scheduler
+from zero_core.testing import Case, make_tower, rows, train
 
 OPTIMIZERS = (
     *("Adam", "AdamW", "Adagrad", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
@@ -43,18 +44,13 @@ def curve(optimizer, name, params, num_steps):
     return rates
 
 
-def expect(found, expected):
-    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
-
-
 _LOG = [math.log(k + 1) / math.log(4) for k in range(4)]
 _COSINE = [0.2 + 0.8 * (1 + math.cos(math.pi * part / 4)) / 2 for part in (1, 2, 3, 4)]
 _CYCLE = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 4}
 _STAIRS = {"cycle_first_stair_count": 2, "cycle_second_stair_count": 1}
 _RANGE = {
-    "lr_range_test_min_lr": 1.0,
-    "lr_range_test_step_size": 2,
-    "lr_range_test_step_rate": 2.0,
+    f"lr_range_test_{key}": value
+    for key, value in (("min_lr", 1.0), ("step_size", 2), ("step_rate", 2.0))
 }
 CURVES = {
     "linear warm-up reaches the top after its steps": (
@@ -99,7 +95,8 @@ CURVES = {
 
 @pytest.mark.parametrize(("name", "params", "expected"), CURVES.values(), ids=CURVES)
 def test_rates_are_those_of_the_closed_form(name, params, expected):
-    expect(curve(optimizer_of(0.9), name, params, len(expected)), expected)
+    found = curve(optimizer_of(0.9), name, params, len(expected))
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
@@ -129,7 +126,7 @@ def test_one_cycle_moves_momentum_against_the_rate():
         schedule.step()
         found.append(optimizer.param_groups[0]["betas"])
     expected = [0.8, 0.85, 0.8, 0.85, 0.9, 0.99, 1.08]
-    expect([beta1 for beta1, _ in found], expected)
+    assert [beta1 for beta1, _ in found] == pytest.approx(expected)
     assert {beta2 for _, beta2 in found} == {0.99}
 
 
@@ -152,7 +149,7 @@ def test_every_group_has_bounds_of_its_own():
         schedule.step()
 
 
-def test_rate_that_is_a_tensor_stays_the_same_tensor():
+def test_rate_stays_the_same_tensor():
     optimizer = optimizer_of(torch.tensor(0.5))
     rate = optimizer.param_groups[0]["lr"]
     schedule = make_scheduler(optimizer, "WarmupLR", {"warmup_num_steps": 2})
@@ -170,18 +167,19 @@ def test_schedule_goes_on_from_a_given_iteration():
     with pytest.raises(AssertionError, match=r"need to call step\(\) first"):
         schedule.get_last_lr()
     schedule.step()
-    expect(schedule.get_last_lr(), [2.5])
+    assert schedule.get_last_lr() == [2.5]
+
+
+_NEEDED = {
+    "WarmupDecayLR": {"total_num_steps": 9},
+    "WarmupCosineLR": {"total_num_steps": 9},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0},
+}
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
 def test_loaded_schedule_continues_the_curve(name):
-    params = {
-        "WarmupDecayLR": {"total_num_steps": 9},
-        "WarmupCosineLR": {"total_num_steps": 9},
-        "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 4},
-        "LRRangeTest": {},
-        "WarmupLR": {},
-    }[name]
+    params = _NEEDED.get(name, {}) | ({"cycle_first_step_size": 4} if name == "OneCycle" else {})
     whole = curve(optimizer_of(0.5), name, params, 12)
     first, second = optimizer_of(0.5), optimizer_of(0.5)
     schedule = make_scheduler(first, name, params)
@@ -196,16 +194,16 @@ def test_loaded_schedule_continues_the_curve(name):
         assert second.param_groups[0]["lr"] == expected
 
 
-@pytest.mark.parametrize("name", sorted(TORCH_BY_NAME))
-def test_any_schedule_of_torch_is_made_by_its_name(name):
-    ours, theirs = optimizer_of(0.3), optimizer_of(0.3)
-    schedule = getattr(torch.optim.lr_scheduler, name)(theirs, **TORCH_BY_NAME[name])
+@pytest.mark.parametrize(("name", "params"), TORCH_BY_NAME.items())
+def test_any_schedule_of_torch_is_made_by_its_name(name, params):
+    theirs = optimizer_of(0.3)
+    schedule = getattr(lr_scheduler, name)(theirs, **params)
     expected = []
     for _ in range(8):
         expected.append(theirs.param_groups[0]["lr"])
         theirs.step()
         schedule.step()
-    assert curve(ours, name, TORCH_BY_NAME[name], 8) == expected
+    assert curve(optimizer_of(0.3), name, params, 8) == expected
     assert len(set(expected)) > 2
 
 
@@ -240,35 +238,28 @@ def test_what_cannot_be_made_is_refused_by_name(name, params, match):
 
 def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path):
     params = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-1, "cycle_first_step_size": 3}
-    config = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
-        "scheduler": {"type": "OneCycle", "params": params},
-    }
-    torch.manual_seed(0)
-    batches = [torch.randn(4, 3) for _ in range(8)]
-    plain = nn.Linear(3, 2)
-    model, resumed = nn.Linear(3, 2), nn.Linear(3, 2)
-    model.load_state_dict(plain.state_dict())
-    engine = zero_core.build(model, config)
+    adamw = {"type": "AdamW", "params": {"lr": 1.0}}
+    scheduler = {"type": "OneCycle", "params": params}
+    config = Case(top={"optimizer": adamw, "scheduler": scheduler}).config()
+    plain = make_tower()
+    engine, resumed = (zero_core.build(make_tower(), config) for _ in range(2))
     optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.0, fused=True)
     # The closed form: a triangle, then flat; beta1 against it, 0.8 at the very first step.
     parts = [0.0, 1 / 3, 2 / 3, 1.0, 2 / 3, 1 / 3, 0.0, 0.0]
     momenta = [0.8, *(0.9 - 0.1 * part for part in parts[1:])]
-    for step, (batch, part, beta1) in enumerate(zip(batches, parts, momenta, strict=True)):
-        optimizer.param_groups[0]["lr"] = 1e-3 + (1e-1 - 1e-3) * part
-        optimizer.param_groups[0]["betas"] = (beta1, 0.99)
-        plain(batch).square().mean().backward()
+    for step, (part, beta1) in enumerate(zip(parts, momenta, strict=True)):
+        rate = 1e-3 + (1e-1 - 1e-3) * part
+        optimizer.param_groups[0] |= {"lr": rate, "betas": (beta1, 0.99)}
+        plain(rows(step, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 4:
             engine.save_checkpoint(tmp_path)
-            engine = zero_core.build(resumed, config)
-            engine.load_checkpoint(tmp_path)
-        engine.backward(engine(batch).square().mean())
-        engine.step()
-    for mine, theirs in zip(resumed.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+            resumed.load_checkpoint(tmp_path)
+            engine = resumed
+        train(engine, [rows(step, 0)])
+    expected = dict(plain.state_dict())
+    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -285,9 +276,7 @@ def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path
     ],
 )
 def test_schedule_of_numbers_that_are_not_finite_is_refused_by_name(name, key, value):
-    needed = {"OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}
-    params = {**needed.get(name, {}), **({"total_num_steps": 9} if "Cosine" in name else {})}
-    params[key] = [value] if key == "warmup_min_lr" else value
+    params = {**_NEEDED.get(name, {}), key: [value] if key == "warmup_min_lr" else value}
     with pytest.raises(ValueError, match=f"{key} must be a finite number"):
         SCHEDULERS[name](optimizer_of(0.9), **params)
 

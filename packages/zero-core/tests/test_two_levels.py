@@ -1,4 +1,4 @@
-"""Reductions of accelerators on several nodes: one fixed tree of additions, few bytes between."""
+"""Ranks on several nodes: the bits of one node, and few bytes between nodes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from zero_core.testing import (
     run_engine,
     simulate,
 )
+from zero_core.testing.training import assert_same
 
 NODES = [(4, 2), (6, 2), (6, 3)]
 """Numbers of ranks, and of those of a node."""
@@ -74,25 +75,26 @@ def test_a_sum_is_taken_by_one_tree(size: int, per_node: int, dtype: torch.dtype
     assert torch.nonzero(blamed).flatten().tolist() == [size - 1]
 
 
-def _train(ranks: SimulatedRanks, case: Case) -> Trace:
-    return run_engine(
-        case,
-        ranks.rank,
-        3,
-        process_group=ranks,
-        collectives=lambda native, **_: device_collectives(ranks),
-    )
-
-
 @pytest.mark.parametrize(("size", "per_node", "dtype"), [(4, 2, "fp32"), (6, 2, "bf16")])
-def test_stages_give_the_same_bits_on_several_nodes(size: int, per_node: int, dtype: str) -> None:
+@pytest.mark.parametrize("is_on_devices", [True, False])
+def test_stages_on_several_nodes_have_the_bits_of_stage_0(
+    size: int, per_node: int, dtype: str, is_on_devices: bool
+) -> None:
+    def train(ranks: SimulatedRanks, case: Case) -> Trace:
+        own = {"collectives": lambda native, **_: device_collectives(ranks)}
+        return run_engine(
+            case, ranks.rank, 3, process_group=ranks, **(own if is_on_devices else {})
+        )
+
     case = Case(dtype=dtype, accumulation=2, clipping=0.5)
-    first = simulate(_train, size, case, ranks_per_node=per_node)
-    for stage in range(1, 4):
-        traces = simulate(_train, size, replace(case, stage=stage), ranks_per_node=per_node)
+    # Hosts add in the order of ranks, whatever the nodes.
+    first = simulate(train, size, case, ranks_per_node=per_node if is_on_devices else size)
+    for stage in range(int(is_on_devices), 4):
+        traces = simulate(train, size, replace(case, stage=stage), ranks_per_node=per_node)
         for found, expected in zip(traces, first, strict=True):
             assert found.losses == expected.losses
-            assert all(torch.equal(v, expected.values[n]) for n, v in found.values.items())
+            assert_same(found.values, expected.values)
+            assert is_on_devices or found.between_nodes_bytes > 0
 
 
 def _send(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[tuple[Traffic, ...], int]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from support.board import Board
 
 import zero_core
+from zero_core.testing import Case, make_tower, rows, train
 from zero_core.watch import beats
 from zero_core.watch import watch as watches
 from zero_core.watch.board import ThreadedBoard
@@ -39,9 +39,9 @@ class _Ranks:
         """Ranks whose process is stopped."""
         self.places = [Place() for _ in range(size)]
         self.watches: list[Watch] = []
-        self.boards: list[_Board] = []
+        self.boards: list[Board] = []
         for rank, place in enumerate(self.places):
-            self.boards.append(_Board(self.table, rank))
+            self.boards.append(Board(self.table, rank))
             board = self.boards[rank]
             watch = Watch(board, place, rank=rank, world_size=size, within_s=within_s)
             watch.tick(0.0)
@@ -71,34 +71,6 @@ class _Ranks:
             self.now = max(self.now, start + max(s for _, _, s in stage) - 1e-9)
 
 
-class _Board:
-    host = "the table"
-    is_lost = False
-
-    def __init__(self, table: dict[int, str], rank: int) -> None:
-        self._table = table
-        self._rank = rank
-        self._found: dict[int, str] = {}
-        self.num_read = 0
-
-    def publish(self, beat: str) -> None:
-        self._table[self._rank] = beat
-
-    def request(self, ranks: Sequence[int]) -> None:
-        self.num_read += len(ranks)
-        self._found = {rank: self._table[rank] for rank in ranks if rank in self._table}
-
-    def take(self) -> dict[int, str]:
-        found, self._found = self._found, {}
-        return found
-
-    def unanswered_s(self) -> float:
-        return 0.0
-
-    def flush(self, limit_s: float) -> None:
-        pass
-
-
 class _Stalled:
     """A store whose host stops when it is read."""
 
@@ -125,35 +97,18 @@ def healthy(num_steps: int, size: int) -> Iterator[list[_Stage]]:
     """Yield steps of different lengths, with compilation, saves, and a slow or evaluating rank."""
     chance = random.Random(1)
     for step in range(num_steps):
-        slow = 9.0 if step % 1000 == 7 else 0.0  # a rank that goes from unit to unit, slowly
         for number, doing in enumerate(FORWARD):
             compiled = 60.0 if step == 0 else 0.0  # on all ranks
-            yield [
-                (doing, f"all_gather of unit {number + 1}", compiled + chance.random() / 9)
-                for _ in range(size)
-            ]
-            if slow:
-                for _ in range(4):  # the other ranks wait for 24 s
-                    yield from _busy(size, doing, number)
+            wait = f"all_gather of unit {number + 1}"
+            yield [(doing, wait, compiled + chance.random() / 9) for _ in range(size)]
+            # A rank goes from unit to unit, slowly: the others wait for 24 s.
+            for _ in range(4 if step % 1000 == 7 else 0):
+                wait = f"all_gather of unit {number}"
+                yield [(doing, wait, 6.0 if rank == 1 else 0.1) for rank in range(size)]
         if step % 500 == 499:  # all ranks save; rank 0 writes for 50 s
-            yield [
-                ("save_checkpoint()", "control exchange", 50.0 if r == 0 else 1.0)
-                for r in range(size)
-            ]
+            seconds = [50.0, *[1.0] * (size - 1)]
+            yield [("save_checkpoint()", "control exchange", each) for each in seconds]
         yield [("step()", "sum of the step's statistics", chance.random() / 9)] * size
-
-
-def _busy(size: int, doing: str, number: int) -> Iterator[list[_Stage]]:
-    yield [
-        (f"{doing}", f"all_gather of unit {number}", 6.0 if r == 1 else 0.1) for r in range(size)
-    ]
-
-
-def test_no_line_is_logged_in_healthy_steps(caplog: pytest.LogCaptureFixture) -> None:
-    ranks = _Ranks(3)
-    ranks.run(healthy(2000, 3))
-    assert ranks.now > 1000.0
-    assert not caplog.records
 
 
 def _hang(ranks: _Ranks, act: Callable[[_Ranks], None]) -> None:
@@ -188,44 +143,31 @@ def _leave(ranks: _Ranks) -> None:
     ranks.places[1].enter(OUTSIDE)
 
 
-@pytest.mark.parametrize(
-    ("act", "level", "said"),
-    [
-        (
-            _stop,
-            logging.ERROR,
-            ["no sign of life of rank 1 for", "last seen in forward of unit 2 (blocks.1) of step"],
-        ),
-        (
-            _turn,
-            logging.ERROR,
-            [
-                "branches: they wait",
-                "name the module that holds them in zero_optimization.leaf_module",
-                "rank 1 in reduce_scatter of unit 2 (blocks.1) of step 6",
-            ],
-        ),
-        (
-            _stay,
-            logging.WARNING,
-            ["rank 1 has been in forward of unit 3 (blocks.2) of step 6 for"],
-        ),
-        (
-            _leave,
-            logging.WARNING,
-            ["rank 1 has been in the program outside of the engine, after s"],
-        ),
+_CAUSES = {
+    _stop: [
+        "no sign of life of rank 1 for",
+        "last seen in forward of unit 2 (blocks.1) of step",
     ],
-)
+    _turn: [
+        "branches: they wait",
+        "name the module that holds them in zero_optimization.leaf_module",
+        "rank 1 in reduce_scatter of unit 2 (blocks.1) of step 6",
+    ],
+    _stay: ["rank 1 has been in forward of unit 3 (blocks.2) of step 6 for"],
+    _leave: ["rank 1 has been in the program outside of the engine, after s"],
+}
+
+
+@pytest.mark.parametrize(("act", "said"), _CAUSES.items())
 def test_each_rank_that_waits_names_the_cause_once_in_time(
-    act: Any, level: int, said: list[str], caplog: pytest.LogCaptureFixture
+    act: Any, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = _Ranks(3)
     _hang(ranks, act)
     waiting = [0, 1, 2] if act is _turn else [0, 2]
     for rank in waiting:
         (record,) = [r for r in caplog.records if r.getMessage().startswith(f"rank {rank}: ")]
-        assert record.levelno == level
+        assert record.levelno == (logging.ERROR if act in (_stop, _turn) else logging.WARNING)
         assert all(text in record.getMessage() for text in said)
     ranks.tick(ranks.now + 100.0)
     assert len(caplog.records) == len(waiting)
@@ -299,11 +241,7 @@ def test_heartbeat_file_has_the_last_step(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         HeartbeatFile().beat(3, rank=8)
     assert json.loads(path.read_text())["rank"] == 8
-    engine = zero_core.build(
-        nn.Linear(1, 1), {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1}}}
-    )
-    for _ in range(2):
-        engine.backward(engine(torch.ones(1, 1)).sum())
-        engine.step()
+    engine = zero_core.build(make_tower(1), Case().config())
+    train(engine, [rows(0, 0), rows(1, 0)])
     engine.close()
     assert json.loads(path.read_text())["step"] == 1  # at most once a second

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, make_model, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, make_model, on_ranks, seeded, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 PATCHES = {"weight_patches": {"versions": 8}}
@@ -31,60 +31,52 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.reshape(-1).view(torch.uint8)
 
 
-def _values(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of a model's state dict as bits."""
-    return {n: _bits(v).clone() for n, v in module.state_dict().items()}
-
-
 def _assert_same(engine: zero_core.Engine, receiver: nn.Module) -> None:
     """Compare on rank 0. Every rank must call it."""
-    expected = engine.full_state_dict(rank=0)
     found = receiver.state_dict()
-    for name, value in expected.items():
+    for name, value in engine.full_state_dict(rank=0).items():
         assert found[name].dtype == value.dtype
         assert torch.equal(_bits(found[name]), _bits(value)), name
 
 
-def _many_versions(ranks: SimulatedRanks, stage: int, dtype: str, folder: str, steps: int) -> None:
-    engine = _build(ranks, _case(stage, dtype))
-    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of each version, of each fifth
-    versions, given = [0, 0], 0
-    for step in range(steps):
-        train_steps(engine, step, step + 1)
-        if step == steps // 3:
-            engine.save_checkpoint(folder)
-        if step == steps // 2:
-            engine.load_checkpoint(folder)
-        if step == steps // 2 + 2:
-            for name in ("embed.weight", "frozen.0.up.weight"):
-                param = engine.module.get_parameter(name)
-                with engine.gathered(params=[param], modifier_rank=0):
-                    if ranks.rank == 0:
-                        param.data[0] = 2.0
-        for number in range(1 if step % 5 else 2):
-            patch = engine.weight_patch(since=versions[number])
-            versions[number] = patch.version
-            if ranks.rank == 0:
-                known = None if step else given
-                zero_core.apply_patch(receivers[number], patch, version=known)
-        if step % 5 == 0:
-            for receiver in receivers:
-                _assert_same(engine, receiver)
-    assert versions[0] == engine.patch_version
-    assert engine.patch_version >= steps - engine.skipped_steps
+@pytest.mark.parametrize(
+    ("world_size", "stage", "dtype", "steps"),
+    [
+        *((1, 0, "fp32", 11), (3, 1, "bf16", 11), (3, 2, "fp16", 11), (1, 3, "bf16", 11)),
+        *((3, 3, "fp32", 11), (3, 3, "fp16", 11)),
+        pytest.param(2, 3, "bf16", 201, marks=pytest.mark.slow),
+    ],
+)
+def test_a_receiver_follows_every_version(tmp_path, world_size, stage, dtype, steps):
+    def program(ranks: SimulatedRanks) -> None:
+        engine = _build(ranks, _case(stage, dtype))
+        receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of all, of each fifth
+        versions = [0, 0]
+        for step in range(steps):
+            train_steps(engine, step, step + 1)
+            if step == steps // 3:
+                engine.save_checkpoint(tmp_path)
+            if step == steps // 2:
+                engine.load_checkpoint(tmp_path)
+            if step == steps // 2 + 2:
+                for name in ("embed.weight", "frozen.0.up.weight"):
+                    param = engine.module.get_parameter(name)
+                    with engine.gathered(params=[param], modifier_rank=0):
+                        if ranks.rank == 0:
+                            param.data[0] = 2.0
+            for number in range(1 if step % 5 else 2):
+                patch = engine.weight_patch(since=versions[number])
+                versions[number] = patch.version
+                if ranks.rank == 0:
+                    known = None if step else 0
+                    zero_core.apply_patch(receivers[number], patch, version=known)
+            if step % 5 == 0:
+                for receiver in receivers:
+                    _assert_same(engine, receiver)
+        assert versions[0] == engine.patch_version
+        assert engine.patch_version >= steps - engine.skipped_steps
 
-
-@pytest.mark.slow
-def test_a_receiver_is_bit_equal_after_two_hundred_versions(tmp_path):
-    simulate(_many_versions, 2, 3, "bf16", str(tmp_path), 201)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_receiver_follows_at_every_stage(tmp_path, world_size, stage, dtype):
-    simulate(_many_versions, world_size, stage, dtype, str(tmp_path), 11)
+    simulate(program, world_size)
 
 
 def _mlp(seed: int = 0, width: int = 128) -> nn.Sequential:
@@ -120,7 +112,8 @@ def _train(engine: zero_core.Engine, steps: int = 1, width: int = 128) -> None:
         engine.step()
 
 
-def _small_steps(ranks: SimulatedRanks) -> list[float]:
+@on_ranks(2)
+def test_a_patch_is_small_at_a_small_rate(ranks):
     engine = _build_mlp(ranks, 3, 512)
     whole = sum(2 * p.numel() for p in _mlp(0, 512).parameters())
     shares = []
@@ -132,17 +125,15 @@ def _small_steps(ranks: SimulatedRanks) -> list[float]:
     assert 0 < held < 0.15 * whole / ranks.size
     planned = zero_core.plan(_mlp(0, 512), _mlp_config(3), ranks.size)
     assert held <= planned.memory.host["weight patches"]
-    return shares
+    if ranks.rank == 0:
+        # In Adam's first step every value moves by the whole rate.
+        assert shares[0] < 0.04
+        assert sum(shares) / len(shares) < 0.03
 
 
-def test_a_patch_is_small_at_a_small_rate():
-    shares = simulate(_small_steps, 2)[0]
-    # In Adam's first step every value moves by the whole rate.
-    assert shares[0] < 0.04
-    assert sum(shares) / len(shares) < 0.03
-
-
-def _late(ranks: SimulatedRanks) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_receiver_that_is_too_far_behind_takes_all(ranks):
     engine = _build_mlp(ranks, 2, weight_patches={"versions": 2})
     for _ in range(3):
         _train(engine)
@@ -175,11 +166,6 @@ def _late(ranks: SimulatedRanks) -> None:
         assert all(torch.equal(p, expected[n]) for n, p in receiver.named_parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_receiver_that_is_too_far_behind_takes_all(world_size):
-    simulate(_late, world_size)
-
-
 def test_patches_of_another_engine_and_missing_logs_are_refused():
     receiver = _mlp().bfloat16()
     zero_core.apply_patch(receiver, _build_mlp(None, 0).weight_patch())
@@ -201,34 +187,31 @@ def test_a_damaged_or_foreign_patch_changes_nothing():
     engine = _build_mlp(None, 0)
     _train(engine)
     patch = engine.weight_patch(since=0)
-    assert isinstance(patch.source, bytes)
-    receiver = _mlp().bfloat16()
-    before = _values(receiver)
     data = patch.source
+    assert isinstance(data, bytes)
+    receiver = _mlp().bfloat16()
+    before = copy.deepcopy(receiver.state_dict())
     places = [9, len(data) // 3, len(data) // 2, len(data) - 1]
     places += [data.index(word) for word in (b"zero_patch", b"pieces", b"since", b"U8")]
-    for place in places:
-        broken = bytearray(data)
-        broken[place] ^= 1
+    broken = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in places]
+    for changed in (*broken, *(data[:length] for length in (0, 4, 100, len(data) - 1))):
         with pytest.raises(zero_core.CheckpointError):
-            zero_core.apply_patch(receiver, bytes(broken), version=0)
-    for length in (0, 4, 100, len(data) - 1):
-        with pytest.raises(zero_core.CheckpointError):
-            zero_core.apply_patch(receiver, data[:length], version=0)
-    with pytest.raises(zero_core.CheckpointError, match="the model lacks"):
-        zero_core.apply_patch(nn.Sequential(nn.Linear(128, 128)).bfloat16(), patch, version=0)
-    with pytest.raises(zero_core.CheckpointError, match=r"torch.float32 here, .*bfloat16"):
-        zero_core.apply_patch(_mlp(), patch, version=0)
+            zero_core.apply_patch(receiver, changed, version=0)
     larger = nn.Sequential(*_mlp().bfloat16(), nn.Linear(2, 2))
-    with pytest.raises(zero_core.CheckpointError, match=r"none for \['4.weight'"):
-        zero_core.apply_patch(larger, engine.weight_patch())
-    assert_same(_values(receiver), before)
+    for other, taken, message in (
+        (nn.Sequential(nn.Linear(128, 128)).bfloat16(), patch, "the model lacks"),
+        (_mlp(), patch, r"torch.float32 here, .*bfloat16"),
+        (larger, engine.weight_patch(), r"none for \['4.weight'"),
+    ):
+        with pytest.raises(zero_core.CheckpointError, match=message):
+            zero_core.apply_patch(other, taken, version=None if other is larger else 0)
+    assert_same(receiver.state_dict(), before)
     with torch.no_grad():
         receiver[0].weight.mul_(1.5)  # not by a patch
-    before = _values(receiver)
+    before = copy.deepcopy(receiver.state_dict())
     with pytest.raises(zero_core.CheckpointError, match="something else has changed it"):
         zero_core.apply_patch(receiver, patch, version=0)
-    assert_same(_values(receiver), before)
+    assert_same(receiver.state_dict(), before)
     zero_core.apply_patch(receiver, engine.weight_patch())
     _assert_same(engine, receiver)
 
@@ -262,13 +245,6 @@ def _to_folder(ranks: SimulatedRanks, folder: Path, num_files: int) -> None:
     assert_same(loaded.full_state_dict(), engine.full_state_dict())
 
 
-@pytest.mark.parametrize("num_files", [1, 4])
-def test_a_folder_is_replaced_file_by_file(tmp_path, monkeypatch, num_files):
-    if num_files > 1:
-        monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 34_000)
-    simulate(_to_folder, 2, tmp_path / "model", num_files)
-
-
 def _whole_into_folder(ranks: SimulatedRanks, folder: Path) -> None:
     """Two engines without a log: their patches have one number, 0."""
     for seed in range(2):
@@ -292,10 +268,11 @@ def _whole_into_folder(ranks: SimulatedRanks, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("num_files", [1, 4])
-def test_patches_of_one_number_are_all_applied_to_a_folder(tmp_path, monkeypatch, num_files):
+def test_a_folder_is_replaced_file_by_file_by_patches_in_turn(tmp_path, monkeypatch, num_files):
     if num_files > 1:
         monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 34_000)
-    simulate(_whole_into_folder, 1, tmp_path / "model")
+    simulate(_to_folder, 2, tmp_path / "model", num_files)
+    simulate(_whole_into_folder, 1, tmp_path / "one number")
 
 
 def test_a_folder_in_which_nothing_could_be_written_keeps_its_values(tmp_path, monkeypatch):
@@ -315,7 +292,8 @@ def test_a_folder_in_which_nothing_could_be_written_keeps_its_values(tmp_path, m
     zero_core.apply_patch(tmp_path, patch, version=0)
 
 
-def _follow_buffers(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_buffers_travel_when_they_change(ranks):
     norm, out = nn.BatchNorm1d(128), nn.Linear(128, 128)
     receiver = nn.Sequential(copy.deepcopy(norm), copy.deepcopy(out))
     model = nn.Sequential(norm, out)
@@ -332,10 +310,6 @@ def _follow_buffers(ranks: SimulatedRanks) -> None:
     _assert_same(engine, receiver)
 
 
-def test_buffers_travel_when_they_change():
-    simulate(_follow_buffers, 2)
-
-
 def test_the_plan_has_the_most_bytes_of_the_log():
     def host_bytes(**settings: object) -> int:
         config = Case(0, "bf16", top={"weight_patches": settings}).config()
@@ -347,20 +321,16 @@ def test_the_plan_has_the_most_bytes_of_the_log():
     assert host_bytes(versions=8, max_bytes=1000) < numel / 7
 
 
-def _in_between(ranks: SimulatedRanks, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 5, 12])  # in 4 bits (of one update), in 8, and whole
+@on_ranks(2)
+def test_a_patch_serves_values_from_between_its_versions(ranks, steps):
     engine = _build_mlp(ranks, 1)
     _train(engine, steps)
     halfway = engine.full_state_dict(rank=0)
     _train(engine, steps)
     receiver = _mlp().bfloat16()
-    if ranks.rank == 0:
-        receiver.load_state_dict(halfway)
     patch = engine.weight_patch(since=0)
     if ranks.rank == 0:
+        receiver.load_state_dict(halfway)
         zero_core.apply_patch(receiver, patch, version=0)
     _assert_same(engine, receiver)
-
-
-@pytest.mark.parametrize("steps", [1, 5, 12])  # in 4 bits (of one update), in 8, and whole
-def test_a_patch_serves_values_from_between_its_versions(steps):
-    simulate(_in_between, 2, steps)

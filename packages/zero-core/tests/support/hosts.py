@@ -1,0 +1,36 @@
+"""Collectives of hosts over gloo ranks, some of which share memory."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_core.comm.control import LibraryControlGroup
+from zero_core.comm.groups import ProcessLibrary
+from zero_core.comm.host import HostCollectives
+from zero_core.comm.p2p import ProcessMessages
+from zero_core.comm.shared_memory import SharedMemory
+
+CPU = torch.device("cpu")
+
+
+def control_of(rank: int, world_size: int) -> LibraryControlGroup:
+    """Return a control group over torch's own collectives."""
+    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
+    return LibraryControlGroup(library, CPU)
+
+
+def connect(
+    rank: int, world_size: int, per_node: int | None = None
+) -> tuple[HostCollectives, SharedMemory]:
+    """Connect ranks of which ``per_node`` share memory. None: all."""
+    per_node = per_node or world_size
+    shared = SharedMemory(control_of(rank, world_size), ranks_per_node=per_node)
+    node = rank // per_node * per_node
+    assert shared.peers == set(range(node, node + per_node)) - {rank}
+    return HostCollectives(
+        ProcessMessages(None),
+        rank=rank,
+        world_size=world_size,
+        shared=shared,
+        ranks_per_node=per_node,
+    ), shared
