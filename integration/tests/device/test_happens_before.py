@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -27,8 +27,18 @@ from zero_core.comm.queues import HostQueues
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import Work
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import Case, SimulatedRanks, late_device, run_alone, seeded, simulate
-from zero_core.testing.happens_before import find_races, wait_of
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    Tower,
+    late_device,
+    make_tower,
+    rows,
+    run_alone,
+    simulate,
+)
+from zero_core.testing.happens_before import Race, find_races, wait_of
+from zero_core.testing.late_device import TraceRecord
 from zero_core.vertical.partial_grads import HostGradients, PartialGrads
 from zero_offload import OffloadedOptimizer
 from zero_offload.flat import geometry
@@ -55,21 +65,6 @@ does, copies in memory (which need a launcher) and a step (which reads the ranks
 it publishes) do not. They must run, and leave no race."""
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-        self.last = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        out: Tensor = self.last(x)
-        return out
-
-
 class _PinnedAccesses(TorchDispatchMode):
     """A dispatch mode that traces what torch does to pinned memory on the host."""
 
@@ -92,25 +87,19 @@ class _PinnedAccesses(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _nothing(*_: object) -> None:
-    """Note nothing."""
-
-
-@contextmanager
-def _noted(
-    owner: Any, name: str, before: Callable[..., None] = _nothing, after: Any = _nothing
-) -> Iterator[None]:
+def _noted(owner: Any, name: str, before: Any = None, after: Any = None) -> Any:
     """Call ``before(*args)`` and ``after(result, *args)`` around each call of a function."""
     original = getattr(owner, name)
 
     def run(*args: Any, **keys: Any) -> Any:
-        before(*args)
+        if before is not None:
+            before(*args)
         found = original(*args, **keys)
-        after(found, *args)
+        if after is not None:
+            after(found, *args)
         return found
 
-    with mock.patch.object(owner, name, run):
-        yield
+    return mock.patch.object(owner, name, run)
 
 
 def _send(*things: object) -> None:
@@ -217,74 +206,70 @@ def _host_kernels() -> Iterator[None]:
         yield
 
 
-def _config(dtype: str, zero: dict[str, Any], accumulation: int = 1, **top: Any) -> dict[str, Any]:
-    stage = zero.get("stage", 0)
+def _config(stage: int, accumulation: int = 1, dtype: str = "bf16", **zero: Any) -> dict[str, Any]:
+    top = {"gradient_clipping": zero.pop("clipping", 0.0)}
+    zero["stage3_param_persistence_threshold"] = 0
     return Case(stage, dtype, accumulation, zero=zero, top=top).config()
 
 
 OFFLOAD = {"device": "cpu", "pin_memory": True}
-RESTING = {"stage": 3, "offload_param": OFFLOAD, "stage3_param_persistence_threshold": 0}
+STATES = {"offload_optimizer": OFFLOAD}
+RESTING = _config(3, offload_param=OFFLOAD, **STATES)
+QUANTIZED = _config(
+    3,
+    zero_quantized_weights=True,
+    zero_quantized_gradients=True,
+    zero_hpz_partition_size=1,
+)
 CASES = {
-    "offloaded": _config("bf16", {"stage": 2, "offload_optimizer": OFFLOAD}),
-    "offloaded and clipped": _config(
-        "bf16", {"stage": 2, "offload_optimizer": OFFLOAD}, gradient_clipping=1.0
-    ),
-    "offloaded in fp32": _config("fp32", {"stage": 2, "offload_optimizer": OFFLOAD}),
-    "accumulated": _config("bf16", {"stage": 2, "offload_optimizer": OFFLOAD}, accumulation=3),
-    "folded": _config(
-        "bf16",
-        {"stage": 2, "offload_optimizer": OFFLOAD},
-        accumulation=6,
-        gradient_clipping=1.0,
-    ),
-    "twin": _config("bf16", {"stage": 2, "offload_optimizer": {**OFFLOAD, "ratio": 0.6}}),
-    "parameters too": _config("bf16", {**RESTING, "offload_optimizer": OFFLOAD}),
-    "parameters alone": _config("bf16", RESTING),
+    "offloaded and clipped": _config(2, clipping=1.0, **STATES),
+    "offloaded in fp32": _config(2, dtype="fp32", **STATES),
+    "accumulated": _config(2, 3, **STATES),
+    "folded": _config(2, 6, clipping=1.0, **STATES),
+    "twin": _config(2, offload_optimizer={**OFFLOAD, "ratio": 0.6}),
+    "parameters too": RESTING,
+    "parameters alone": _config(3, offload_param=OFFLOAD),
 }
-
-
 ON_RANKS = {
-    "stage 0": _config("bf16", {"stage": 0}),
-    "stage 1": _config("bf16", {"stage": 1}, accumulation=2),
-    "stage 2, offloaded": _config("bf16", {"stage": 2, "offload_optimizer": OFFLOAD}),
-    "stage 3": _config("bf16", {"stage": 3, "stage3_param_persistence_threshold": 0}),
-    "stage 3, offloaded": _config("bf16", {"stage": 3, "offload_optimizer": OFFLOAD}),
-    "quantized": _config(
-        "bf16",
-        {
-            "stage": 3,
-            "zero_quantized_weights": True,
-            "zero_quantized_gradients": True,
-            "zero_hpz_partition_size": 1,
-        },
-    ),
+    "stage 0": (_config(0), 2),
+    "stage 1": (_config(1, 2), 2),
+    "stage 2, offloaded": (_config(2, **STATES), 2),
+    "stage 3": (_config(3), 2),
+    "stage 3, offloaded": (_config(3, **STATES), 2),
+    "quantized": (QUANTIZED, 2),
+    "quantized, a node each": (QUANTIZED, 1),
 }
+
+
+def _net() -> Tower:
+    return make_tower(4, WIDTH).to("late:0")
 
 
 def _batch(step: int, device: torch.device | str = "late:0") -> Tensor:
-    return torch.randn(2, 16, generator=torch.Generator().manual_seed(step)).to(device)
+    return rows(step, 0, WIDTH).to(device)
 
 
-def _train(config: dict[str, Any], *, ranks: SimulatedRanks | None = None) -> None:
+def _train(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> None:
     device = torch.device("late:0") if ranks is None else ranks.device
-    with seeded(0):
-        net = Net()
-    engine = zero_core.build(net.to(device), config, process_group=ranks)
+    engine = zero_core.build(make_tower(4, WIDTH).to(device), config, process_group=ranks)
     for step in range(3):
         for _ in range(config["gradient_accumulation_steps"]):
-            engine.backward(engine(_batch(step, device)).float().square().mean())
+            engine.backward(engine(_batch(step, device)))
             engine.step()
     engine.close()
 
 
+def _train_on_ranks(config: dict[str, Any], per_node: int) -> None:
+    simulate(partial(_train, config), 2, ranks_per_node=per_node, device="late")
+
+
 def _offloaded_optimizer(ratio: float) -> None:
     """Train in a plain loop, and drop the model while new values are still being copied."""
-    torch.manual_seed(0)
-    net = Net().to("late:0", torch.bfloat16)
+    net = _net().bfloat16()
     optimizer = OffloadedOptimizer(optim.AdamW, net.parameters(), lr=1e-2, ratio=ratio)
     for step in range(3):
         optimizer.zero_grad()
-        net(_batch(step).bfloat16()).float().square().mean().backward()
+        net(_batch(step).bfloat16()).backward()
         optimizer.step()
     for part in optimizer.tier.parts:
         part.drain()
@@ -373,8 +358,7 @@ def _device_tier() -> None:
 
 def _reused_memory() -> None:
     """Gather all units into buffers whose memory was just used for something else."""
-    torch.manual_seed(0)
-    engine = zero_core.build(Net().to("late:0"), CASES["parameters too"])
+    engine = zero_core.build(_net(), RESTING)
     for nbytes in range(512, 32768, 512):
         torch.empty(nbytes, dtype=torch.uint8, device="late:0").fill_(1)
     with engine.gathered():
@@ -384,10 +368,9 @@ def _reused_memory() -> None:
 
 def _offloaded_states() -> None:
     """Offload states whose memory another stream allocated and reuses while they are copied."""
-    torch.manual_seed(0)
     other = torch.Stream(device="late:0")
     with other:
-        engine = zero_core.build(Net().to("late:0"), ON_RANKS["stage 3"])
+        engine = zero_core.build(_net(), _config(3))
         torch.accelerator.synchronize()
     engine.offload_states(non_blocking=True)
     with other:
@@ -397,21 +380,9 @@ def _offloaded_states() -> None:
     engine.close()
 
 
-def _train_on_ranks(config: dict[str, Any], num_nodes: int = 1) -> None:
-    world_size = 2
-    simulate(
-        _train_as_rank, world_size, config, ranks_per_node=world_size // num_nodes, device="late"
-    )
-
-
-def _train_as_rank(ranks: SimulatedRanks, config: dict[str, Any]) -> None:
-    _train(config, ranks=ranks)
-
-
 def _edited_parameters() -> None:
     """Overwrite values on the host right after a forward that they were fetched for."""
-    torch.manual_seed(0)
-    engine = zero_core.build(Net().to("late:0"), CASES["parameters too"])
+    engine = zero_core.build(_net(), RESTING)
     with torch.no_grad():
         engine(_batch(0))
     for flat in engine.sharded_state.params:
@@ -458,10 +429,10 @@ def _gradients_on_the_host() -> None:
 
 def _saved_beside_training() -> None:
     """Save asynchronously: threads copy the states of a step while the next ones change them."""
-    engine = zero_core.build(Net().to("late:0"), ON_RANKS["stage 3"])
+    engine = zero_core.build(_net(), _config(3))
     with TemporaryDirectory() as folder:
         for step in range(3):
-            engine.backward(engine(_batch(step, torch.device("late:0"))).float().square().mean())
+            engine.backward(engine(_batch(step)))
             engine.step()
             saved = engine.async_save(folder)
         saved.result()
@@ -470,8 +441,7 @@ def _saved_beside_training() -> None:
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     **{name: partial(_train, config) for name, config in CASES.items()},
-    **{f"2 ranks, {name}": partial(_train_on_ranks, config) for name, config in ON_RANKS.items()},
-    "2 nodes, quantized": partial(_train_on_ranks, ON_RANKS["quantized"], num_nodes=2),
+    **{f"2 ranks, {name}": partial(_train_on_ranks, *how) for name, how in ON_RANKS.items()},
     "plain loop": partial(_offloaded_optimizer, 1.0),
     "plain loop, twin": partial(_offloaded_optimizer, 0.5),
     "tier": partial(_tier, 1.0),
@@ -493,47 +463,70 @@ NUM_TRIES = 3
 done depends on how fast the threads are."""
 
 
-def _check(names: list[str]) -> None:
+def _check() -> None:
     late_device.load()
     geometry.PUBLISHED_NUMEL = 1024  # several chunks per unit
     differences.SHORTEST_NBYTES = 256
-    is_reported: dict[str, bool] = {}  # by line: whether a race shows where it does not wait
-    for name in chain.from_iterable(repeat(names, NUM_TRIES)):
-        if name == names[0] and is_reported and all(is_reported.values()):
+    gc.freeze()  # what imports made is not searched by each collection
+    ran, shown = set[str](), set[str]()  # lines that waited; that leave a race if they do not
+    for _ in range(NUM_TRIES):
+        for name, program in PROGRAMS.items():
+            with _host_kernels():
+                late_device.start_trace()
+                program()
+                gc.collect()  # memory that a cycle holds is freed within the trace
+                trace = late_device.stop_trace()
+            sites, hints = _sites(trace)
+            races = list(_races(trace, hints))
+            assert not races, f"{name}: {'; '.join(map(str, races[:5]))}"
+            ran |= sites.keys()
+            shown |= _shown(trace, {s: n for s, n in sites.items() if s not in shown}, hints)
+        missed = sorted(site for site in ran - shown if not site.endswith(_WAITED_BEFORE))
+        if not missed:
             break
-        with _host_kernels():
-            late_device.start_trace()
-            PROGRAMS[name]()
-            gc.collect()  # memory that a cycle holds is freed within the trace
-            trace = late_device.stop_trace()
-        workers = {record.thread for record in trace if record.kind == "host_access"} - {
-            record.thread for record in trace if record.kind == "launch" and record.stream == 0
-        }
-        sites: dict[str, list[int]] = defaultdict(list)
-        hints: list[int] = []
-        for position, record in enumerate(trace):
-            site = wait_of(record, _ROOTS)
-            if record.kind == "event_query" and site.endswith(_HINTS):
-                hints.append(position)
-            elif record.kind == "device_synchronize" and site.endswith(_BETWEEN_STEPS):
-                continue
-            elif site and "/testing/" not in site:
-                sites[f"{record.kind} {site}"].append(position)
-        races = list(find_races(trace, workers=workers, without=hints))
-        assert not races, f"{name}: {'; '.join(map(str, races[:5]))}"
-        for site, positions in sites.items():
-            if not is_reported.get(site, False):
-                found = find_races(trace, workers=workers, without=[*hints, *positions])
-                is_reported[site] = any(True for _ in found)
-    missed = sorted(
-        site
-        for site, is_found in is_reported.items()
-        if not is_found and not site.endswith(_WAITED_BEFORE)
-    )
     assert not missed, f"dropping these waits is not noticed: {missed}"
-    ran = {site.split(" ")[1] for site in is_reported}
-    not_run = sorted(_waits_in_source() - ran)
+    not_run = sorted(_waits_in_source() - {site.split(" ")[1] for site in ran})
     assert not not_run, f"these waits did not run: {not_run}"
+
+
+def _sites(trace: Sequence[TraceRecord]) -> tuple[dict[str, list[int]], list[int]]:
+    """Return the positions of waits in the trace by their line, and of those that are hints."""
+    sites: dict[str, list[int]] = defaultdict(list)
+    hints = []
+    for position, record in enumerate(trace):
+        site = wait_of(record, _ROOTS)
+        if record.kind == "event_query" and site.endswith(_HINTS):
+            hints.append(position)
+        elif record.kind == "device_synchronize" and site.endswith(_BETWEEN_STEPS):
+            continue
+        elif site and "/testing/" not in site:
+            sites[f"{record.kind} {site}"].append(position)
+    return sites, hints
+
+
+def _races(trace: Sequence[TraceRecord], without: list[int]) -> Iterator[Race]:
+    workers = {record.thread for record in trace if record.kind == "host_access"} - {
+        record.thread for record in trace if record.kind == "launch" and record.stream == 0
+    }
+    return find_races(trace, workers=workers, without=without)
+
+
+def _shown(
+    trace: Sequence[TraceRecord], sites: Mapping[str, list[int]], hints: list[int]
+) -> set[str]:
+    """Return the sites of which each leaves a race if it does not wait, by halves of them.
+
+    Where all together leave none, no single one does.
+    """
+    dropped = [*hints, *chain.from_iterable(sites.values())]
+    if not sites or not any(True for _ in _races(trace, dropped)):
+        return set()
+    if len(sites) == 1:
+        return set(sites)
+    names, half = list(sites), len(sites) // 2
+    return set().union(
+        *(_shown(trace, {s: sites[s] for s in of}, hints) for of in (names[:half], names[half:]))
+    )
 
 
 def _waits_in_source() -> set[str]:
@@ -542,13 +535,17 @@ def _waits_in_source() -> set[str]:
     Those of zero-comm are in its plug-ins for DDP and FSDP2, which need NCCL.
     """
     found: set[str] = set()
+    waits = ("wait_event", "wait_stream", "record_stream")
     for path in chain.from_iterable(Path(root).rglob("*.py") for root in _ROOTS):
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_wait = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            if is_wait and node.func.attr in ("wait_event", "wait_stream", "record_stream"):
+        text = path.read_text()
+        if "testing" in path.parts or not any(name in text for name in waits):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if is_call and node.func.attr in waits:
                 found.add(f"{path}:{node.lineno}")
-    return {place for place in found if "/testing/" not in place}
+    return found
 
 
 def test_nothing_is_unordered_and_every_wait_is_needed() -> None:
-    run_alone(_check, list(PROGRAMS))
+    run_alone(_check)
