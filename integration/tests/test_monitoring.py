@@ -28,7 +28,6 @@ from zero_engine.monitoring import MemoryBreakdown, Scalars, StepFacts, WallCloc
 SCRIPT = Path(__file__).parent / "scripts" / "deepspeed_monitors.py"
 LR_BY_DEEPSPEED = "step,lr\r\n4,0.0\r\n8,0.00430676558073393\r\n12,0.006826061944859854\r\n"
 """``Train_Samples_lr.csv`` as DeepSpeed 0.19.8 writes it for the script."""
-PARTS = ("forward", "backward", "step")
 
 
 def _config(**more: Any) -> dict[str, Any]:
@@ -58,25 +57,18 @@ def test_files_are_those_that_deepspeed_writes(tmp_path, capsys):
     train(deepspeed, str(tmp_path))
     assert (tmp_path / "csv" / "Train_Samples_lr.csv").read_bytes().decode() == LR_BY_DEEPSPEED
     found = _csv(tmp_path)
-    assert found.keys() == {
-        "Train_Samples_lr.csv",
-        *(f"Train_Samples_elapsed_time_ms_{part}.csv" for part in PARTS),
-    }
-    for part in PARTS:
-        head, *rows = found[f"Train_Samples_elapsed_time_ms_{part}.csv"]
-        assert head == ["step", f"elapsed_time_ms_{part}"]
+    names = ["lr", *(f"elapsed_time_ms_{part}" for part in ("forward", "backward", "step"))]
+    assert found.keys() == {f"Train_Samples_{name}.csv" for name in names}
+    for name in names:
+        head, *rows = found[f"Train_Samples_{name}.csv"]
+        assert head == ["step", name]
         assert [row[0] for row in rows] == ["4", "8", "12"]
     board = _board(tmp_path)
-    assert board.keys() == {
-        "Train/Samples/lr",
-        *(f"Train/Samples/elapsed_time_ms_{p}" for p in PARTS),
-    }
+    assert board.keys() == {f"Train/Samples/{name}" for name in names}
     lr = [(int(s), float(v)) for s, v in found["Train_Samples_lr.csv"][1:]]
     assert board["Train/Samples/lr"] == [(s, pytest.approx(v)) for s, v in lr]
-    lines = re.findall(
-        r"time \(ms\) \| fwd: [\d.]+ \| bwd: [\d.]+ \| step: [\d.]+", capsys.readouterr().out
-    )
-    assert len(lines) == 3
+    times = r"time \(ms\) \| fwd: [\d.]+ \| bwd: [\d.]+ \| step: [\d.]+"
+    assert len(re.findall(times, capsys.readouterr().out)) == 3
 
 
 @pytest.mark.slow
@@ -265,23 +257,14 @@ def test_a_script_may_make_the_monitors_itself(tmp_path):
     }
 
 
-def test_nothing_watches_unless_it_is_asked_for():
-    engine = _train(_config(), steps=1)
-    assert engine.watch.observers == []
-    assert not engine.monitor.enabled
-    engine.monitor.write_events([("a", 1.0, 1)])
-
-
-def test_operations_are_counted_in_the_step_that_is_asked_for(tmp_path, capsys):
+def test_operations_and_memory_are_reported_as_asked(tmp_path, capsys):
     path = tmp_path / "folder" / "flops.txt"
     block = {"enabled": True, "profile_step": 1, "output_file": str(path), "top_modules": 2}
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
-    config = _config(
-        flops_profiler=block, gradient_accumulation_steps=2, zero_optimization={"stage": 3}
-    )
-    _train(config, steps=2, model=model)
-    assert not path.exists()
-    _train(config, steps=4, model=nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7)))
+    more = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
+    for steps in (2, 4):
+        assert not path.exists()
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
+        _train(_config(flops_profiler=block, **more), steps=steps, model=model)
     text = path.read_text()
     # A product of [2, k] and [k, n] is 2 * 2 * k * n operations; there are two micro-steps.
     first, second = 2 * (4 * 3 * 5), 2 * (4 * 5 * 7)
@@ -291,24 +274,19 @@ def test_operations_are_counted_in_the_step_that_is_asked_for(tmp_path, capsys):
     assert f"Sequential.0 {first:,}" in text
     assert f"most at depth 1: Sequential.1 {second:,} (70.0%), Sequential.0 {first:,}" in text
     assert "floating" not in capsys.readouterr().out
-
-
-def test_a_report_of_operations_is_as_deep_as_is_asked(capsys):
     block = {"enabled": True, "profile_step": 0, "module_depth": 0, "detailed": False}
-    _train(_config(flops_profiler=block), model=nn.Sequential(nn.Linear(3, 5)))
+    _train(
+        _config(flops_profiler=block, memory_breakdown=True),
+        model=nn.Sequential(nn.Linear(3, 4)),
+        steps=1,
+    )
     out = capsys.readouterr().out
     assert "most at depth 0: Sequential" in out
     assert "depth 1" not in out
     assert "time (ms)" in out  # as in DeepSpeed, the profiler tells times, too
-
-
-def test_memory_is_told_after_each_part(capsys):
-    _train(_config(memory_breakdown=True), steps=1)
-    lines = capsys.readouterr().out.splitlines()
-    told = [line for line in lines if line.startswith("memory after")]
-    assert [line.split()[2] for line in told] == ["forward", "backward", "step"]
-    held = [float(line.split()[-1]) for line in told]
-    assert all(0.05 < gigabytes < 64.0 for gigabytes in held)
+    told = [line.split() for line in out.splitlines() if line.startswith("memory after")]
+    assert [words[2] for words in told] == ["forward", "backward", "step"]
+    assert all(0.05 < float(words[-1]) < 64.0 for words in told)
 
 
 def test_step_and_samples_per_second_are_told_every_so_many_steps(clock, capsys):
@@ -325,6 +303,22 @@ def test_step_and_samples_per_second_are_told_every_so_many_steps(clock, capsys)
     off = _config(steps_per_print=2, timers={"throughput": {"enabled": False}})
     _train(off, steps=2)
     assert "samples/s" not in capsys.readouterr().out
+    engine = _train(_config(), steps=1)  # nothing is asked for
+    assert engine.watch.observers == []
+    assert not engine.monitor.enabled
+    engine.monitor.write_events([("a", 1.0, 1)])
+
+
+def _watch(rank: int, comm_report: Any = None, **more: Any) -> Watch:
+    """Return what watches an engine of two ranks, without the engine."""
+    engine = SimpleNamespace(
+        rank=rank,
+        world_size=2,
+        device=torch.device("cpu"),
+        module=nn.Linear(1, 1),
+        comm_report=comm_report,
+    )
+    return Watch(read(_config(**more)), engine, 1)
 
 
 def _logs_communication(rank: int, world_size: int) -> None:
@@ -352,48 +346,25 @@ def test_bytes_sent_add_up_to_the_engines_own_report():
 def test_the_summary_of_communication_is_a_table_of_what_was_asked_for(capsys):
     with pytest.raises(ValueError, match="show_straggler"):
         deepspeed.comm.log_summary(show_straggler=True)
-    traffic = [
-        SimpleNamespace(
-            collective=name,
-            content="x",
-            num_calls=2,
-            within_node_bytes=30,
-            between_nodes_bytes=4,
-        )
-        for name in ("all_gather", "reduce_scatter")
-    ]
-    engine = SimpleNamespace(
-        rank=0,
-        world_size=2,
-        device=torch.device("cpu"),
-        module=nn.Linear(1, 1),
-        comm_report=lambda: tuple(traffic),
-    )
+    numbers = {"content": "x", "num_calls": 2, "within_node_bytes": 30, "between_nodes_bytes": 4}
+    names = ("all_gather", "reduce_scatter")
+    traffic = tuple(SimpleNamespace(collective=name, **numbers) for name in names)
     block = {"enabled": True, "prof_all": False, "prof_ops": ["reduce_scatter_tensor"]}
-    watch = Watch(read(_config(comms_logger=block)), engine, 1)
+    watch = _watch(0, comm_report=lambda: traffic, comms_logger=block)
     for step in (1, 2):
         watch.step_done(StepFacts(step, 2 * step, [0.1], None))
     assert capsys.readouterr().out == "", "only verbose tells each step"
     deepspeed.comm.log_summary()
     out = capsys.readouterr().out
     assert "reduce_scatter" in out
+    assert {"4", "60", "8"} <= {*out.split()}
     assert "all_gather" not in out
-    assert "4" in out.split()
-    assert "60" in out.split()
-    assert "8" in out.split()
     assert "2 steps, rank 0" in out
 
 
 def test_other_ranks_than_0_write_and_print_nothing(tmp_path, capsys):
-    engine = SimpleNamespace(
-        rank=1, world_size=2, device=torch.device("cpu"), module=nn.Linear(1, 1)
-    )
-    config = _config(
-        csv_monitor={"enabled": True, "output_path": str(tmp_path)},
-        wall_clock_breakdown=True,
-        memory_breakdown=True,
-    )
-    watch = Watch(read(config), engine, 1)
+    block = {"enabled": True, "output_path": str(tmp_path)}
+    watch = _watch(1, csv_monitor=block, wall_clock_breakdown=True, memory_breakdown=True)
     kinds = [type(one) for one in watch.observers]
     assert kinds == [Scalars, WallClock, MemoryBreakdown]
     with watch.part("step"):
