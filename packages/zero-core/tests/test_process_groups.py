@@ -230,8 +230,9 @@ def _some_ranks_with_a_bound_device_split_their_group(rank: int, world_size: int
     assert calls == expected + [(group, [[0], [1]], lane) for lane in lanes]
     with pytest.raises(ConfigError, match=r"\[\[1, 0\]\]: expected ascending ranks"):
         collectives.subgroup([1, 0])
+    mesh: Any = SimpleNamespace(mesh=torch.tensor([[0], [2]]))
     with pytest.raises(ConfigError, match=r"new_group\(\[0, 2\]\)"):
-        groups.group_of_mesh(SimpleNamespace(mesh=torch.tensor([[0], [2]])), CPU)  # type: ignore[arg-type]
+        groups.group_of_mesh(mesh, CPU)
     world.bound_device_id = None
     del kept
 
@@ -271,44 +272,22 @@ def _a_backend_without_options_has_the_default_timeout(rank: int, world_size: in
     assert timeout_of(group, CPU) == timedelta(minutes=30)
 
 
-def _run_in_turn(rank: int, world_size: int, programs: list[Callable[[int, int], None]]) -> None:
-    for program in programs:
-        program(rank, world_size)
-
-
 @pytest.mark.parametrize(
-    ("world_size", "programs"),
+    ("what", "world_size"),
     [
-        (
-            3,
-            [
-                _all_ranks_with_different_numbers_of_groups_build,
-                _some_ranks_with_different_numbers_of_groups_build,
-                _groups_are_shared_and_end_with_the_last_engine,
-                _the_groups_of_an_engine_that_is_dropped_end_later,
-                _subgroups_that_overlap_are_refused_by_name,
-            ],
-        ),
-        (3, [_some_ranks_with_a_bound_device_split_their_group]),
-        (5, [_meshes_over_some_ranks_build]),
-        (
-            1,
-            [
-                _an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails,
-                _a_backend_without_options_has_the_default_timeout,
-            ],
-        ),
-        (
-            2,
-            [
-                _groups_that_end_together_are_aborted_as_one,
-                _an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails,
-            ],
-        ),
+        (_all_ranks_with_different_numbers_of_groups_build, 3),
+        (_some_ranks_with_different_numbers_of_groups_build, 3),
+        (_meshes_over_some_ranks_build, 5),
+        (_groups_are_shared_and_end_with_the_last_engine, 3),
+        (_an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails, 1),
+        (_an_engines_groups_end_with_it_and_where_its_build_or_its_watch_fails, 2),
+        (_the_groups_of_an_engine_that_is_dropped_end_later, 3),
+        (_groups_that_end_together_are_aborted_as_one, 2),
+        (_some_ranks_with_a_bound_device_split_their_group, 3),
+        (_subgroups_that_overlap_are_refused_by_name, 3),
+        (_a_backend_without_options_has_the_default_timeout, 1),
     ],
-    ids=lambda given: given if isinstance(given, int) else given[0].__name__.strip("_"),
+    ids=lambda given: getattr(given, "__name__", str(given)).strip("_"),
 )
-def test_process_groups_of_engines(
-    world_size: int, programs: list[Callable[[int, int], None]]
-) -> None:
-    spawn(_run_in_turn, world_size, programs)
+def test_process_groups_of_engines(what: Callable[[int, int], None], world_size: int) -> None:
+    spawn(what, world_size)

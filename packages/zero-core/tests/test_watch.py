@@ -111,6 +111,13 @@ def healthy(num_steps: int, size: int) -> Iterator[list[_Stage]]:
         yield [("step()", "sum of the step's statistics", chance.random() / 9)] * size
 
 
+def test_no_line_is_logged_in_healthy_steps(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = _Ranks(3)
+    ranks.run(healthy(2000, 3))
+    assert ranks.now > 1000.0
+    assert not caplog.records
+
+
 def _hang(ranks: _Ranks, act: Callable[[_Ranks], None]) -> None:
     ranks.run(healthy(5, len(ranks.places)))
     for place in ranks.places:
