@@ -101,7 +101,7 @@ def test_times_of_places_and_waits_make_up_the_step(tmp_path: Path) -> None:
         assert any(name.startswith("backward of unit 2") for _, _, name in detail.memory)
         seconds = next(step.seconds for step in steps if step.step == detail.step)
         assert detail.memory[0][0] == 0.0
-        assert detail.memory[-1][0] == pytest.approx(seconds, abs=0.01)
+        assert detail.memory[-1][0] == pytest.approx(seconds, abs=0.1)
         assert all(before[0] <= after[0] for before, after in itertools.pairwise(detail.memory))
     assert all(step.peak_bytes >= step.memory_bytes for step in steps)
     assert [e.what for e in _of(tmp_path, 0, EventRecord)] == ["ended"]
