@@ -75,6 +75,16 @@ def _with_skipped_blocks(ranks: SimulatedRanks, case: Case) -> list[Launch]:
     return _launches(ranks, model, batches(), case)
 
 
+def _with_blocks_left_out(ranks: SimulatedRanks, case: Case) -> list[Launch]:
+    # The first rank runs all blocks. Each other one leaves out one, and another one in each step.
+    batches: list[Inputs] = []
+    for number in range(6 * case.accumulation):
+        left_out = (number + 3 * ranks.rank) % 6 if ranks.rank else None
+        used = [block for block in range(6) if block != left_out]
+        batches.append((rows(number, ranks.rank), used))
+    return _launches(ranks, make_tower(6), batches, case)
+
+
 # NCCL asks for it: communicators may share a hardware queue.
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", range(4))
@@ -85,6 +95,7 @@ def _with_skipped_blocks(ranks: SimulatedRanks, case: Case) -> list[Launch]:
         (_with_branches, 1, False),
         (_with_branches, 1, True),
         (_with_skipped_blocks, 1, False),
+        *((_with_blocks_left_out, n, recomputes) for n in (1, 2) for recomputes in (False, True)),
     ],
 )
 def test_all_ranks_launch_everything_in_one_order(program, accumulation, stage, recomputes) -> None:

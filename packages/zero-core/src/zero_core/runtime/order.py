@@ -33,7 +33,8 @@ too (two losses, one backward). Activation checkpointing computes several units 
 of forward, before backward goes through the last of them: what is recomputed is followed only once
 a gradient of it is ready.
 A unit that backward passes over (it returned its input, say) is *skipped*: other ranks may need it,
-and this rank gathers it in the same order.
+and this rank gathers it in the same order. So is one that the forward gathered ahead and *passed
+by*: it stands in the trail, too.
 
 [Note: blocks that need no gradient]
 Backward does not go into a block whose output needs no gradient, as below the first trainable one.
@@ -63,12 +64,14 @@ class _Trail:
     Attributes:
         forward: a weak reference to it.
         units: those that backward has not reached yet, in forward order.
+        passed: those among them that the forward passed by.
         is_pending: whether no backward has begun since the forward did.
     """
 
     def __init__(self, forward: Forward) -> None:
         self.forward = weakref.ref(forward)
         self.units: list[int] = []
+        self.passed: set[int] = set()
         self.is_pending = True
 
     def last_position(self, unit: int) -> int | None:
@@ -136,9 +139,19 @@ class BackwardOrder:
     def use(self, unit: int) -> None:
         """Note that the forward that began last went into ``unit``."""
         if self._trails:
-            units = self._trails[-1].units
-            if not units or units[-1] != unit:
-                units.append(unit)
+            trail = self._trails[-1]
+            if unit in trail.passed:
+                trail.passed.remove(unit)
+                trail.units.remove(unit)
+            if not trail.units or trail.units[-1] != unit:
+                trail.units.append(unit)
+
+    def pass_by(self, block: int) -> None:
+        """Note that the forward that began last left out ``block``, which other ranks may use."""
+        trail = self._trails[-1]
+        if not (self._is_alone or block in self._left_out or block in trail.units):
+            trail.units.append(block)
+            trail.passed.add(block)
 
     def leave(self, block: int, *, needs_grad: bool) -> None:
         """Note whether the output of ``block``, in the forward that began last, needs a gradient.
@@ -190,6 +203,9 @@ class BackwardOrder:
         if trail is None or trail.last_position(unit) is None:
             return
         self._followed = trail
+        if forward is None:
+            self._with_grad.add(unit)  # reentrant checkpointing hid that in the forward
+            self._note_next_checkpoint(trail, unit)
         self._leave_recomputed()
         position = trail.last_position(unit)
         if position is None:
@@ -197,7 +213,10 @@ class BackwardOrder:
         if forward is not None:
             self._recomputed = None
             yield from self._follow(trail, position + 1)
-        elif self._recomputed is None or self._recomputed[0] is not trail:
+            return
+        while len(trail.units) - 1 > position and trail.units[-1] in trail.passed:
+            yield from self._follow(trail, len(trail.units) - 1)
+        if self._recomputed is None or self._recomputed[0] is not trail:
             self._recomputed, self._is_recomputed_ready = (trail, [position]), False
         else:
             self._recomputed[1].append(position)
@@ -262,6 +281,16 @@ class BackwardOrder:
                 return trail
         return None
 
+    def _note_next_checkpoint(self, trail: _Trail, unit: int) -> None:
+        """Leave what was computed again if ``unit``, which is to be, stands before all of it.
+
+        A checkpoint computes its units in the order of forward. Frozen ones show no gradient.
+        """
+        if self._recomputed is not None and self._recomputed[0] is trail:
+            position = trail.last_position(unit)
+            first = min(self._recomputed[1])
+            self._is_recomputed_ready |= position is not None and position < first
+
     def _leave_recomputed(self) -> None:
         """Follow the trail to its start, if backward has gone through what was computed again."""
         if self._recomputed is not None and self._is_recomputed_ready:
@@ -278,6 +307,7 @@ class BackwardOrder:
         older: list[_Trail] | None = None
         while len(trail.units) > stop:
             unit = trail.units.pop()
+            trail.passed.discard(unit)
             if unit not in self._entered:
                 self._entered.add(unit)
                 yield unit
@@ -303,6 +333,13 @@ class Prefetch:
         """Gather ``number`` units ahead of ``unit``, rather than one. All ranks set the same."""
         self._depths[backward][unit] = number
 
+    def window(self, unit: int, *, backward: bool) -> range:
+        """Return the units that are gathered ahead of ``unit``, in order."""
+        depth = self._depths[backward].get(unit, 1)
+        if backward:
+            return range(unit - 1, max(0, unit - 1 - depth), -1)
+        return range(unit + 1, min(self._num_units, unit + 1 + depth))
+
     def enter(self, unit: int, *, backward: bool) -> tuple[range, list[int]]:
         """Enter ``unit``.
 
@@ -310,11 +347,7 @@ class Prefetch:
             The units to gather ahead, in order, and those that were gathered ahead and are not in
             front of it: the order of use is not that of the module tree.
         """
-        depth = self._depths[backward].get(unit, 1)
-        if backward:
-            window = range(unit - 1, max(0, unit - 1 - depth), -1)
-        else:
-            window = range(unit + 1, min(self._num_units, unit + 1 + depth))
+        window = self.window(unit, backward=backward)
         strays = []
         if self._ahead:
             ahead, self._ahead = self._ahead, []

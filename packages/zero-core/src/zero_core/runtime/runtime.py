@@ -353,9 +353,10 @@ class Runtime:
                 if previous is not None and (backward or previous.index not in self._unsharded):
                     self.release(previous)
                 if self._running and not backward:
-                    self._path.append(unit)
                     if self._forward is not None:
+                        self._note_passed(index)
                         self._order.use(index)
+                    self._path.append(unit)
         window, strays = self.prefetch.enter(index, backward=backward)
         for stray in strays:
             if backward or stray not in self._unsharded:
@@ -398,9 +399,21 @@ class Runtime:
 
     def _end_tail(self, *, is_saved: bool) -> None:
         """End the outermost forward. A backward follows if it ``is_saved``."""
+        if is_saved:
+            self._note_passed(len(self.units))
         if self._tail is not None and is_saved:
             self._use_tail()
             self._order.use(self._tail.index)
+
+    def _note_passed(self, before: int) -> None:
+        """Note blocks that this rank gathered ahead and leaves out in the forward that is running.
+
+        ``before``: the unit that the forward goes to.
+        """
+        last = self._path[-1].index if self._path else 0
+        for index in self.prefetch.window(last, backward=False):
+            if index < before and index in self._blocks:
+                self._order.pass_by(index)
 
     def _wait(self, unit: Unit) -> None:
         index = unit.index
