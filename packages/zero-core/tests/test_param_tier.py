@@ -369,6 +369,16 @@ def test_recomputation_evaluation_and_broken_forwards_change_nothing(ranks: Simu
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("has_homes", [False, True])
+def test_the_only_rank_closes_with_its_values_in_the_model(*, has_homes: bool) -> None:
+    tier = Shelves(has_homes=has_homes)
+    engine = zero_core.build(make_tower(), _case().config(), param_tier=tier)
+    train(engine, [rows(0, 0)])
+    expected = engine.full_state_dict()
+    engine.close()
+    assert_same(dict(engine.module.state_dict()), expected)
+
+
 class _Pinned(Shelf):
     """Copies from page-locked memory on the stream that is current, and says when it is done."""
 

@@ -265,6 +265,7 @@ def _leave_whole(values: FlatParams, state: ShardedState) -> None:
     shard = values.read_shard().detach()
     if shard.untyped_storage().nbytes() < shard.nbytes:
         raise RuntimeError("they are offloaded: call reload_states() before close()")
+    access.open_all(values.read_params)
     for position, param in enumerate(values.params):
         spec = state.layout.params[values.segment.slots[position].param]
         param.data = spec.to_values(values.part_of(position, shard))
