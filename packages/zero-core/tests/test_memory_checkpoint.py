@@ -145,14 +145,24 @@ def test_of_a_checkpoint_on_the_disk_only_the_manifest_is_read(tmp_path: Path) -
     simulate(restart, 2)
 
 
-def test_states_that_were_loaded_replace_the_copies(tmp_path: Path) -> None:
+def test_states_that_were_loaded_replace_the_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Slot.commit
+
+    def commit_late(slot: Slot, rank: int, marker: bytes) -> None:
+        time.sleep(0.1)  # a copy is under way when the load begins
+        commit(slot, rank, marker)
+
+    monkeypatch.setattr(Slot, "commit", commit_late)
+
     def roll_back(ranks: SimulatedRanks) -> None:
         memory = tmp_path / "memory"
         engine = _build(ranks, 3, memory, every=2)
         assert engine.resume(tmp_path / "disk") is None
         _run(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "disk", client_state={"step": 1})
-        _run(engine, 1, 5)
+        _run(engine, 1, 4)
         engine.load_checkpoint(tmp_path / "disk")
         engine.close()
         again = _build(ranks, 3, memory, every=2)
