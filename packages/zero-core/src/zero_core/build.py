@@ -52,7 +52,6 @@ from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.states import StateAccess
-from zero_core.vertical.choice import ScheduleChoice
 from zero_core.vertical.schedule import VerticalSchedule
 from zero_core.watch.place import OUTSIDE
 from zero_core.watch.under_way import under_way
@@ -266,15 +265,10 @@ def build(
             host_inputs = HostInputs(ranks.device) if on_host else None
             installed = hooks.install(runtime, modules, resolved, host_inputs)
             vertical = None
-            choice = None
             wanted = resolved.accumulation_schedule
             if is_training and wanted == "auto":
-                if resolved.is_vertical:
-                    choice = ScheduleChoice(control, ranks.device)
-                else:
-                    _log.info(
-                        "accumulation_schedule: auto chose horizontal: no gather would be saved"
-                    )
+                chosen = "vertical: %s" if resolved.is_vertical else "horizontal: no %s"
+                _log.info("accumulation_schedule: auto chose " + chosen, "gathers are saved")
             if is_training and (wanted == "vertical" or resolved.is_vertical):
                 blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
                 vertical = VerticalSchedule(blocks, runtime, train, state, host_inputs)
@@ -316,7 +310,6 @@ def build(
                     copies=copies,
                     patches=patches,
                     vertical=vertical,
-                    choice=choice,
                 )
             else:
                 engine = ShardedModel(parts)

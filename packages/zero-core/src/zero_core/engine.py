@@ -10,9 +10,10 @@ between is in `zero_core.runtime.runtime` (gather and reduce) and in the state t
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -50,10 +51,11 @@ from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.replicas import check_replicas
 from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.speculation import updates_in_backward
-from zero_core.vertical.choice import ScheduleChoice
 from zero_core.vertical.random_numbers import RandomStates
 from zero_core.vertical.schedule import VerticalSchedule
 from zero_core.watch.heartbeat import HeartbeatFile
+
+_log = logging.getLogger(__name__)
 
 
 class Engine(ShardedModel):
@@ -76,12 +78,11 @@ class Engine(ShardedModel):
         copies: MemoryCheckpoints | None = None,
         patches: PatchWriter,
         vertical: VerticalSchedule | None = None,
-        choice: ScheduleChoice | None = None,
     ) -> None:
         """Called by `zero_core.build`.
 
         ``seeds`` are there with ``world_size_invariant``, ``copies`` with ``memory_checkpoint``,
-        ``vertical`` if the accumulation schedule is that or may become it, and ``choice`` then.
+        ``vertical`` if the accumulation schedule is that or may become it.
         """
         super().__init__(parts)
         if parts.config.check_replicas_every and updates_in_backward(parts.config):
@@ -100,7 +101,6 @@ class Engine(ShardedModel):
         self._snapshots = copies
         self._patches = patches
         self._vertical = vertical
-        self._choice = choice
         self._random = RandomStates(self.device)
         if copies is not None:
             self.remove_at_end([copies])
@@ -254,9 +254,8 @@ class Engine(ShardedModel):
         compute = compute_loss or self._loss_of
         seed = torch.initial_seed()  # before a micro-batch seeds the generators
         num_steps = self.global_steps
-        timed = nullcontext() if self._choice is None else self._choice.timed()
         try:
-            with self._random.kept(), timed:
+            with self._random.kept():
                 losses = self._run_micro_batches(found, compute, over, seed)
                 self._end_micro_step(client_state)
         except BaseException:
@@ -275,9 +274,10 @@ class Engine(ShardedModel):
         try:
             return self._run_vertically(batches, compute, over, seed)
         except AccumulationScheduleError as error:
-            if self._choice is None:
+            if self.config.accumulation_schedule != "auto":
                 raise
-            self._choice.refuse(str(error))
+            _log.warning("accumulation_schedule: auto chose horizontal: %s", error)
+            self._vertical = None
             return self._run_horizontally(batches, compute, over, seed)
 
     def _run_vertically(
@@ -320,11 +320,10 @@ class Engine(ShardedModel):
 
     @property
     def _is_vertical(self) -> bool:
-        is_wanted = self._vertical is not None and self.gradient_accumulation_steps > 1
-        return is_wanted and (self._choice is None or self._choice.is_vertical)
+        return self._vertical is not None and self.gradient_accumulation_steps > 1
 
     def _check_horizontal(self, call: str) -> None:
-        if self._is_vertical and self._choice is None:
+        if self._is_vertical and self.config.accumulation_schedule == "vertical":
             raise AccumulationScheduleError(
                 f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
                 "computed together: call engine.train_batch(batches), or set it to 'horizontal'"

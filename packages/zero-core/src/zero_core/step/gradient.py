@@ -46,7 +46,7 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.agreement import StepAgreement
 from zero_core.step.interrupts import RepeatedRounds
 from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
-from zero_core.step.speculation import Speculation, updates_in_backward
+from zero_core.step.speculation import speculative, updates_in_backward
 from zero_core.step.statistics import GradientStatistics
 
 CLIP_EPSILON = 1e-6
@@ -154,7 +154,7 @@ class StepGradient:
             else UPDATED_IN_BACKWARD * self._is_updated_in_backward,
         )
         self._rounds = RepeatedRounds(train, rank=state.control.rank)
-        self._speculation = Speculation(config, tier, rank=state.control.rank)
+        self._speculative_tier = speculative(tier, config, rank=state.control.rank)
         self.edits = Edits(state)
         self._updated: set[int] = set()  # pieces updated in backward in this step
         self._settings = ""  # that they were updated with
@@ -181,7 +181,7 @@ class StepGradient:
         self.param_grads.close()
         self.reopen()
         self.check_not_updated("a further backward of the same step")
-        if self._is_updated_in_backward or self._speculation.is_on:
+        if self._is_updated_in_backward or self._speculative_tier is not None:
             self.edits.find()  # before the first update
             self.edits.apply()
         if self._config.loss_scaling.enabled and not self._train.scaler.is_applied:
@@ -435,7 +435,7 @@ class StepGradient:
     @property
     def undo_bytes(self) -> int:
         """Bytes of host memory of the undo log of updates in backward."""
-        tier = self._speculation.tier
+        tier = self._speculative_tier
         return 0 if tier is None else tier.undo_bytes
 
     # ------------------------------------------------------------------- step
@@ -524,8 +524,6 @@ class StepGradient:
             grad_scale=factor / scale,
         )
         self._settle(is_void=not self.decision.is_taken)
-        is_plain = self.decision.is_taken and self.decision.grad_scale == 1.0 / scale
-        self._speculation.note(is_undone=not is_plain)
         if self._is_checked and not math.isfinite(self._statistics.square_sum):
             # On all ranks, also where a change of param.grad has mended it.
             self._why_skipped = self._explain_nonfinite()
@@ -580,10 +578,9 @@ class StepGradient:
         own = self._pieces_of.get(grads.segment.index, ())
         active = [i for i in own if pieces[i].param in self.params_with_grad]
         if not self._is_updated_in_backward:
-            tier = self._speculation.tier
-            if tier is not None and self._speculation.is_on:
+            if self._speculative_tier is not None:
                 groups = self._train.hyperparameters()
-                tier.speculate(groups, active, grad_scale=self.factor)
+                self._speculative_tier.speculate(groups, active, grad_scale=self.factor)
             return False
         if active:
             groups = self._train.hyperparameters()
