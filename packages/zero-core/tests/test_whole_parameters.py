@@ -12,7 +12,6 @@ import zero_core
 from zero_core import CheckpointError, ConfigError
 from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.owners import assign_owners
-from zero_core.optim.mixing import mixes_parameters
 from zero_core.testing import (
     Case,
     SimulatedDDP,
@@ -369,17 +368,6 @@ def test_owners_are_balanced_and_hold_a_part():
         assert [s.start for s in whole.shares[1:]] == [s.stop for s in whole.shares[:-1]]
 
 
-class Around(Own):
-    """An optimizer that steps another one, as Lookahead and SAM do."""
-
-    def __init__(self, base):
-        super().__init__([p for g in base.param_groups for p in g["params"]])
-        self.base, self.param_groups = base, base.param_groups
-
-    def step(self, closure=None):
-        self.base.step()
-
-
 @pytest.mark.parametrize(
     ("make", "zero", "match"),
     [
@@ -403,78 +391,13 @@ def test_what_would_be_wrong_is_refused_by_its_name(make, zero, match):
         zero_core.build(model, config_of(2, **zero), optimizer=make(model.parameters()))
 
 
-class OwnClipping(Own):
-    """An optimizer that clips by the norm of all gradients in its own step."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        for param in params:
-            param.sub_(param.grad, alpha=0.01)
-
-
-class OneStepSize(Own):
-    """An optimizer whose step size, kept in the group, depends on all gradients so far."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            group["total"] = group.get("total", 1e-6) + sum(float(p.grad.norm()) for p in params)
-            for param in params:
-                param.sub_(param.grad, alpha=group["lr"] / group["total"])
-
-
-@pytest.mark.parametrize("kind", [OwnClipping, OneStepSize])
 @on_ranks(2)
-def test_one_that_mixes_parameters_is_refused_where_ranks_update_different_ones(ranks, kind):
-    with pytest.raises(ConfigError, match=rf"{kind.__name__} is not served at .*stage 2: a trial"):
-        engine_of(kind, 2, ranks)
-    expected, _ = train_whole(kind, ranks)
-    check_equal(trained(engine_of(kind, 0, ranks), ranks.rank, range(STEPS)), expected)
-
-
-def test_a_trial_finds_no_mixing_in_the_others_and_leaves_them_alone():
-    for name, make in OPTIMIZERS.items():
-        optimizer = make([nn.Parameter(torch.ones(3, 2))])
-        before = repr(optimizer.state_dict())
-        assert not mixes_parameters(optimizer), name
-        assert repr(optimizer.state_dict()) == before
-
-
-@pytest.mark.parametrize(("kind", "is_mixing"), [(OwnClipping, True), (LionLike, False)])
-def test_a_trial_finds_what_a_held_optimizer_mixes_and_leaves_the_model_alone(kind, is_mixing):
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert mixes_parameters(Around(kind(model.parameters()))) == is_mixing
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-class Still(LionLike):
-    def update(self, param, state, group):
-        pass
-
-
-class OfOneShape(LionLike):
-    def update(self, param, state, group):
-        raise ValueError(f"no kernel for {tuple(param.shape)}")
-
-
-class Noisy(LionLike):
-    def update(self, param, state, group):
-        param.add_(torch.rand_like(param))
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"), [(OfOneShape, "no kernel for"), (Noisy, "random"), (Still, "changes none")]
-)
-def test_what_cannot_be_tried_is_warned_of(caplog, kind, reason):
-    assert not mixes_parameters(kind([nn.Parameter(torch.ones(3, 2))], lr=1.0))
-    assert f"{kind.__name__}: a trial on two" in caplog.text
-    assert reason in caplog.text
+def test_a_class_that_nobody_knows_is_warned_of_where_ranks_update_different_ones(ranks, caplog):
+    for stage, make in ((0, LionLike), (2, torch.optim.Adafactor), (2, LionLike)):
+        assert "stage 2: ranks update different parameters" not in caplog.text
+        engine_of(make, stage, ranks).close()
+        ranks.connect().barrier()
+    assert caplog.text.count("LionLike at zero_optimization.stage 2: ranks update different") == 1
 
 
 class Sliced(Own):

@@ -144,9 +144,8 @@ def build(
     Raises:
         ConfigError: the configuration is wrong or does not fit the model, or the model is on the
             meta device and its values are not known, or it has an engine that has not ended. Or the
-            optimizer is not served: its step needs a closure, it takes sparse gradients, a setting
-            is for elementwise ones alone, or at stages 1 to 3 a trial shows that it mixes
-            parameters.
+            optimizer is not served: its step needs a closure, it takes sparse gradients, or a
+            setting is for elementwise ones alone.
         CheckpointError: ``pretrained`` does not fit the model.
         MissingPartError: it asks for a package that is not installed.
         RankMismatchError: the ranks have different models or configurations.

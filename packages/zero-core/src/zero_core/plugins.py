@@ -26,10 +26,10 @@ from zero_core.errors import ConfigError, MissingPartError
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.factory import (
-    check_unmixed,
     check_whole_update,
     has_kernel_rule,
     make_optimizer,
+    warn_of_unknown,
 )
 from zero_core.optim.muon import tag_matrices
 from zero_core.optim.schedules.factory import make_scheduler
@@ -232,8 +232,8 @@ def make_state_tier(
     }
     if not drawn.updates_slices:
         check_whole_update(config, drawn.optimizer, has_factory=factory is not None)
-        if is_sharded and control.world_size > 1:
-            check_unmixed(drawn.optimizer, zero.stage)
+        if is_sharded and control.world_size > 1 and control.rank == 0:
+            warn_of_unknown(drawn.optimizer, zero.stage)
         is_on_host = zero.offload_optimizer.device == "cpu"
         return WholeTier(
             layout=layout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,8 +14,12 @@ from zero_core.config import Config, OptimizerConfig
 from zero_core.errors import ConfigError
 from zero_core.optim.adam import Adam
 from zero_core.optim.lion import Lion
-from zero_core.optim.mixing import mixes_parameters
 from zero_core.optim.muon import Muon, split_groups
+
+_log = logging.getLogger(__name__)
+
+_BY_PARAMETER = ("torch.", "torchao.", "bitsandbytes.", "transformers.", "zero_core.")
+"""Modules whose optimizers update each parameter by itself."""
 
 _BY_NAME: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -156,19 +161,16 @@ def check_whole_update(
         )
 
 
-def check_unmixed(optimizer: torch.optim.Optimizer, stage: int) -> None:
-    """Refuse an optimizer that mixes parameters, for ranks that update different ones.
-
-    Raises:
-        ConfigError: a trial shows it.
-    """
-    if mixes_parameters(optimizer):
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise ConfigError(
-            f"optimizer {kind} is not served at zero_optimization.stage {stage}: a trial shows "
-            "that its update of a parameter depends on the gradients of others, and each rank "
-            "updates some of them. Use stage 0, where every rank has all of them; or turn off its "
-            "own clipping or common step size, and clip by gradient_clipping"
+def warn_of_unknown(optimizer: torch.optim.Optimizer, stage: int) -> None:
+    """Warn of a class that may mix parameters, for ranks that update different ones."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if not kind.startswith(_BY_PARAMETER):
+        _log.warning(
+            "%s at zero_optimization.stage %d: ranks update different parameters, which is right "
+            "only if no update depends on another parameter's gradient (no clipping of its own, no "
+            "common step size). Else use stage 0",
+            kind,
+            stage,
         )
 
 
