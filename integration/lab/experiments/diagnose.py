@@ -132,7 +132,7 @@ CASES: Mapping[str, Case] = {
     ),
     "NaN in one rank": Case("nan", Setup(fault="nan"), _PLAIN),
     "logging every step": Case(
-        "logging", Setup(fault="logging"), Setup(fault="logging now and then"), ranks=1
+        "outside", Setup(fault="logging"), Setup(fault="logging now and then"), ranks=1
     ),
 }
 

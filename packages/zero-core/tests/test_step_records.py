@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import sys
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -18,10 +17,8 @@ from typing import Any
 import pytest
 import torch
 from support.full_disk import files_up_to
-from torch import Tensor
 
 import zero_core
-from zero_core.record import program
 from zero_core.record.records import (
     FILE,
     DetailRecord,
@@ -33,7 +30,6 @@ from zero_core.record.records import (
     to_line,
 )
 from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate, train
-from zero_core.watch.place import Place
 
 RECORD = StepRecord(1, 0.0, 0.1, True, "", 1.0, 1.0, 1.0, [0.1], 1, 2)
 
@@ -45,10 +41,6 @@ def _build(stage: int = 0, ranks: SimulatedRanks | None = None, **top: Any) -> z
 
 def _step(engine: zero_core.Engine, number: int = 0) -> list[float]:
     return train(engine, [rows(number, engine.rank)] * 2)
-
-
-def _samplers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "zero_core samples"]
 
 
 def _of(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
@@ -158,7 +150,6 @@ def test_a_file_that_cannot_be_written_ends_the_records_not_the_training(
     assert [s.step for s in _of(tmp_path, 0, StepRecord)] == [1]
     (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "not recorded any more" in warning.getMessage()
-    assert not _samplers()
 
 
 def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path: Path) -> None:
@@ -175,7 +166,6 @@ def test_a_dropped_engine_leaves_nothing_of_its_records(tmp_path: Path) -> None:
     engine = train()
     gc.collect()
     assert engine() is None
-    assert not _samplers()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -256,42 +246,6 @@ def test_a_line_cut_short_and_a_later_version(tmp_path: Path) -> None:
         later.write('{"kind": "event", "version": 99}\n')
     with pytest.raises(ValueError, match="version 99"):
         read_records(file.path)
-
-
-def test_samples_keep_nothing_of_the_program_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Frames hold tensors: a function's must be freed when it returns, by its own thread.
-    monkeypatch.setattr(program, "INTERVAL_S", 1e-4)
-    sampler = program.ProgramSampler(Place())
-
-    def work() -> weakref.ref[Tensor]:
-        values = torch.ones(10)
-        while not sampler.has_samples:
-            sum(range(1000))
-        return weakref.ref(values)
-
-    kept = [work() for _ in range(20)]
-    lines = sampler.take()
-    sampler.close()
-    assert [ref() for ref in kept] == [None] * 20
-    # Whichever line gave the interpreter to the thread that samples.
-    assert any(line.startswith(Path(__file__).name) for line in lines), lines
-    assert not _samplers()
-
-
-def test_samples_name_lines_of_an_installed_program() -> None:
-    # ``python -m`` may run an installed package, whose lines are the program's.
-    found: dict[str, str] = {}
-
-    def look() -> None:
-        for package in ("trainer", "other"):
-            line = program._locate(sys._getframe(1), package)
-            found[package] = program._describe(line)
-
-    code = compile("look()", "/venv/lib/site-packages/trainer/loop.py", "exec")
-    exec(code, {"__name__": "trainer.loop", "look": look})
-    assert found["trainer"].startswith("loop.py:1 (<module>)")
-    assert found["other"].startswith(Path(__file__).name)
-    assert found["other"].endswith("[in trainer.loop.<module>]")
 
 
 @pytest.mark.parametrize(

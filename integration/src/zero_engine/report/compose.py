@@ -229,13 +229,6 @@ def _step(found: Measured) -> Iterator[Block]:
         "A step is never shorter than its longest lane needs. Red is time in which the program "
         "waits. A trace for ui.perfetto.dev is beside this page."
     )
-    top = max(found.ranks, key=lambda rank: rank.outside_s)
-    lines = [(line, s) for line, s in top.outside.items() if s > 0.01 * found.seconds]
-    if lines:
-        yield Table(
-            ["line of the program outside of the engine", "of each step"],
-            [[line, show_s(s)] for line, s in lines[:8]],
-        )
 
 
 def _why_no_copies(found: Measured) -> str:

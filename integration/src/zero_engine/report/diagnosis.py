@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from zero_core.plan.result import format_bytes
-from zero_engine.report.measured import WAITS, Measured, RankStep
+from zero_engine.report.measured import INSIDE, WAITS, Measured, RankStep
 from zero_engine.report.probe import batch_scaling, threads_scaling, update_s
 
 _LEAST = 0.08
@@ -24,16 +24,6 @@ _FULL = 0.9
 """Share of the memory above which a run may fail with the next longer batch."""
 _SKIPPED = 0.02
 """Share of skipped steps above which a gradient that is not finite is the cause."""
-_LOGGING = re.compile(
-    r"\bprint\(|\blog(ger|ging|_\w+)?\b|\.item\(\)|\.tolist\(\)|\.write\(|\.flush\(|json\.dump|"
-    r"\bcsv\b|tensorboard|wandb|comet|mlflow|add_scalar|record\(|tqdm|progress|metrics",
-    re.IGNORECASE,
-)
-_LOADING = re.compile(
-    r"torch\.utils\.data|dataloader|\bloader\b|dataset|next\(|\bbatch(es)?\b|tokeniz|collate|"
-    r"open\(|\.read\(",
-    re.IGNORECASE,
-)
 _SMALL = 4
 """Samples of a micro-batch that is called tiny, at most."""
 _USUAL_SCALING = 0.85
@@ -414,34 +404,17 @@ def _small_batch(found: Measured) -> Iterator[Cause]:
 
 def _outside(found: Measured) -> Iterator[Cause]:
     rank: RankStep = max(found.ranks, key=lambda rank: rank.outside_s)
-    outside = rank.outside_s
-    if outside < _LEAST * found.seconds:
+    if rank.outside_s < _LEAST * found.seconds:
         return
-    named = {n: s for n, s in rank.places.items() if n not in ("forward", "backward", "step")}
-    named |= {line: s for line, s in rank.outside.items() if s > 0.1 * outside}
-    named.pop("outside", None)
+    named = {name: s for name, s in rank.places.items() if name not in INSIDE}
     top = max(named, key=named.__getitem__, default="")
-    where = f", most of it in {top}" if top else ""
-    if _LOGGING.search(top):
-        yield Cause(
-            "logging",
-            f"logging every step: {show_s(outside)} of each step goes to the program outside of "
-            f"the engine{where}",
-            "log every 50th step",
-            "if engine.global_steps % 50 == 0:  # around what logs",
-            found.seconds,
-            found.seconds - outside * (1.0 - 1.0 / 50.0),
-            "that time once in 50 steps",
-        )
-        return
-    is_loading = _LOADING.search(top) is not None
     yield Cause(
-        "data" if is_loading else "outside",
-        f"{'the data' if is_loading else 'the program outside of the engine'}: "
-        f"{show_s(outside)} of each step{where}",
-        "prepare the next batch beside the step" if is_loading else "move it beside the step",
-        "DataLoader(..., num_workers=2, persistent_workers=True)" if is_loading else f"# {top}",
+        "outside",
+        f"the program outside of the engine: {show_s(rank.outside_s)} of each step"
+        + f", most of it in {top}" * bool(top),
+        "load data and log beside the step, or less often; a profiler names the lines",
+        "DataLoader(..., num_workers=2, persistent_workers=True)",
         found.seconds,
-        found.seconds - outside,
+        found.seconds - rank.outside_s,
         "a step without it",
     )

@@ -37,7 +37,6 @@ class RankStep:
         places: own work by place.
         waits: by what it waits for.
         lanes: of what is at work beside it.
-        outside: by line of the program.
         held_bytes: after a step, the median.
         peak_bytes: the most.
         samples: of the rank in a step.
@@ -48,7 +47,6 @@ class RankStep:
     places: Mapping[str, float]
     waits: Mapping[str, float]
     lanes: Mapping[str, float]
-    outside: Mapping[str, float]
     held_bytes: int
     peak_bytes: int
     samples: int
@@ -179,7 +177,6 @@ def _usual(rank: Rank) -> RankStep:
         places=_means([step.places for step in inner]),
         waits=_means([step.waits for step in inner]),
         lanes=_means([step.lanes for step in middle]) | _copies(inner),
-        outside=_means([step.outside for step in middle]),
         held_bytes=held[len(held) // 2] if held else 0,
         peak_bytes=max((step.peak_bytes for step in steps), default=0),
         samples=round(_mean(step.samples for step in middle)),

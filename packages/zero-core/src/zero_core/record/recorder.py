@@ -31,7 +31,6 @@ from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import DeviceMemory, TimedTier
 from zero_core.record.environment import describe_environment
-from zero_core.record.program import ProgramSampler
 from zero_core.record.records import (
     DetailRecord,
     EventRecord,
@@ -118,9 +117,8 @@ class Recorder:
             self._file.close()
             raise
         self._memory = _MemoryMeter(device)
-        self._sampler = ProgramSampler(subject.place)
         # Of an engine that is dropped, too: nothing that these hold leads back to it.
-        held = (self._sampler, self._file, self._memory)
+        held = (self._file, self._memory)
         self._release = weakref.finalize(self, _abandon, os.getpid(), *held)
         self._clock = StepClock(device)
         self._losses: list[Tensor] = []
@@ -208,7 +206,6 @@ class Recorder:
                 "copied": [copied[0] - self._copied[0], copied[1] - self._copied[1]],
                 "memory_bytes": held,
                 "peak_bytes": self._memory.peak(held),
-                "outside": self._sampler.take(),
             },
             losses=self._losses,
             rates=[rate.clone() if isinstance(rate, Tensor) else rate for rate in lr],
@@ -333,7 +330,7 @@ class Recorder:
             self._tier.time_copies(is_on=False)
         self._losses, self._pending = [], None
         if self._release.detach() is not None:
-            _close(self._sampler, self._file, self._memory)
+            _close(self._file, self._memory)
 
     def _kinds(self) -> dict[str, int]:
         subject = self._subject
@@ -372,7 +369,7 @@ class Recorder:
         )
 
 
-def _abandon(pid: int, sampler: ProgramSampler, file: RecordFile, memory: _MemoryMeter) -> None:
+def _abandon(pid: int, file: RecordFile, memory: _MemoryMeter) -> None:
     """Note the end of a program that has not closed its engine, and close.
 
     A step that a program on an accelerator took last is not in the file then: a device that hangs
@@ -381,7 +378,7 @@ def _abandon(pid: int, sampler: ProgramSampler, file: RecordFile, memory: _Memor
     if os.getpid() == pid:  # not that of a process that was forked
         with suppress(OSError, ValueError):
             file.write(_end(file.last_step, _uncaught()))
-    _close(sampler, file, memory)
+    _close(file, memory)
 
 
 def _uncaught() -> BaseException | None:
@@ -413,8 +410,7 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _close(sampler: ProgramSampler, file: RecordFile, memory: _MemoryMeter) -> None:
-    sampler.close()
+def _close(file: RecordFile, memory: _MemoryMeter) -> None:
     file.close()
     memory.close()
 

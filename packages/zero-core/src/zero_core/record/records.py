@@ -98,7 +98,6 @@ class StepRecord:
         copied: bytes to the host and from the host.
         memory_bytes: bytes that this rank holds after the step: on its device, or resident.
         peak_bytes: the most so far.
-        outside: seconds by line of the program outside of the engine, by samples.
     """
 
     kind: ClassVar[str] = "step"
@@ -122,7 +121,6 @@ class StepRecord:
     copied: tuple[_Count, _Count] = (0, 0)
     memory_bytes: _Count = 0
     peak_bytes: _Count = 0
-    outside: Mapping[str, _Seconds] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
