@@ -241,7 +241,6 @@ def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
         "allow_empty_entries": {"advice": ""},
         "backward": {"loss": torch.ones((), requires_grad=True)},
         "clip_grad_norm_": {"max_norm": 1.0},
-        "find_world_size_dependence": {"first": {}, "second": {}},
         "holds_value": {"param": params[0]},
         "own_part": {"param": params[0]},
         "scale": {"loss": torch.ones(())},

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
-import re
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +14,6 @@ import zero_core
 from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
 from zero_core.sharded.exact_sums import NUM_BINS, bin_powers, chunk_norms, sum_bins
 from zero_core.testing import late_device, make_model, run_alone, simulate
-from zero_core.testing.models import seeded
 from zero_core.testing.simulated import SimulatedRanks
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
@@ -305,69 +300,3 @@ def _two_gradients(ranks: SimulatedRanks) -> None:
     out = engine(torch.ones(1, 3, requires_grad=True))
     with pytest.raises(RuntimeError, match="two gradients in one backward"):
         engine.backward(out.sum())
-
-
-class _Part(nn.Module):
-    """Scales its input by what ``kind`` says, which is no pure function of the micro-batch."""
-
-    def __init__(self, kind: str, rank: int) -> None:
-        super().__init__()
-        self.kind, self.calls, self.rank = kind, 0, rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        factors: dict[str, Callable[[], float]] = {
-            "clock": lambda: time.perf_counter_ns() % 1_000_003,
-            "history": lambda: 1.0 + (self.calls > 3),
-            "generator": random.random,
-            "rank": lambda: 1.0 + self.rank,
-        }
-        return x * factors.get(self.kind, lambda: 1.0)()
-
-
-class _Suspect(nn.Module):
-    def __init__(self, kind: str, rank: int) -> None:
-        super().__init__()
-        self.line = nn.Linear(4, 4)
-        self.part = _Part(kind, rank)
-        self.norm = nn.BatchNorm1d(4) if kind == "buffers" else nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.part(self.line(x)))
-        return y
-
-
-def search(ranks: SimulatedRanks, kind: str) -> list[str]:
-    with seeded(0):
-        model = _Suspect(kind, ranks.rank)
-    engine = zero_core.build(model, config(ranks.size), process_group=ranks)
-    values = engine.full_state_dict()
-    generator = torch.Generator().manual_seed(0)
-    first, second = ({"x": torch.randn(2, 4, generator=generator)} for _ in range(2))
-    found = engine.find_world_size_dependence(first, second)
-    again = engine.find_world_size_dependence(first, second)
-    assert again == ([] if kind == "history" else found)  # that part has a history by now
-    now = engine.full_state_dict()
-    assert all(torch.equal(now[name], values[name]) for name in values)
-    engine.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "world_size", "expected"),
-    [
-        ("nothing", 1, None),
-        ("clock", 1, r"part \(_Part\) is not deterministic"),
-        ("history", 1, r"part \(_Part\) depends on what was computed before"),
-        ("generator", 1, r"part \(_Part\) depends on what was computed before"),
-        ("rank", 2, r"part \(_Part\) depends on the rank"),
-        ("buffers", 1, r"norm \(BatchNorm1d\) changes its buffers in forward"),
-    ],
-)
-def test_what_breaks_invariance_is_named(kind: str, world_size: int, expected: str | None) -> None:
-    for found in simulate(search, world_size, kind):
-        if expected is None:
-            assert found == []
-        else:
-            assert len(found) == 1
-            assert re.match(expected, found[0])

@@ -46,7 +46,6 @@ from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PA
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient
 from zero_core.step.interrupts import DeferredInterrupt
-from zero_core.step.invariance import InvarianceCheck
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.replicas import check_replicas
 from zero_core.step.seeds import MicroBatchSeeds
@@ -488,36 +487,6 @@ class Engine(ShardedModel):
         self._device_states.check("no_sync()", NO_PARTS)
         self._check_local_sums()
         return self._runtime.no_sync()
-
-    def find_world_size_dependence(
-        self, first: Mapping[str, Any], second: Mapping[str, Any]
-    ) -> list[str]:
-        """Search the model for what ``world_size_invariant`` cannot make invariant.
-
-        Forward and backward of the micro-batch ``first`` are computed twice, then after ``second``,
-        and by every rank. What differs is named by its module: kernels that are not deterministic,
-        numbers from other generators than torch's, code that depends on the rank or on what it
-        computed before, and buffers that a forward changes. Code outside of the model is not
-        searched. Every rank must call it between two steps, with the same two micro-batches, which
-        are keyword arguments of the model. Nothing is updated.
-
-        Returns:
-            A line for each kind of dependence, none if there is no sign of any.
-
-        Raises:
-            RuntimeError: ``world_size_invariant`` is false, or a step is under way.
-        """
-        self._device_states.check("find_world_size_dependence()")
-        if self._seeds is None:
-            raise RuntimeError(
-                "find_world_size_dependence() needs world_size_invariant = true: without it every "
-                "sum depends on the number of ranks"
-            )
-        if self._train.accumulation.count or self._gradient.params_with_grad:
-            raise RuntimeError("find_world_size_dependence() within a step: call it after step()")
-        control = self.sharded_state.control
-        check = InvarianceCheck(self, self._runtime, self._train, control, self._seeds)
-        return check.run(first, second)
 
     def _check_local_sums(self) -> None:
         if self.config.world_size_invariant:

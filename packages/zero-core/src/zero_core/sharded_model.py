@@ -57,7 +57,7 @@ _TRAINING_VERBS = frozenset(
         *("backward", "clip_grad_norm_", "no_sync", "optimizer", "scale"),
         *("idle_backward", "idle_step", "set_gradient_accumulation_boundary", "step"),
         *("set_is_last_backward", "set_requires_gradient_sync", "async_save", "resume"),
-        *("find_world_size_dependence", "record", "report", "train_batch", "zero_grad"),
+        *("record", "report", "train_batch", "zero_grad"),
     }
 )
 """Members of `zero_core.Engine` alone."""

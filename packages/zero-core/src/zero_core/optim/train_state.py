@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -351,16 +350,6 @@ class TrainState:
                 # JSON has no tuples: a sequence keeps the kind that it has now.
                 is_tuple = isinstance(now, tuple) and isinstance(value, list)
                 group[key] = tuple(value) if is_tuple else value
-
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Compute micro-steps that complete no step and are not counted."""
-        override, self.accumulation.override = self.accumulation.override, False
-        try:
-            yield
-        finally:
-            self.accumulation.override = override
-            self.scaler.is_applied = False
 
     def restart_step(self) -> None:
         """Begin the step under way again, as its last backward did not end."""

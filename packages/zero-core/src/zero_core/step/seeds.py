@@ -8,8 +8,6 @@ does one that is repeated, as its forward raised or its gradients were dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -28,7 +26,6 @@ class MicroBatchSeeds:
         self._seed = seed
         self._rank, self._world_size, self._device = ranks.rank, ranks.size, ranks.device
         self._seeded = (-1, -1, -1)  # `_place` of the last seed
-        self._is_suspended = False
         self._is_running = False  # also after a forward that raised
         self._handles = [
             model.register_forward_pre_hook(outside_graphs(self._enter), prepend=True),
@@ -43,22 +40,13 @@ class MicroBatchSeeds:
         """Seed for one micro-batch of the current step, by its number in the step."""
         seed_generators(self._device, self._seed, self._train.global_steps, micro_batch)
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Seed nothing within: the caller does."""
-        self._is_suspended = True
-        try:
-            yield
-        finally:
-            self._is_suspended = False
-
     @property
     def _place(self) -> tuple[int, int, int]:
         train = self._train
         return train.global_steps, train.accumulation.count, train.num_drops
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self._is_suspended or not module.training or is_in_backward():
+        if not module.training or is_in_backward():
             return
         place = self._place
         if place != self._seeded or self._is_running:
