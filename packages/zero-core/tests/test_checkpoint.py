@@ -289,13 +289,6 @@ def test_client_state_comes_back(value):
     assert repr(decode(json.loads(json.dumps(encode(value, "w"))))) == repr(value)
 
 
-def test_tensors_and_mappings_of_former_checkpoints_are_read():
-    former = [["__tensor__", "float16"], ["shape", [1, 2]], ["values", [0.5, 2.0]]]
-    found = decode({"best": {"__items__": former}, "seen": {"__items__": [[3, "three"]]}})
-    assert_same(found["best"], torch.tensor([[0.5, 2.0]], dtype=torch.float16))
-    assert found["seen"] == {3: "three"}
-
-
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.former_checkpoints import make_version_1, rewrite
+from support.former_checkpoints import rewrite
 from torch import nn
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read_weights
 from zero_core.checkpoint.storage.local import Aside, remove_stale
+from zero_core.testing import Case, SimulatedRanks, on_ranks
+from zero_core.testing.training import assert_same
 
 
 def _build() -> zero_core.Engine:
@@ -153,16 +155,22 @@ def test_links_are_neither_written_through_nor_read(tmp_path: Path) -> None:
         list(read_weights(folder))
 
 
-def test_version_1_is_read_by_all_readers(tmp_path: Path) -> None:
-    engine = _build()
-    _train(engine)
-    make_version_1(engine.save_checkpoint(tmp_path, "t"))
-    other = _build()
-    other.load_checkpoint(tmp_path)
-    assert other.global_steps == 1
-    by_name = {weight.names[0]: weight.value for weight in read_weights(tmp_path)}
-    assert torch.equal(by_name["0.weight"], other.full_state_dict()["0.weight"])
-    assert torch.equal(read_buffers(tmp_path)["1.running_mean"], other.module[1].running_mean)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_a_stored_checkpoint_of_version_2_loads(ranks: SimulatedRanks) -> None:
+    # Two ranks wrote it on 28 November 2026, at stage 3 with bf16.
+    stored = Path(__file__).parent / "data" / "checkpoint-version-2"
+    zero_core.verify_checkpoint(stored)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    config = Case(1, dtype="bf16").config()
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    engine = zero_core.build(model, config, process_group=ranks)
+    _, client_state = engine.load_checkpoint(stored)
+    assert engine.global_steps == 2
+    assert client_state == {"seen": 8, "best": torch.tensor([0.5])}
+    expected = load_file(stored / "expected" / "model.safetensors")
+    assert_same(engine.full_state_dict(dtype=torch.float32), expected)
+    assert engine.states.get_full("0.weight", "exp_avg").any()
 
 
 @pytest.mark.parametrize("name", ["buffers", "master_weight-00000"])

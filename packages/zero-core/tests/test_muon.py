@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from support.former_checkpoints import make_version_1
 from torch import nn
 
 import zero_core
@@ -146,38 +143,7 @@ def test_checkpoint_goes_on_with_other_ranks_and_another_stage(tmp_path):
     simulate(_resumes, 3, str(tmp_path), True)
 
 
-def test_matrices_of_a_checkpoint_without_states_by_parameter_get_their_momentum_alone(tmp_path):
-    # The first versions wrote every state of any parameter in slices, like AdamW's.
-    folders = {name: tmp_path / name for name in ("AdamW", "Muon")}
-    manifests = {}
-    for name, folder in folders.items():
-        engine = build(**({} if name == "Muon" else {"optimizer": {"type": name}}))
-        train_steps(engine, 0, 1)
-        place = engine.save_checkpoint(folder)
-        manifests[name] = make_version_1(place)
-    old, own = manifests.values()
-    old |= {key: own[key] for key in ("optimizer", "progress")}
-    del old["whole_states"]
-    updated = {name: scalars for name, scalars in own["scalars"].items() if scalars["num_steps"]}
-    matrices = [name for name, scalars in updated.items() if "step" not in scalars]
-    assert 0 < len(matrices) < len(updated)
-    for name in matrices:
-        del old["scalars"][name]["step"]
-    (place,) = folders["AdamW"].glob("*/manifest.json")
-    place.write_text(json.dumps(old))
-    given = build(optimizer={"type": "AdamW"})
-    train_steps(given, 0, 1)
-    engine = build(stage=3)
-    engine.load_checkpoint(folders["AdamW"])
-    for name in updated:
-        found, expected = (e.states.get_full(name, "exp_avg") for e in (engine, given))
-        assert torch.equal(found, expected), name
-        assert ("exp_avg_sq" in engine.states.of(name)) == (name not in matrices), name
-
-
 class WithoutSlices(Muon):
-    """Muon as in the versions that updated all parameters whole."""
-
     def is_elementwise_group(self, group):
         return False
 
@@ -185,7 +151,7 @@ class WithoutSlices(Muon):
 WithoutSlices.__name__ = "Muon"  # a checkpoint names it
 
 
-def _slices_states(ranks, folder, is_saved):
+def _declares_otherwise(ranks, folder):
     def made(kind):
         model = make_model()
         tag_matrices(model.named_parameters())
@@ -195,21 +161,16 @@ def _slices_states(ranks, folder, is_saved):
         config = {key: value for key, value in config_of(3).items() if key != "optimizer"}
         return zero_core.build(model, config, optimizer=kind(groups), process_group=ranks)
 
-    if is_saved:
-        engine = made(WithoutSlices)
-        train_steps(engine, 0, 2)
-        engine.save_checkpoint(folder)
-        return
-    found, expected = made(Muon), made(WithoutSlices)
-    for engine in (found, expected):
-        engine.load_checkpoint(folder)
-        train_steps(engine, 2, STEPS)
-    compare(found, expected.full_state_dict(dtype=torch.float32))
+    for kind, other, how in ((WithoutSlices, Muon, "whole"), (Muon, WithoutSlices, "in slices")):
+        engine = made(kind)
+        train_steps(engine, 0, 1)
+        engine.save_checkpoint(folder / how)
+        with pytest.raises(zero_core.CheckpointError, match=f"was saved {how}, and this engine"):
+            made(other).load_checkpoint(folder / how)
 
 
-def test_states_that_were_saved_whole_are_sliced_in_loading(tmp_path):
-    simulate(_slices_states, 2, str(tmp_path), True)
-    simulate(_slices_states, 3, str(tmp_path), False)
+def test_states_of_an_optimizer_that_declares_otherwise_are_refused(tmp_path):
+    simulate(_declares_otherwise, 2, tmp_path)
 
 
 class Branches(nn.Module):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.former_checkpoints import make_version_1
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -79,35 +76,3 @@ def _wrapped(rank: int, world_size: int, how: str, folder: str) -> None:
 )
 def test_wrapped_models_have_the_names_of_the_model(how, tmp_path: Path):
     spawn(_wrapped, 2, how, str(tmp_path))
-
-
-def _with_prefixes(place: Path) -> None:
-    """Give a checkpoint of three blocks the names that versions before wrote."""
-
-    def wrapped(name: str) -> str:
-        parts = name.split(".")
-        return name if parts[0] != "blocks" else ".".join([*parts[:2], "_orig_mod", *parts[2:]])
-
-    path = place / "manifest.json"
-    manifest = make_version_1(place)
-    for param in manifest["params"]:
-        param["name"] = wrapped(param["name"])
-    for segment in manifest["segments"]:
-        segment["slots"] = [[wrapped(name), *span] for name, *span in segment["slots"]]
-    manifest["scalars"] = {wrapped(k): v for k, v in manifest["scalars"].items()}
-    buffers = place / "buffers.safetensors"
-    save_file({wrapped(k): v for k, v in load_file(buffers).items()}, buffers)
-    data = buffers.read_bytes()
-    manifest["files"][buffers.name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    path.write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("how", ["plain", "compile", "checkpoint"])
-def test_a_checkpoint_with_wrappers_in_its_names_still_loads(how, tmp_path: Path):
-    config = Case().config()
-    engine = zero_core.build(_net(), config)
-    _train(engine, 0)
-    _with_prefixes(engine.save_checkpoint(tmp_path))
-    other = zero_core.build(_net(how), config)
-    other.load_checkpoint(tmp_path)
-    _assert_equal(other.full_state_dict(), engine.full_state_dict())

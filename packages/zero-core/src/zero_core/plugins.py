@@ -277,11 +277,9 @@ def _check_members(tier: object) -> None:
     missing = [name for name in members if not hasattr(tier, name)]
     if not missing:
         return
-    is_former = "owns_grads" in missing and "keeps_grads" in dir(tier)
     raise ConfigError(
         f"the state tier {type(tier).__name__} lacks members of zero_core.protocols.StateTier: "
         + ", ".join(missing)
-        + " (`keeps_grads` is `owns_grads` now)" * is_former
     )
 
 

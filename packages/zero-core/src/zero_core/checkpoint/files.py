@@ -33,7 +33,6 @@ from zero_core.checkpoint.storage import LATEST
 from zero_core.checkpoint.storage.location import Location, location_of, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
 from zero_core.layout.arithmetic import ParamSpec
-from zero_core.layout.discovery import plain_name
 from zero_core.layout.stored import unflatten
 from zero_core.sharded.sharded_state import MASTER
 
@@ -371,7 +370,7 @@ class Reader(CheckedFiles):
 
     def read_buffers(self) -> dict[str, Tensor]:
         """Return the persistent buffers by name."""
-        return {plain_name(n): self.read_tensor(BUFFERS, n) for n in self.tensors(BUFFERS)}
+        return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}
 
     def read_tensor(self, file: str, name: str) -> Tensor:
         """Return tensor ``name`` of ``file``. It is checked first.

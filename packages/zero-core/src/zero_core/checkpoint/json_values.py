@@ -19,8 +19,6 @@ from zero_core.errors import CheckpointCorruptError, CheckpointError
 MAX_NUMEL = 65536
 """Elements of the largest tensor."""
 _TENSOR = "__tensor__"
-_FORMER_TENSOR = {_TENSOR, "shape", "values"}
-"""Keys of a tensor in ``__items__``, as checkpoints had it."""
 
 
 def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
@@ -86,10 +84,6 @@ def _decode(value: Any) -> Any:
         return {_decode(k): _decode(v) for k, v in value["__mapping__"]}
     if value.keys() == {_TENSOR}:
         return _tensor(*value[_TENSOR])
-    if value.keys() == {"__items__"}:  # in checkpoints of before, of mappings and of tensors
-        items = {_decode(k): _decode(v) for k, v in value["__items__"]}
-        is_tensor = items.keys() == _FORMER_TENSOR
-        return _tensor(items[_TENSOR], items["shape"], items["values"]) if is_tensor else items
     return {k: _decode(v) for k, v in value.items()}
 
 

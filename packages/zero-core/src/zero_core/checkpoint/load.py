@@ -30,7 +30,6 @@ from zero_core.checkpoint.whole_states import check_classes, restore
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.arithmetic import ParamSpec, Piece
-from zero_core.layout.discovery import plain_name
 from zero_core.layout.stored import unflatten
 from zero_core.optim.train_state import TrainState, check_progress
 from zero_core.protocols import WholeStateTier
@@ -215,7 +214,7 @@ def _is_sliced(state: ShardedState, param: int) -> bool:
 
 def _match_buffers(state: ShardedState, reader: Reader, place: Location) -> None:
     """Refuse buffers that the model lacks, lacks itself, or has in another shape."""
-    saved = {plain_name(name): stored.shape for name, stored in reader.tensors(BUFFERS).items()}
+    saved = {name: stored.shape for name, stored in reader.tensors(BUFFERS).items()}
     own = {name: tuple(buffer.shape) for name, buffer in named_buffers(state.module).items()}
     kept = own.keys() & set(state.names())
     missing, extra = sorted(kept - saved.keys()), sorted(saved.keys() - own.keys())
@@ -337,22 +336,22 @@ class Restoring:
         needed = {piece.param for piece in state.pieces if _is_sliced(state, piece.param)}
         if isinstance(state.tier, WholeStateTier):
             needed |= set(state.tier.updated_params())
-        split: dict[int, dict[str, float]] = {}
         for param in sorted(needed):
-            spec = state.layout.params[param]
-            whole = self._manifest.whole_states.get(spec.name)
+            name, is_sliced = state.layout.params[param].name, _is_sliced(state, param)
+            whole = self._manifest.whole_states.get(name)
             if whole is not None:
                 check_state(whole.state, self._reader.tensors(whole.file))
                 check_classes(whole.state)
-                if _is_sliced(state, param):
-                    tensors, split[param] = _split(spec, self._whole_state(spec))
-                    self._sliced |= tensors.keys()
-            elif not _is_sliced(state, param):
-                for name in self._names_of_slices(spec):
-                    self._reader.parts(name, spec.name, 0, spec.numel)
-        for piece in state.pieces:
-            own = self._reader.scalars(state.layout.params[piece.param].name)
-            self._numbers.append({**own, **split.get(piece.param, {})})
+            if is_sliced == (whole is not None) and self._reader.scalars(name)["num_steps"]:
+                raise CheckpointError(
+                    f"{self._reader.folder}: the state of {name} was saved "
+                    f"{'whole' if is_sliced else 'in slices'}, and this engine updates "
+                    f"{'slices' if is_sliced else 'whole parameters'}: does the optimizer declare "
+                    "is_elementwise and is_elementwise_group as it did?" + _HINT
+                )
+        self._numbers = [
+            self._reader.scalars(state.layout.params[piece.param].name) for piece in state.pieces
+        ]
         try:
             state.tier.check_states(sorted(self._sliced), self._numbers)
         except (KeyError, ValueError) as error:
@@ -377,15 +376,8 @@ class Restoring:
 
     def _write_optimizer(self) -> None:
         state = self._state
-        for index, piece in enumerate(state.pieces):
-            spec = state.layout.params[piece.param]
-            if _is_sliced(state, piece.param) and spec.name in self._manifest.whole_states:
-                # Versions before updated Muon's groups of AdamW as whole parameters.
-                tensors, _ = _split(spec, self._whole_state(spec))
-                stop = piece.offset + piece.stop - piece.start
-                for name, value in tensors.items():
-                    state.tier.write_state(name, piece.start, value[piece.offset : stop])
-            state.tier.write_scalars(index, self._numbers[index])
+        for index, numbers in enumerate(self._numbers):
+            state.tier.write_scalars(index, numbers)
         if isinstance(state.tier, WholeStateTier):
             for param in state.tier.updated_params():
                 spec = state.layout.params[param]
@@ -393,35 +385,9 @@ class Restoring:
                     state.tier.write_whole_state(param, self._whole_state(spec))
 
     def _whole_state(self, spec: ParamSpec) -> Mapping[str, Any]:
-        """Return the state of a whole parameter, empty before its first update.
-
-        Versions before sliced the states of Muon: there they are elementwise, with scalars.
-        """
+        """Return the state of a whole parameter, empty before its first update."""
         saved = self._manifest.whole_states.get(spec.name)
-        if saved is not None:
-            whole: Mapping[str, Any] = restore(saved.state, self._reader, saved.file)
-            return whole
-        names = self._names_of_slices(spec)
-        if not names:
-            return {}
-        scalars = self._manifest.scalars[spec.name]
-        numbers = {k: torch.tensor(v, dtype=torch.float32) for k, v in scalars.items()}
-        del numbers["num_steps"]
-        read = self._reader.read
-        return {
-            **numbers,
-            **{n: self._shaped(spec, read(n, spec.name, 0, spec.numel)) for n in names},
-        }
-
-    def _names_of_slices(self, spec: ParamSpec) -> list[str]:
-        """Return the states of a whole parameter that were saved in slices."""
-        scalars = self._manifest.scalars.get(spec.name, {})
-        if not scalars.get("num_steps"):
-            return []
-        if self._manifest.optimizer.startswith("Muon") and "step" not in scalars:
-            # A matrix: the other states are those of AdamW's groups, zeros here.
-            return ["exp_avg"]
-        return [name for name in self._manifest.states if name != MASTER]
+        return {} if saved is None else restore(saved.state, self._reader, saved.file)
 
     @property
     def _restores_rng(self) -> bool:
@@ -442,21 +408,3 @@ class Restoring:
         if "cuda" in saved:
             torch.cuda.set_rng_state(saved["cuda"])
         random.setstate(self._manifest.python_rng[self._state.control.rank])
-
-
-def _split(spec: ParamSpec, whole: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the elementwise tensors of a whole state, 1-D, and the numbers in it.
-
-    Raises:
-        CheckpointCorruptError: there is something else.
-    """
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, float] = {}
-    for name, value in whole.items():
-        if isinstance(value, Tensor) and value.shape == spec.shape and name != "step":
-            tensors[name] = spec.to_elements(value)
-        elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            numbers[name] = value if isinstance(value, int) else float(value)
-        else:
-            raise CheckpointCorruptError(f"the optimizer's {name} of {spec.name} has no elements")
-    return tensors, numbers

@@ -6,8 +6,6 @@ it, so that the file vouches for itself and stays readable as JSON. Of each file
 the size and the CRC-32 of every chunk of ``chunk_bytes``: a reader of a range checks no more than
 the chunks that it reads, and several ranks can share the check of a large file. A CRC-32 finds
 every change of up to 32 bits in a row.
-
-Version 1, still read, had neither the digest nor chunks: one CRC-32 per file.
 """
 
 from __future__ import annotations
@@ -24,13 +22,11 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
 
 from zero_core.checkpoint import storage
 from zero_core.checkpoint.safetensors_files import DTYPES, first_error
 from zero_core.checkpoint.storage.location import Location, open_regular, size_of
 from zero_core.errors import CheckpointCorruptError, CheckpointError
-from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER
 
 FORMAT = "zero-checkpoint"
@@ -113,10 +109,10 @@ class SavedSegment(_Strict):
 
 
 class FileFacts(_Strict):
-    """Size of a file and the CRC-32 of each chunk, in version 1 of the whole."""
+    """Size of a file and the CRC-32 of each chunk."""
 
     bytes: Annotated[int, Field(ge=0)]
-    crc32: _Crc | tuple[_Crc, ...]
+    crc32: tuple[_Crc, ...]
 
 
 class WholeState(_Strict):
@@ -139,7 +135,7 @@ class Manifest(_Strict):
         whole_states: states of whole parameters, by parameter.
         python_rng: ``random.getstate()`` of each rank.
         files: size and checksums of each file.
-        chunk_bytes: bytes under one checksum. None in version 1.
+        chunk_bytes: bytes under one checksum.
         progress: `zero_core.optim.train_state.TrainState.state_dict`, encoded.
         client_state: the user's own, encoded.
         has_frozen: whether values of frozen parameters were written.
@@ -147,7 +143,7 @@ class Manifest(_Strict):
     """
 
     format: Literal["zero-checkpoint"]
-    version: Literal[1, 2]
+    version: Literal[2]
     world_size: Annotated[int, Field(ge=1, le=_MAX_RANKS)]
     optimizer: str
     states: tuple[str, ...]
@@ -157,7 +153,7 @@ class Manifest(_Strict):
     whole_states: dict[str, WholeState] = {}
     python_rng: tuple[tuple[int, tuple[int, ...], float | None], ...]
     files: dict[str, FileFacts]
-    chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 40)] | None = None
+    chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 40)]
     progress: dict[str, Any]
     client_state: dict[str, Any]
     has_frozen: bool = True
@@ -166,8 +162,6 @@ class Manifest(_Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.version == VERSION) != (self.chunk_bytes is not None):
-            raise ValueError("chunk_bytes belongs to version 2")
         _check_names(self)
         _check_layout(self)
         _check_states(self)
@@ -182,11 +176,7 @@ class Manifest(_Strict):
 
     def crcs(self, name: str) -> tuple[int, tuple[int, ...]]:
         """Return the bytes of file ``name`` under one CRC-32, and the CRC-32 of each such chunk."""
-        facts = self.files[name]
-        if isinstance(facts.crc32, int):
-            return max(facts.bytes, 1), (facts.crc32,)
-        assert self.chunk_bytes is not None
-        return self.chunk_bytes, facts.crc32
+        return self.chunk_bytes, self.files[name].crc32
 
     def progress_step(self) -> int:
         """Return the number of optimizer steps at which it was saved, -1 if it has none."""
@@ -273,8 +263,6 @@ def _check_files(manifest: Manifest) -> None:
         if not is_plain(name) or name == MANIFEST:
             raise ValueError(f"files: {name!r} is no plain name of a file")
         chunk, crcs = manifest.crcs(name)
-        if isinstance(facts.crc32, int) != (manifest.chunk_bytes is None):
-            raise ValueError(f"files.{name}: crc32 is not that of version {manifest.version}")
         if len(crcs) != max(-(-facts.bytes // chunk), 1):
             raise ValueError(f"files.{name} has {len(crcs)} checksums for {facts.bytes} bytes")
     missing = next((n for n in _needed_files(manifest) if n not in manifest.files), None)
@@ -345,14 +333,14 @@ def parse(data: bytes, where: object) -> Manifest:
         )
     try:
         kind = _Kind.model_validate_json(data)
-        if kind.format != FORMAT or kind.version not in (1, VERSION):
+        if kind.format != FORMAT or kind.version != VERSION:
             raise CheckpointError(
                 f"{where} has format {kind.format!r:.60} version {kind.version!r:.60}; this "
-                f"package reads {FORMAT!r} versions 1 and {VERSION}"
+                f"package reads {FORMAT!r} version {VERSION}"
             )
-        if (found is None) != (kind.version == 1):
-            raise ValueError("version 2 ends with a member sha256, version 1 has none")
-        return Manifest.model_validate_json(_with_plain_names(data) if found is None else data)
+        if found is None:
+            raise ValueError("it does not end with a member sha256")
+        return Manifest.model_validate_json(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = first_error(error) if isinstance(error, ValidationError) else repr(error)
         raise CheckpointCorruptError(f"{where} is not readable: {reason:.500}") from error
@@ -365,19 +353,6 @@ class _Kind(BaseModel):
 
     format: str
     version: int
-
-
-def _with_plain_names(data: bytes) -> bytes:
-    """Return a manifest without wrappers' parts in names: the first versions wrote them."""
-    content = from_json(data)
-    for param in content["params"]:
-        param["name"] = plain_name(param["name"])
-        param["aliases"] = [plain_name(name) for name in param["aliases"]]
-    for segment in content["segments"]:
-        segment["slots"] = [[plain_name(name), *span] for name, *span in segment["slots"]]
-    content["scalars"] = {plain_name(name): row for name, row in content["scalars"].items()}
-    content["sha256"] = hashlib.sha256(data).hexdigest()  # as in version 2 it tells two apart
-    return json.dumps(content).encode()
 
 
 def read_manifest(place: Location) -> Manifest:

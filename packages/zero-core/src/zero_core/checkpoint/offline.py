@@ -17,7 +17,6 @@ from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, pru
 from zero_core.checkpoint.storage.location import local_path, location_of
 from zero_core.checkpoint.whole_states import check as check_state
 from zero_core.errors import CheckpointCorruptError, CheckpointError
-from zero_core.layout.discovery import plain_name
 from zero_core.sharded.sharded_state import MASTER
 
 
@@ -64,7 +63,7 @@ def verify_checkpoint(
             for state in _states_of(reader, param):
                 start, stop = reader.span(param.name)
                 reader.parts(state, param.name, 0, stop - start)
-        buffers = [plain_name(name) for name in reader.tensors(BUFFERS)]
+        buffers = list(reader.tensors(BUFFERS))
         if len(set(buffers)) < len(buffers) or manifest.by_name.keys() & buffers:
             raise CheckpointCorruptError(
                 f"{reader.folder / BUFFERS} has a name twice, or that of a parameter: {buffers[:4]}"
