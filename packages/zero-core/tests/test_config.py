@@ -103,7 +103,6 @@ def quantized(stage: int = 3, **keys):
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
         ({"name_waits_within_s": 1e-3}, "name_waits_within_s.*expected 0, or at least 0.5"),
         (offload(ratio=1.5), "zero_optimization.offload_optimizer.ratio"),
-        (offload(numa="maybe"), "offload_optimizer.numa"),
         (offload(device="nvme"), "needs .*nvme_path"),
         (offload(device="none", ratio=0.5), "needs device 'cpu'"),
         (offload(device="none", parameters=["*"]), "parameters needs device 'cpu'"),

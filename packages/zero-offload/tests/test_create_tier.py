@@ -14,7 +14,6 @@ from support.kernels import ReferenceAdam
 from support.tiers import ADAM, CPU, Space, group_of, make_tier, workers
 from torch import Tensor, nn, optim
 
-import zero_offload
 from zero_offload import ELEMENTWISE, OffloadedOptimizer, create_tier
 from zero_offload.protocols import StateTier
 from zero_offload.rules.resolve import GROUP, resolve_kernel
@@ -35,25 +34,6 @@ def test_deepspeeds_block_is_read() -> None:
     assert settings.nvme == NvmeSettings("/local_nvme", 5)
     for config in ({}, {"offload_optimizer": None}, {"offload_optimizer": {"device": "none"}}):
         assert OffloadSettings.from_config(config) == OffloadSettings(ratio=1.0, pin_memory=True)
-
-
-def test_numa_binding_asked_for_is_answered_with_the_advice() -> None:
-    with pytest.warns(DeprecationWarning, match=r"offload_optimizer\.numa .*torchrun --numa-bind"):
-        assert _block(numa=True) == OffloadSettings()
-    with pytest.warns(DeprecationWarning, match="numa has no effect: .*torchrun --numa-binding"):
-        OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(2))], lr=0.1, numa=True)
-    assert _block(numa=False) == OffloadSettings()
-    with pytest.warns(DeprecationWarning, match="torchrun --numa-binding"):
-        found = zero_offload.numa.locate(CPU)
-    assert (found.node, found.cpus) == (None, frozenset())
-
-
-@pytest.mark.parametrize("value", ["yes", "", 0, 1, []])
-def test_a_numa_switch_that_is_no_boolean_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"offload_optimizer\.numa must be true or false"):
-        _block(numa=value)
-    with pytest.raises(ValueError, match="numa must be true or false"):
-        OffloadedOptimizer(optim.SGD, [nn.Parameter(torch.ones(2))], lr=0.1, numa=value)
 
 
 @pytest.mark.parametrize(

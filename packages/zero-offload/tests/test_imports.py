@@ -10,13 +10,13 @@ import zero_offload
 
 SOURCE = Path(zero_offload.__file__).parent
 LAYERS = [
-    {"numa", "errors", "protocols", "threads"},
+    {"errors", "protocols", "threads"},
     {"settings", "flat", "memory"},
     {"rules"},
     {"transfers"},
     {"steppers"},
     {"tiers", "local_parts"},
-    {"tier", "param_tier", "storage", "testing"},
+    {"tier", "param_tier", "testing"},
     {"optimizer", "footprint"},
     {"__init__"},
 ]

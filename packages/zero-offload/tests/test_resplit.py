@@ -214,11 +214,3 @@ def test_a_resplit_without_room_for_the_new_share_leaves_the_old_one() -> None:
     tier.resplit(300)
     train(tier, space, steps=range(2, 4))
     assert_same(snapshot(tier, space), trained(kernel=ReferenceAdam()))
-
-
-def test_former_names_of_a_resplit_work_and_warn() -> None:
-    tier = make_tier(Space())
-    with pytest.warns(DeprecationWarning, match="recut is now resplit"):
-        tier.recut(100)
-    with pytest.warns(DeprecationWarning, match="cut is now host_numel"):
-        assert tier.cut == 100

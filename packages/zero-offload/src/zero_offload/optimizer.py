@@ -76,7 +76,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         upload_codec: sends new parameters to an accelerator as lossless differences: a codec, or
             ``"lossless"`` for zero-comm's. It keeps what was sent last: 2 bytes of host memory per
             16-bit parameter.
-        numa: deprecated and without effect; start with ``torchrun --numa-binding`` instead.
         **optimizer_kwargs: passed on to ``optimizer_class``.
 
     Attributes:
@@ -100,7 +99,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         host_share: HostShare = "last",
         pin_memory: bool = True,
         pin_memory_bytes: int | None = None,
-        numa: bool = False,
         adam_kernel: AdamKernel | str | None = None,
         state_dtype: str = "float32",
         upload_codec: UploadCodec | str | None = None,
@@ -120,7 +118,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             "host_share": host_share,
             "pin_memory": pin_memory,
             "pin_memory_bytes": pin_memory_bytes,
-            "numa": numa,
             "state_dtype": state_dtype,
         }
         settings, host = self._settings(asked, parameters, geometry)

@@ -10,12 +10,9 @@ that is switched on and not served is refused.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-
-from zero_offload.numa import ADVICE
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 """What ``offload_optimizer.state_dtype`` may be."""
@@ -92,10 +89,8 @@ _CHECKS: Mapping[str, Callable[[Any, str], Any]] = {
 }
 """Fields of `OffloadSettings` that are keys, and the check of each, called with value and name."""
 _SHARES = ("ratio", "parameters", "device_budget")
-_NO_LONGER_SERVED = {"numa": ADVICE}
-"""Switches of an earlier release and what to use instead of one that is on."""
 _KNOWN = {
-    *("device", "nvme_path", "buffer_count", "update_in_backward", *_CHECKS, *_NO_LONGER_SERVED),
+    *("device", "nvme_path", "buffer_count", "update_in_backward", *_CHECKS),
     # without effect
     *("cpuadam_cores_perc", "fast_init", "pipeline", "pipeline_read", "pipeline_write"),
 }
@@ -191,10 +186,6 @@ class OffloadSettings:
             ValueError: two keys say which elements, or one has a value that is not served.
         """
         given = {key: value for key, value in keys.items() if value is not None}
-        for key, advice in _NO_LONGER_SERVED.items():
-            if _boolean(given.get(key, False), f"{prefix}{key}"):
-                message = f"{prefix}{key} has no effect: {advice}"
-                warnings.warn(message, DeprecationWarning, stacklevel=3)
         shares = [f"{prefix}{key}" for key in _SHARES if key in given]
         if len(shares) > 1:
             raise ValueError(f"{' and '.join(shares)} each say what the host updates: give one")

@@ -72,10 +72,6 @@ class OffloadOptimizerConfig(_Block):
     host keeps what it sent last, and encodes. Not in DeepSpeed's configuration."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of Adam's moments on the host. Not in DeepSpeed's configuration."""
-    numa: bool = unneeded(
-        False, "no thread is bound; start the ranks with torchrun --numa-binding=node"
-    )
-    """Deprecated, without effect: start the ranks with ``torchrun --numa-binding``."""
     nvme_path: str | None = None
     """Folder on the NVMe disk, for device nvme. The ranks of a host may share it."""
     buffer_count: PositiveInt = 16

@@ -14,7 +14,6 @@ waiting state.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
@@ -501,17 +500,6 @@ class TwinTier:
         for part in self.parts:
             part.check_states(names, scalars)
 
-    @property
-    def cut(self) -> int:
-        """Deprecated name of `host_numel`."""
-        _warn_renamed("cut", "host_numel")
-        return self.host_numel
-
-    def recut(self, cut: int) -> None:
-        """Deprecated name of `resplit`."""
-        _warn_renamed("recut", "resplit")
-        self.resplit(cut)
-
     @torch.no_grad()
     def resplit(self, num_host: int) -> None:
         """Let the host hold so many elements of its end from now on, and the device the rest.
@@ -591,8 +579,3 @@ class TwinTier:
                 self._replaced.append(report)
             self._has_dropped = True
             self._parts.remove(part)
-
-
-def _warn_renamed(old: str, new: str) -> None:
-    message = f"TwinTier.{old} is now {new}; the old name is removed in the next release"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
