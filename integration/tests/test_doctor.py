@@ -11,7 +11,7 @@ import torch
 from conftest import run_here
 
 from zero_engine import doctor
-from zero_engine.machine import available_cores, cache_bytes, memory_limit_bytes
+from zero_engine.machine import available_cores, memory_limit_bytes
 
 
 def by_name() -> dict[str, doctor.Finding]:
@@ -138,14 +138,6 @@ def test_memory_limit_of_a_container_counts(name: str, tmp_path: Path) -> None:
     assert memory_limit_bytes(tmp_path) == unlimited
     (tmp_path / name).write_text("1048576")
     assert memory_limit_bytes(tmp_path) == 1048576
-
-
-def test_the_largest_cache_is_found(tmp_path: Path) -> None:
-    assert cache_bytes(tmp_path) == 0
-    for index, size in enumerate(("32K", "1024K", "32M")):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
-    assert cache_bytes(tmp_path) == 32 * 2**20
 
 
 def test_segments_that_grow_are_recommended(monkeypatch: pytest.MonkeyPatch) -> None:

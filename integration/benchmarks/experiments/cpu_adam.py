@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -28,7 +29,6 @@ from benchmarks.harness.ranks import Row
 from benchmarks.harness.report import MS, Column, Rows, Section, bars, green, machine, publish
 from benchmarks.harness.rounds import spread, take_turns, version
 from cpu_adam._isa import use_isa
-from zero_engine.machine import cache_bytes
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 FUSED_BYTES = 28
@@ -364,7 +364,7 @@ def _by_isa(name: str, make: Callable[[str], Step], numel: int = 0) -> Contender
     They should be as fast where memory sets the pace: not where all of ``numel`` elements are in
     the caches.
     """
-    bar = 0.9 if numel * FUSED_BYTES > cache_bytes() else None
+    bar = 0.9 if numel * FUSED_BYTES > _cache_bytes() else None
     others = [isa for isa in cpu_adam.available_isas()[1:] if isa != cpu_adam.active_isa()]
     return {f"{name}, {isa}": (partial(make, isa), bar) for isa in others}
 
@@ -409,6 +409,14 @@ def section(name: str, numel: int, rows: Rows) -> Section:
 
 def _is_ours(name: str) -> bool:
     return name.startswith(OURS)
+
+
+def _cache_bytes() -> int:
+    """Return the size of the processor's largest cache, 0 where the system does not know it."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = [path.read_text().strip() for path in found]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes), default=0)
 
 
 def _machine() -> Row:

@@ -311,18 +311,15 @@ def plan(
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN [OTHER RUN]", show_default=False)],
-    output: Annotated[_Text, _option("The page. Default: report.html in the first run.")] = None,
+    run: Annotated[str, typer.Argument(metavar="RUN", show_default=False)],
+    output: Annotated[_Text, _option("The page. Default: report.html in the run.")] = None,
     memory: Annotated[_Text, _option("Memory that a rank may take, e.g. 24GB or 22GiB.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Write an HTML page about a recorded run, or about two: what limits it, and what to change.
-
-    A trace for ui.perfetto.dev is beside it.
-    """
+    """Write an HTML page about a recorded run: what limits it, and what to change."""
     from zero_engine.report.command import run_report
 
-    sys.exit(run_report(runs, output, memory, as_json=as_json))
+    sys.exit(run_report(run, output, memory, as_json=as_json))
 
 
 _Folder = Annotated[str, typer.Argument(metavar="DIR", show_default=False)]

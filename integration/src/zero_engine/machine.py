@@ -17,7 +17,6 @@ from zero_core.record.environment import available_cores, memory_limit_bytes, re
 __all__ = [
     "accelerator_names",
     "available_cores",
-    "cache_bytes",
     "locked_memory_limit_bytes",
     "memory_limit_bytes",
     "parse_bytes",
@@ -25,8 +24,6 @@ __all__ = [
     "processor_name",
     "used_bytes",
 ]
-
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def parse_bytes(text: str) -> int | None:
@@ -77,10 +74,3 @@ def processor_name() -> str:
     lines = read_text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def cache_bytes(root: Path = CACHES) -> int:
-    """Return the size of the processor's largest cache, 0 where the system does not know it."""
-    units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    sizes = [read_text(path) for path in root.glob("index*/size")]
-    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size), default=0)

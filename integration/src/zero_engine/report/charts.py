@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_core.record.records import DetailRecord, StepRecord
-from zero_engine.report.measured import WAITS, Measured, RankStep
+from zero_engine.report.measured import WAITS, Measured
 from zero_engine.report.run import Rank
 
 Spec = dict[str, Any]
@@ -222,13 +222,9 @@ def _kind(lane: str, name: str) -> str:
 def ranks_side_by_side(found: Measured) -> Spec | None:
     """Usual step of each rank, by place and wait."""
     shown = zip(found.run.ranks[:64], found.ranks, strict=False)
-    return step_parts({f"rank {rank.run.rank}": usual for rank, usual in shown})
-
-
-def step_parts(steps: Mapping[str, RankStep]) -> Spec | None:
-    """Usual steps by name, in parts by place and wait."""
     rows = []
-    for label, step in steps.items():
+    for rank, step in shown:
+        label = f"rank {rank.run.rank}"
         rows += [
             {"rank": label, "part": part, "ms": s * 1e3, "color": _COLORS.get(part)}
             for part, s in step.places.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from zero_core.errors import ConfigError, ZeroError
@@ -14,20 +13,17 @@ from zero_engine.report.run import read_run
 from zero_engine.terminal import DONE, refuse, say
 
 
-def run_report(
-    runs: Sequence[str], output: str | None, memory: str | None, *, as_json: bool
-) -> int:
+def run_report(run: str, output: str | None, memory: str | None, *, as_json: bool) -> int:
     """Write the page and print where it is. Returns the exit code."""
     try:
         limit = None if memory is None else _bytes(memory)
         with working("report"), quiet():
-            page = write_report(runs, output or Path(runs[0], "report.html"), memory_limit=limit)
-            sentences = {run: first_sentence(read_run(Path(run)), limit) for run in runs}
+            page = write_report(run, output or Path(run, "report.html"), memory_limit=limit)
+            sentence = first_sentence(read_run(Path(run)), limit)
     except ZeroError as error:
         return refuse(error, as_json=as_json)
-    told = [f"{run}: {text}" if len(runs) > 1 else text for run, text in sentences.items()]
-    lines = [*told, f"written to {page}: open it in a browser"]
-    say({"page": str(page), "sentences": sentences}, "\n".join(lines), as_json=as_json)
+    text = f"{sentence}\nwritten to {page}: open it in a browser"
+    say({"page": str(page), "sentence": sentence}, text, as_json=as_json)
     return DONE
 
 

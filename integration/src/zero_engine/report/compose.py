@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zero_core.plan.result import format_bytes
 from zero_engine.report import charts
-from zero_engine.report.comparison import NAMES, compare
 from zero_engine.report.configuration import differences, without_effect
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
-from zero_engine.report.further import NUM_MOVES, next_moves
 from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure
 from zero_engine.report.page import (
     Block,
@@ -32,36 +29,20 @@ from zero_engine.report.planned import Planned, plan_of, planned_memory, sent_an
 from zero_engine.report.run import Run
 
 _MAX_ROWS = 50
+_NUM_MOVES = 3
 
 
-def compose(runs: Sequence[Run], memory_limit: int | None) -> Page:
-    """Return the page about one run, or two."""
-    found = [measure(run) for run in runs]
-    judged = [judge(each, memory_limit) for each in found]
-    verdicts = [verdict for verdict, _ in judged]
-    planned, moves = [], []
-    for each, (_, causes) in zip(found, judged, strict=True):
-        limit = memory_limit or memory_of(each)
-        planned.append(plan_of(each.run, limit))
-        moves.append(next_moves(each, causes, planned[-1], limit))
-    sections = list(_sections(found[0], planned[0], moves[0]))
-    names = [str(run.folder) for run in runs]
-    if len(runs) > 1:
-        first, second = found
-        names = [f"{short}: {name}" for short, name in zip(NAMES, names, strict=True)]
-        verdicts = [replace(v, name=name) for v, name in zip(verdicts, names, strict=True)]
-        sections = [
-            Section("A and B, axis by axis", list(compare(first, second, moves))),
-            *(replace(section, title=f"A: {section.title}") for section in sections),
-        ]
+def compose(run: Run, memory_limit: int | None) -> Page:
+    """Return the page about a run."""
+    found = measure(run)
+    verdict, causes = judge(found, memory_limit)
+    planned = plan_of(run, memory_limit or memory_of(found))
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    records = " and ".join(
-        f"{_count(each.num_all, 'step')} on {_count(len(each.ranks), 'rank')}" for each in found
-    )
+    records = f"{_count(found.num_all, 'step')} on {_count(len(found.ranks), 'rank')}"
     return Page(
-        f"{' and '.join(names)}: report",
-        verdicts,
-        sections,
+        f"{run.folder}: report",
+        verdict,
+        list(_sections(found, planned, causes)),
         f"Made {made} by zero-engine report from the records of {records}.",
     )
 
@@ -174,7 +155,7 @@ def _upper(text: str) -> str:
 # -------------------------------------------------------------------- sections
 
 
-def _sections(found: Measured, planned: Planned, moves: Sequence[Move]) -> Iterator[Section]:
+def _sections(found: Measured, planned: Planned, causes: Sequence[Cause]) -> Iterator[Section]:
     yield Section("Memory", list(_memory(found, planned)))
     yield Section("One step", list(_step(found)))
     yield Section("Bytes sent", list(sent_and_planned(found, planned.plan)))
@@ -182,7 +163,7 @@ def _sections(found: Measured, planned: Planned, moves: Sequence[Move]) -> Itera
     yield Section("Ranks side by side", list(_side_by_side(found)))
     yield Section("Checkpoints, failures, resumes", list(_events(found)))
     yield Section("Configuration", list(_configuration(found)))
-    yield Section("Next moves", list(_moves(moves)))
+    yield Section("Next moves", list(_moves(causes[:_NUM_MOVES])))
     yield Section("Environment", list(_environment(found)))
 
 
@@ -227,7 +208,7 @@ def _step(found: Measured) -> Iterator[Block]:
         yield Text(f"There is no lane of copies: {_why_no_copies(found)}.")
     yield Text(
         "A step is never shorter than its longest lane needs. Red is time in which the program "
-        "waits. A trace for ui.perfetto.dev is beside this page."
+        "waits."
     )
 
 
@@ -335,15 +316,16 @@ def _configuration(found: Measured) -> Iterator[Block]:
         yield Text("Every key that was given has an effect.")
 
 
-def _moves(moves: Sequence[Move]) -> Iterator[Block]:
-    if len(moves) < NUM_MOVES:
-        said = f"Only {_count(len(moves), 'move')}" if moves else "No move"
-        yield Text(
-            f"{said}: for anything else neither the run's times, nor its plan, nor a layer "
-            "measured here predicts a gain that is worth a change."
-        )
-    if moves:
-        yield Moves(moves)
+def _moves(causes: Sequence[Cause]) -> Iterator[Block]:
+    if not causes:
+        yield Text("No move: the run's times predict no gain that is worth a change.")
+        return
+    yield Moves(
+        [
+            Move(_upper(c.change), c.gain_text, c.paste, f"Predicted from this run: {c.why}.")
+            for c in causes
+        ]
+    )
 
 
 def _environment(found: Measured) -> Iterator[Block]:

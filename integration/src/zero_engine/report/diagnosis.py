@@ -16,7 +16,6 @@ from typing import Any
 
 from zero_core.plan.result import format_bytes
 from zero_engine.report.measured import INSIDE, WAITS, Measured, RankStep
-from zero_engine.report.probe import batch_scaling, threads_scaling, update_s
 
 _LEAST = 0.08
 """Share of a step below which a cause is none."""
@@ -27,8 +26,7 @@ _SKIPPED = 0.02
 _SMALL = 4
 """Samples of a micro-batch that is called tiny, at most."""
 _USUAL_SCALING = 0.85
-"""Of the ideal with several threads, where it cannot be measured: on another machine, or on one
-that is busy."""
+"""Of the ideal with several threads."""
 _COPY_RATIO = 3.0
 """How much faster a device copies from page-locked memory than from pageable memory, about: the
 driver copies the latter to a buffer of its own first, with one thread of the host."""
@@ -243,9 +241,7 @@ def _threads(found: Measured) -> Iterator[Cause]:
     fair = cores // max(run.ranks_per_node, 1)
     if environment.get("device") != "cpu" or not threads or fair < 2 * threads:
         return
-    measured = threads_scaling(found, fair)
-    scaling = _USUAL_SCALING * fair / threads if measured is None else measured
-    source = "as usual" if measured is None else "as a layer of this size here"
+    scaling = _USUAL_SCALING * fair / threads
     compute = max(rank.compute_s for rank in found.ranks)
     after = found.seconds - compute * (1.0 - 1.0 / scaling)
     if found.seconds - after < _LEAST * found.seconds:
@@ -258,7 +254,7 @@ def _threads(found: Measured) -> Iterator[Cause]:
         f"export OMP_NUM_THREADS={fair}",
         found.seconds,
         after,
-        f"forward, backward and step {scaling:.2g} times as fast, {source}",
+        f"forward, backward and step {scaling:.2g} times as fast, as usual",
     )
 
 
@@ -277,10 +273,7 @@ def _file(found: Measured) -> Iterator[Cause]:
         return
     # What is left is the update, which begins while the ranks still work.
     busy = found.lane("host")
-    update, own = busy - on_file, update_s(found)
-    if own is not None:  # without copies to the file's buffers and back
-        update = min(update, own * found.run.run.shares.get("host", 0))
-    left = max(0.0, update - max(0.0, busy - wait))
+    left = max(0.0, busy - on_file - max(0.0, busy - wait))
     yield Cause(
         "nvme",
         f"the disk: optimizer state on NVMe, for which the host's update waits "
@@ -303,10 +296,7 @@ def _host(found: Measured) -> Iterator[Cause]:
         return
     # An element that moves takes the host's time away, and adds the device's own.
     per_host = busy / numel
-    if run.environment.get("device") == "cpu":
-        per_device = update_s(found) or per_host
-    else:
-        per_device = per_host / 20.0
+    per_device = per_host if run.environment.get("device") == "cpu" else per_host / 20.0
     moved = min(wait / (per_host + per_device), numel)
     ratio = (numel - moved) / max(sum(run.shares.values()), 1)
     yield Cause(
@@ -378,27 +368,20 @@ def _small_batch(found: Measured) -> Iterator[Cause]:
     factor = rank.micro_steps
     if factor < 2 or micro > _SMALL:
         return
-    share = batch_scaling(found, factor)
-    if share is None:
-        return
-    work = rank.places.get("forward", 0.0) + rank.places.get("backward", 0.0)
-    saved = work * (1.0 - share)
     # What ranks exchange in each micro-step, they exchange once then.
-    saved += sum(rank.waits.get(name, 0.0) for name in ("all_gather", "reduce_scatter")) * (
-        1.0 - 1.0 / factor
-    )
+    waits = sum(rank.waits.get(name, 0.0) for name in ("all_gather", "reduce_scatter"))
+    saved = waits * (1.0 - 1.0 / factor)
     if saved < _LEAST * found.seconds:
         return
     yield Cause(
         "micro_batch",
-        f"a tiny micro-batch: {factor} micro-steps of {_one(micro, 'sample')} in each step, in "
-        f"which {1.0 - share:.0%} of the time for matrices does not depend on the samples",
+        f"a tiny micro-batch: {factor} micro-steps of {_one(micro, 'sample')} in each step, and "
+        f"ranks wait {show_s(waits)} for what each of them exchanges",
         f"compute {micro * factor} samples in one micro-step, or as many as fit",
         f'"train_micro_batch_size_per_gpu": {micro * factor}, "gradient_accumulation_steps": 1',
         found.seconds,
         found.seconds - saved,
-        f"a layer of this size takes {share:.0%} of the time for {factor} times the rows at once, "
-        "measured here",
+        "one exchange a step",
     )
 
 

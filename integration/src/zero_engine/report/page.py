@@ -101,13 +101,11 @@ class Verdict:
 
     Attributes:
         state: "good", "fair" or "poor".
-        name: of the run, where there are two.
     """
 
     sentence: str
     facts: Sequence[Fact]
     state: str
-    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class Page:
     """All of a report."""
 
     title: str
-    verdicts: Sequence[Verdict]
+    verdict: Verdict
     sections: Sequence[Section]
     footer: str = ""
 
@@ -138,7 +136,7 @@ def render(page: Page) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
-    shown = Page(page.title, page.verdicts, numbered, page.footer)
+    shown = Page(page.title, page.verdict, numbered, page.footer)
     return template.render(
         page=shown,
         charts=Markup(_script_json(charts)),

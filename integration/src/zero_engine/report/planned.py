@@ -13,13 +13,10 @@ from zero_core.comm.meter import Traffic
 from zero_core.errors import ConfigError, ZeroError
 from zero_core.plan.choices import TrafficChoice
 from zero_core.plan.plan import plan
-from zero_core.plan.rates import Calibration
 from zero_core.plan.result import Plan, format_bytes
-from zero_engine.calibration.kept import kept_rates
 from zero_engine.report import charts
 from zero_engine.report.measured import Measured, sent_bytes
 from zero_engine.report.page import Block, Chart, Table, Text
-from zero_engine.report.probe import is_of_this_machine
 from zero_engine.report.run import Run
 
 
@@ -28,59 +25,45 @@ class Planned:
     """The plan of a run.
 
     Attributes:
-        plan: its bytes, with times where the rates of this machine are kept and the run is of it.
+        plan: its bytes.
         note: why there is no plan, or what it leaves out; empty if it is whole.
     """
 
     plan: Plan | None
     note: str = ""
 
-    @property
-    def activation_bytes(self) -> int:
-        """Planned bytes of activations, 0 if they are not known."""
-        return 0 if self.plan is None else self.plan.memory.device.get("activations", 0)
 
-
-def plan_of(run: Run, limit: int | None, changes: Mapping[str, Any] | None = None) -> Planned:
+def plan_of(run: Run, limit: int | None) -> Planned:
     """Return the plan of a run's configuration.
 
     Args:
         run: whose model has a Hugging Face configuration.
         limit: bytes that one rank may take, None if unknown.
-        changes: keys of the configuration that differ from the run's.
     """
     if not run.run.model:
         return Planned(None, "no plan: the model has no Hugging Face configuration to make it from")
     is_host = run.run.environment.get("device") == "cpu"
-    settings = {**run.settings, **(changes or {})}
 
-    def make(inputs: Mapping[str, Any] | None, rates: Calibration | None) -> Plan:
+    def make(inputs: Mapping[str, Any] | None) -> Plan:
         return plan(
             dict(run.run.model),
-            settings,
+            run.settings,
             run.run.world_size,
             device_memory=None if is_host else limit,
             host_memory=limit * run.run.ranks_per_node if is_host and limit else None,
             ranks_per_node=run.run.ranks_per_node,
             example_inputs=inputs,
             device_type="cpu" if is_host else "accelerator",
-            calibration=rates,
         )
 
-    note = ""
     try:
-        inputs, rates = _inputs(run), _rates(run, is_host=is_host)
+        inputs = _inputs(run)
         if inputs is None:
-            return Planned(make(None, None), "Activations are not planned: no tokens are recorded.")
-        if rates is not None:
-            try:
-                return Planned(make(inputs, rates))
-            except ConfigError as error:
-                note = f"Times are not planned: {error}."
+            return Planned(make(None), "Activations are not planned: no tokens are recorded.")
         try:
-            return Planned(make(inputs, None), note)
+            return Planned(make(inputs))
         except ConfigError as error:
-            return Planned(make(None, None), f"Activations are not planned: {error}.")
+            return Planned(make(None), f"Activations are not planned: {error}.")
     except ZeroError as error:
         return Planned(None, f"no plan: {error}")
 
@@ -96,13 +79,6 @@ def _inputs(run: Run) -> dict[str, torch.Tensor] | None:
         return None
     ids = torch.zeros(shape, dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}
-
-
-def _rates(run: Run, *, is_host: bool) -> Calibration | None:
-    """Return the kept rates, if the run is of this machine and of the device they are of."""
-    found = kept_rates().calibration if is_of_this_machine(run.run) else None
-    of_cpu = found is not None and found.rates[0].cores is not None
-    return found if of_cpu == is_host else None
 
 
 # ----------------------------------------------------------------------- bytes

@@ -549,7 +549,7 @@ class Engine(ShardedModel):
     def report(self, path: str | Path) -> Path:
         """Write an HTML page about the steps that all ranks have recorded so far.
 
-        A trace for Perfetto lies beside it. No rank waits for another; one of them calls it.
+        No rank waits for another; one of them calls it.
 
         Returns:
             The page.
@@ -565,7 +565,7 @@ class Engine(ShardedModel):
             )
         self._recorder.flush()
         write = load_part(REPORTS, "html", asked_by="engine.report()", distribution="zero-engine")
-        return Path(write([self._recorder.folder], Path(path)))
+        return Path(write(self._recorder.folder, Path(path)))
 
     # ---------------------------------------------------------------- keeping
 

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
 from zero_core.config import Config
-from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import DeviceMemory, TimedTier
 from zero_core.record.environment import describe_environment
@@ -365,7 +364,6 @@ class Recorder:
             config=config.model_dump(mode="json"),
             environment=describe_environment(self._device),
             model=_model_config(state.module),
-            matrix=_largest_matrix(layout),
         )
 
 
@@ -570,18 +568,6 @@ def _open_statm() -> int | None:
     with suppress(OSError):
         return os.open("/proc/self/statm", os.O_RDONLY)
     return None
-
-
-def _largest_matrix(layout: Layout) -> list[int]:
-    """Return the shape of the largest matrix that is in a block."""
-    root = layout.units[0]
-    apart = {slot.param for segment in root.segments for slot in segment.slots}
-    shapes = [
-        list(param.shape)
-        for number, param in enumerate(layout.params)
-        if len(param.shape) == 2 and number not in apart
-    ]
-    return max(shapes, key=lambda shape: shape[0] * shape[1], default=[])
 
 
 def _model_config(module: nn.Module) -> dict[str, Any]:

@@ -49,7 +49,6 @@ class RunRecord:
         config: the resolved configuration.
         environment: versions, device, cores, threads and memory.
         model: its Hugging Face configuration, or empty.
-        matrix: shape of the largest matrix among the blocks' parameters, or empty.
     """
 
     kind: ClassVar[str] = "run"
@@ -66,7 +65,6 @@ class RunRecord:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     model: Mapping[str, Any] = field(default_factory=dict)
-    matrix: Sequence[_Count] = ()
 
 
 @dataclass(frozen=True)
