@@ -53,7 +53,7 @@ def _ddp(ranks: SimulatedRanks) -> tuple[dict[Any, Any], list[float]]:
     model, losses = Watched(), []
     log, ddp = Log(model.blocks[1].inner.weight), SimulatedDDP(model, ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     for step in range(STEPS):
         log.look(BEFORE)
         losses.append(step_ddp(ddp, optimizer, inputs(step, ranks.rank)))

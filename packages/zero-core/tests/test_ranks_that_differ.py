@@ -15,8 +15,8 @@ import zero_core
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
+from zero_core.sharded.facts import Facts
 from zero_core.sharded.norms import PLAIN
-from zero_core.step.statistics import GradientStatistics
 from zero_core.testing import (
     LR,
     WEIGHT_DECAY,
@@ -193,17 +193,20 @@ def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it() ->
 def _all_know_it(ranks: SimulatedRanks) -> None:
     control, meter = ranks.connect(), Meter()
     communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
-    statistics = GradientStatistics(communicator, ranks.device, 1, 3, meter, PLAIN)
+    facts = Facts(communicator, ranks.device, 1, 3, meter, PLAIN)
+    left_out: set[int] = set()
+
+    class Rank:
+        def fill(self, facts: Facts) -> None:
+            facts.mark("used", {0})
+            facts.mark("left out", left_out)
+
+    facts.fillers.append(Rank())
     for sets, is_agreed in (([{1, 2}] * 3, True), ([{1}, {2}, {1}], False)):
-        statistics.agree(
-            torch.zeros(1, dtype=torch.float64),
-            {0},
-            has_unreduced=False,
-            is_tail_late=False,
-            left_out=frozenset(sets[ranks.rank]),
-        )
-        assert statistics.is_left_out_agreed is is_agreed
-        assert statistics.num_ranks_with_grad == [3.0]
+        left_out = sets[ranks.rank]
+        facts.start_sum(torch.zeros(1, dtype=torch.float64))
+        assert facts.is_unanimous("left out") is is_agreed
+        assert facts.counts("used") == [3.0]
 
 
 def test_all_ranks_know_of_one_that_left_out_other_units() -> None:

@@ -45,7 +45,9 @@ from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.facts import Facts
 from zero_core.sharded.memory import Memory
+from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
@@ -251,11 +253,14 @@ def build(
             seeds = None
             if is_invariant and is_training:
                 seeds = MicroBatchSeeds(model, train, resolved.seed or 0, ranks)
-            gradient = StepGradient(state, communicator, train, resolved, meter)
+            sizes = len(layout.params), len(layout.units)
+            facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(resolved))
+            gradient = StepGradient(state, communicator, train, resolved, facts)
             runtime = Runtime(
                 units,
                 communicator,
                 gradient,
+                facts,
                 has_sharded_params=memory.has_sharded_params,
                 quantized=found.quantized,
             )

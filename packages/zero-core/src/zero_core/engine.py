@@ -407,10 +407,10 @@ class Engine(ShardedModel):
         if zero.ignore_unused_parameters or zero.stage not in (1, 2):
             return
         self._runtime.complete_gradient()  # before an update is enqueued
-        num_active = max(1, self._gradient.num_active_ranks)
-        num_ranks = self._gradient.num_ranks_with_grad
+        facts = self._gradient.facts
+        num_active, num_ranks = max(1, facts.counts("with gradient")[0]), facts.counts("used")
         missed = [
-            f"{spec.name} on {num_active - num:.0f} of {num_active} ranks"
+            f"{spec.name} on {num_active - num:.0f} of {num_active:.0f} ranks"
             for spec, num in zip(self.layout.params, num_ranks, strict=True)
             if num < num_active and spec.is_trainable
             if self.module.get_parameter(spec.name).requires_grad

@@ -29,10 +29,10 @@ from zero_core.plan.rates import Rates
 from zero_core.plan.schedule import Schedule, Work
 from zero_core.plan.step_time import LANES, Span, StepTime
 from zero_core.plan.traffic import gather_calls, reduction_calls
+from zero_core.sharded.facts import facts_nbytes
 from zero_core.sharded.gradient_plan import accumulated_dtype
 from zero_core.sharded.norms import norms_of
 from zero_core.step.speculation import may_speculate, updates_in_backward
-from zero_core.step.statistics import statistics_nbytes
 
 NUM_STEPS = 3
 _WIDE = "float32"
@@ -314,7 +314,7 @@ class Prediction:
 
     def _agree_s(self) -> tuple[str, float]:
         num_params, num_units = len(self._layout.params), len(self._layout.units)
-        nbytes = statistics_nbytes(num_params, num_units, norms_of(self._config))
+        nbytes = facts_nbytes(num_params, num_units, norms_of(self._config))
         way = "between" if self._links.num_nodes > 1 else "within"
         seconds = self._rates.seconds([f"agree.{way}"], nbytes) if self._has_peers else 0.0
         return ("link" if self._is_accelerated else "main"), seconds

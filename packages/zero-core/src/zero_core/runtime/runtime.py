@@ -72,6 +72,7 @@ from zero_core.layout.discovery import Quantized
 from zero_core.object_methods import SuspendableHooks
 from zero_core.runtime.order import BackwardOrder, Forward, Prefetch
 from zero_core.runtime.saved import SavedWeights
+from zero_core.sharded.facts import Facts
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.params import FlatParams, Launcher
 from zero_core.sharded.reductions import GradientSink, Reductions
@@ -147,6 +148,7 @@ class Runtime:
         units: Sequence[Unit],
         communicator: Communicator,
         sink: GradientSink,
+        facts: Facts,
         *,
         has_sharded_params: bool,
         quantized: Sequence[Quantized] = (),
@@ -168,6 +170,8 @@ class Runtime:
         self._forwards = [f"forward of {unit!r}" for unit in self.units]
         self._backwards = [f"backward of {unit!r}" for unit in self.units]
         self._sink = sink
+        self._facts = facts
+        facts.fillers.append(self)
         self._params_with_grad = sink.params_with_grad
         self._has_sharded_params = has_sharded_params
         has_peers = communicator.world_size > 1
@@ -719,21 +723,24 @@ class Runtime:
             RuntimeError: as of `start_agreement`.
         """
         self.start_agreement()
-        if self._sink.is_reduction_missing():
+        if self._facts.is_any("unreduced"):
+            self._sink.void_update()
             # On some rank, gradients came after their unit's reduction.
             self.end_backward()
             self._sink.reopen()
             self._agree()
-        self._order.place_tail(is_first=not self._sink.is_tail_late())
-        self._order.leave_out(is_agreed=self._sink.is_left_out_agreed())
+        self._order.place_tail(is_first=not self._facts.is_any("tail late"))
+        self._order.leave_out(is_agreed=self._facts.is_unanimous("left out"))
 
     def _agree(self) -> None:
         self.drain()
-        self._sink.agree(
-            has_unreduced=self._reductions.has_unreduced,
-            is_tail_late=self._order.is_tail_late,
-            left_out=self._order.unneeded,
-        )
+        self._sink.agree()
+
+    def fill(self, facts: Facts) -> None:
+        """Put in what this rank's backwards have shown: see `zero_core.runtime.order`."""
+        facts.put("unreduced", self._reductions.has_unreduced)
+        facts.put("tail late", self._order.is_tail_late)
+        facts.mark("left out", self._order.unneeded)
 
     def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
         """Pass on the gradient of a segment again: that of parameter number ``param`` was set."""

@@ -68,21 +68,14 @@ class GradientSink(Protocol):
     def reopen(self) -> None:
         """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
 
-    def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
-        """Start to sum the gradient's statistics over all ranks. Every rank must call it.
+    def agree(self) -> None:
+        """Start to sum the step's facts over all ranks. Every rank must call it.
 
-        Nothing is done if they are known of the gradient as it is. ``is_tail_late``: see
-        `zero_core.runtime.order`. ``left_out`` are the units that needed no gradient here.
+        Nothing is done if they are known of the gradient as it is.
         """
 
-    def is_reduction_missing(self) -> bool:
-        """Whether, by the statistics, any rank has gradients that no reduction has carried."""
-
-    def is_tail_late(self) -> bool:
-        """Whether, by the statistics, any rank had a block's gradients before the tail's."""
-
-    def is_left_out_agreed(self) -> bool:
-        """Whether, by the statistics, the same units needed no gradient on all ranks."""
+    def void_update(self) -> None:
+        """Drop an update that was enqueued ahead of the decision: more is to be reduced."""
 
     def clear(self) -> None:
         """Drop the gradient and start a new step."""

@@ -9,10 +9,8 @@ from typing import Any
 from zero_core._torch import find_trainable
 from zero_core.errors import RankMismatchError
 from zero_core.optim.train_state import TrainState, describe_groups
+from zero_core.sharded.facts import NUM_WORDS
 from zero_core.sharded.sharded_state import ShardedState
-
-NUM_WORDS = 3
-"""Numbers of 16 bits that a hash consists of."""
 
 
 class StepAgreement:

@@ -34,12 +34,12 @@ from torch import Tensor
 from zero_core._torch import get_grad, set_grad
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
-from zero_core.comm.meter import Meter
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier, AheadTier, WholeStateTier
 from zero_core.sharded.edits import Edits
+from zero_core.sharded.facts import Facts
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
@@ -47,7 +47,6 @@ from zero_core.step.agreement import StepAgreement
 from zero_core.step.interrupts import RepeatedRounds
 from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
 from zero_core.step.speculation import speculative, updates_in_backward
-from zero_core.step.statistics import GradientStatistics
 
 CLIP_EPSILON = 1e-6
 """Of `torch.nn.utils.clip_grad_norm_`."""
@@ -84,6 +83,7 @@ class StepGradient:
         decision: on the last step, or None before the first.
         param_grads: gives the gradient out as ``param.grad``, if it serves.
         edits: what programs write into parameters.
+        facts: what all ranks know of the step, after `agree`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StepGradient:
         communicator: Communicator,
         train: TrainState,
         config: Config,
-        meter: Meter,
+        facts: Facts,
     ) -> None:
         self.params_with_grad: set[int] = set()
         self.decision: StepDecision | None = None
@@ -106,15 +106,8 @@ class StepGradient:
         self._train = train
         self._config = config
         self._norm_kind = norms_of(config)
-        num_params = len(state.layout.params)
-        self._statistics = GradientStatistics(
-            communicator,
-            state.device,
-            num_params,
-            len(state.layout.units),
-            meter,
-            self._norm_kind,
-        )
+        self.facts = facts
+        facts.fillers.append(self)
         self._agreement = StepAgreement(state, train)
         self._is_agreed = False  # the statistics are those of the gradient as it was reduced
         self._changed_square_sum: Tensor | None = None  # with the changes made to param.grad
@@ -258,7 +251,7 @@ class StepGradient:
             set_grad(param, None)
         return bool(left)
 
-    def agree(self, *, has_unreduced: bool, is_tail_late: bool, left_out: frozenset[int]) -> None:
+    def agree(self) -> None:
         self.param_grads.take_assigned()
         changes = self.param_grads.find_changes()
         (self._changed_late if self._is_agreed else self._changed).update(changes)
@@ -268,26 +261,7 @@ class StepGradient:
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self._grads.values():
                 grads.wait()
-            self._statistics.agree(
-                self._square_sums(self._norms),
-                self.params_with_grad,
-                has_unreduced=has_unreduced,
-                is_tail_late=is_tail_late,
-                left_out=left_out,
-                num_written=self.edits.num_written,
-                words=self._agreement.words(
-                    [
-                        *(
-                            self._communicator.name_of("param.grad", i)
-                            for i in sorted(self._changed)
-                        ),
-                        *(
-                            self._communicator.name_of("the last step's param.grad", i)
-                            for i in sorted(self._changed_before)
-                        ),
-                    ]
-                ),
-            )
+            self.facts.start_sum(self._square_sums(self._norms))
             self.param_grads.agreed()
             self._is_agreed = True
         if self._take_changes(changes):
@@ -297,6 +271,16 @@ class StepGradient:
             square_sums = self._square_sums(norms)
             self._norm_kind.finish(square_sums)
             self._changed_square_sum = square_sums[0]
+
+    def fill(self, facts: Facts) -> None:
+        """Put in what this rank has used and written, and a hash of what must be equal."""
+        facts.put("with gradient", bool(self.params_with_grad))
+        facts.mark("used", self.params_with_grad)
+        facts.put("written", self.edits.num_written)
+        name_of = self._communicator.name_of
+        changed = [name_of("param.grad", i) for i in sorted(self._changed)]
+        changed += [name_of("the last step's param.grad", i) for i in sorted(self._changed_before)]
+        facts.put_hash(self._agreement.words(changed))
 
     def _square_sums(self, norms: Mapping[int, Tensor]) -> Tensor:
         """Return the sums of the squares of ``norms``, by segment, as the statistics take them."""
@@ -326,28 +310,15 @@ class StepGradient:
             return value
         return torch.full((), value.item(), dtype=value.dtype, device=self._device)
 
-    def is_reduction_missing(self) -> bool:
-        is_missing = self._statistics.has_unreduced
-        if is_missing:
-            self._settle(is_void=True)
-        return is_missing
-
-    def is_tail_late(self) -> bool:
-        return self._statistics.is_tail_late
-
-    def is_left_out_agreed(self) -> bool:
-        return self._statistics.is_left_out_agreed
-
-    @property
-    def num_ranks_with_grad(self) -> Sequence[float]:
-        return self._statistics.num_ranks_with_grad
+    def void_update(self) -> None:
+        self._settle(is_void=True)
 
     def clear(self) -> None:
         if self._ahead:  # the step was broken off
             is_void = (
-                self._statistics.has_unreduced
-                or self._statistics.is_any_written
-                or not self._statistics.is_hash_agreed
+                self.facts.is_any("unreduced")
+                or self.facts.is_any("written")
+                or not self.facts.is_hash_agreed
                 or not self._is_to_be_taken(self._norm())
             )
             self._settle(is_void=is_void)
@@ -368,11 +339,6 @@ class StepGradient:
         self._clip_factor = 1.0
 
     # ----------------------------------------- between the last backward and the step
-
-    @property
-    def num_active_ranks(self) -> int:
-        """Number of ranks with a gradient of any parameter, after `agree`."""
-        return self._statistics.num_active_ranks
 
     @property
     def factor(self) -> float:
@@ -447,7 +413,7 @@ class StepGradient:
         """
         self.param_grads.close()
         tier = self._ahead_tier
-        is_early = self._statistics.is_known or self._is_updated_in_backward
+        is_early = self.facts.is_known or self._is_updated_in_backward
         if is_early or tier is None or not tier.can_step_ahead:
             return
         pieces = enumerate(self._state.pieces)
@@ -464,10 +430,10 @@ class StepGradient:
         """
         square_sum = self._changed_square_sum
         if square_sum is None:
-            square_sum = self._statistics.device_square_sum
+            square_sum = self.facts.device_square_sum
         scale = torch.full_like(square_sum, self._train.scaler.scale)
         norm = square_sum.sqrt() / scale
-        is_void = self._statistics.device_is_void
+        is_void = self.facts.device_is_void
         if self._is_checked:
             is_void = is_void | ~torch.isfinite(norm)
         found_inf = is_void.to(torch.float32)
@@ -500,20 +466,20 @@ class StepGradient:
             RankMismatchError: ranks differ in what must be equal. Nothing was updated, except in
                 backward.
         """
-        if not self._statistics.is_hash_agreed:
+        if not self.facts.is_hash_agreed:
             self._settle(is_void=True)
             self.reopen()  # ranks may set the same and call step() again
             self._changed_before = set()
             self._agreement.refuse(self._train.global_steps + 1)
         self._agreement.confirm()
-        if self._statistics.is_any_written:
+        if self.facts.is_any("written"):
             self._settle(is_void=True)
             self.edits.compare(self._train.global_steps + 1)
         self.edits.apply()
         self.edits.forget()
         self.param_grads.close()
         self._changed_before, self._changed_late = self._changed_late, set()
-        used, scale = self._statistics.num_ranks_with_grad, self._train.scaler.scale
+        used, scale = self.facts.counts("used"), self._train.scaler.scale
         norm = self._norm()
         clipped = norm * self._clip_factor
         factor = self._clip_factor * clip_factor(clipped, self._config.gradient_clipping)
@@ -524,7 +490,7 @@ class StepGradient:
             grad_scale=factor / scale,
         )
         self._settle(is_void=not self.decision.is_taken)
-        if self._is_checked and not math.isfinite(self._statistics.square_sum):
+        if self._is_checked and not math.isfinite(self.facts.square_sum):
             # On all ranks, also where a change of param.grad has mended it.
             self._why_skipped = self._explain_nonfinite()
         self._train.grad_norm = norm
@@ -539,7 +505,7 @@ class StepGradient:
     def _square_sum(self) -> float:
         if self._changed_square_sum is not None:
             return self._changed_square_sum.item()
-        return self._statistics.square_sum
+        return self.facts.square_sum
 
     def _norm(self) -> float:
         return math.sqrt(self._square_sum) / self._train.scaler.scale
@@ -562,7 +528,7 @@ class StepGradient:
         self._ahead = []
         if self._whole_params:
             # As of an optimizer's update in place: a backward of a forward before it is refused.
-            used = self._statistics.num_ranks_with_grad
+            used = self.facts.counts("used")
             updated = [param for number, param in self._whole_params if used[number]]
             torch.autograd.graph.increment_version(updated)
 

@@ -1,0 +1,186 @@
+"""Facts of a step that all ranks agree on, by one all-reduce and one reading by the host.
+
+[Note: one synchronisation]
+The facts are one vector on the device: named slots of numbers, and the sums of the gradient's
+squares. What the host knows of them is uploaded from page-locked memory, all ranks' vectors are
+summed by one all-reduce, and the sum is copied back to page-locked memory, followed by an event.
+None of it blocks the host: it waits for the event when it reads. Meanwhile kernels may read the sum
+on the device.
+
+[Note: slots]
+Whoever has something to agree on is a `Filler`. It fills its slots before the sum, and reads the
+sums of all ranks after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero_core.comm.communicator import Communicator
+from zero_core.comm.meter import FACTS, Meter
+from zero_core.sharded.norms import Norms
+
+NUM_WORDS = 3
+"""Numbers of 16 bits that a hash consists of."""
+_SCALARS = ("unreduced", "tail late", "with gradient", "written")
+_HASH, _SQUARED_HASH = "hash", "squares of the hash"
+
+
+def slots_of(num_params: int, num_units: int) -> dict[str, int]:
+    """Return the numbers in each slot."""
+    hashed = {_HASH: NUM_WORDS, _SQUARED_HASH: NUM_WORDS}
+    return {**dict.fromkeys(_SCALARS, 1), **hashed, "used": num_params, "left out": num_units}
+
+
+def facts_nbytes(num_params: int, num_units: int, norms: Norms) -> int:
+    """Return the bytes that are summed over the ranks in a step of such a model."""
+    numel = sum(slots_of(num_params, num_units).values()) + norms.num_sums
+    return numel * torch.float64.itemsize
+
+
+class Filler(Protocol):
+    """Fills slots with what this rank knows."""
+
+    def fill(self, facts: Facts) -> None:
+        """Put this rank's numbers into ``facts``. All others are 0."""
+
+
+class Facts:
+    """One float64 vector per step. See the notes above.
+
+    Attributes:
+        fillers: asked in order before each sum.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        device: torch.device,
+        num_params: int,
+        num_units: int,
+        meter: Meter,
+        norms: Norms,
+    ) -> None:
+        """``norms`` are those of the gradient, whose sums the vector has behind the slots."""
+        self.fillers: list[Filler] = []
+        self._communicator = communicator
+        self._device = device
+        self._meter = meter
+        self._norms = norms
+        self._slots: dict[str, slice] = {}
+        stop = 0
+        for name, size in slots_of(num_params, num_units).items():
+            self._slots[name] = slice(stop, stop := stop + size)
+        self._first_sum = stop
+        numel = stop + norms.num_sums
+        self._has_stream = device.type != "cpu"
+        self._sent = torch.zeros(numel, dtype=torch.float64, pin_memory=self._has_stream)
+        self._total = torch.zeros(numel, dtype=torch.float64, device=device)
+        self._read = self._total
+        if self._has_stream:
+            self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
+        self._event: torch.Event | None = None  # of a copy to the host that it has not read
+        self._is_known = False
+
+    # ------------------------------------------------------- before the sum
+
+    def put(self, name: str, number: float) -> None:
+        """Fill a slot of one number."""
+        self._sent[self._slots[name]] = float(number)
+
+    def mark(self, name: str, positions: Collection[int]) -> None:
+        """Put 1 at ``positions`` of a slot."""
+        if positions:
+            self._sent[self._slots[name]][torch.tensor(sorted(positions))] = 1.0
+
+    def put_hash(self, words: Sequence[float]) -> None:
+        """Fill in a hash of what must be equal on all ranks: see `zero_core.step.agreement`."""
+        hashed = torch.tensor(words, dtype=torch.float64)
+        self._sent[self._slots[_HASH]] = hashed
+        self._sent[self._slots[_SQUARED_HASH]] = hashed.square()
+
+    def start_sum(self, square_sums: Tensor) -> None:
+        """Ask the fillers, and start to sum over all ranks. Every rank must call it.
+
+        ``square_sums`` are those of this rank's shards, on the device: see `Norms.add_squares`.
+        """
+        self._wait()  # the upload of sums that nobody has read
+        sent, total = self._sent, self._total
+        sent.zero_()
+        for filler in self.fillers:
+            filler.fill(self)
+        total.copy_(sent, non_blocking=True)
+        total[self._first_sum :] = square_sums
+        self._meter.add_all_reduce(FACTS, total.nbytes)
+        self._communicator.sum_statistics(total)
+        self._norms.finish(total[self._first_sum :])
+        if self._has_stream:
+            self._read.copy_(total, non_blocking=True)
+            self._event = torch.accelerator.current_stream(self._device).record_event()
+        self._is_known = False
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None  # not before: Ctrl-C may come meanwhile
+
+    # ----------------------------------- after the sum, the same on all ranks
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host has read the sum."""
+        return self._is_known
+
+    def counts(self, name: str) -> list[float]:
+        """Return the sums of a slot."""
+        found: list[float] = self._known(name).tolist()
+        return found
+
+    def is_any(self, name: str) -> bool:
+        """Return whether a rank has put a number into a slot of one."""
+        return bool(self._known(name) > 0)
+
+    def is_unanimous(self, name: str) -> bool:
+        """Return whether all ranks have marked the same positions."""
+        counts = self._known(name)
+        return bool(((counts == 0) | (counts == self._communicator.world_size)).all())
+
+    @property
+    def is_hash_agreed(self) -> bool:
+        """Whether all ranks have put in the same hash."""
+        return bool(self._has_one_hash(self._known(_HASH), self._known(_SQUARED_HASH)))
+
+    @property
+    def square_sum(self) -> float:
+        """Square of the gradient's 2-norm, loss scale included."""
+        self._known(_HASH)
+        return float(self._read[self._first_sum])
+
+    def _known(self, name: str) -> Tensor:
+        self._wait()
+        self._is_known = True
+        return self._read[self._slots[name]]
+
+    # ---------------------------------------------------------- on the device
+
+    @property
+    def device_square_sum(self) -> Tensor:
+        """`square_sum` as it is on the device: 0-dim, float64."""
+        return self._total[self._first_sum]
+
+    @property
+    def device_is_void(self) -> Tensor:
+        """Whether the host has more to do before the update, as on the device: 0-dim, bool.
+
+        Gradients are not reduced yet, parameters were written, or hashes differ.
+        """
+        late, written = (self._total[self._slots[name].start] for name in ("unreduced", "written"))
+        sums, squares = (self._total[self._slots[name]] for name in (_HASH, _SQUARED_HASH))
+        return (late > 0) | (written > 0) | ~self._has_one_hash(sums, squares)
+
+    def _has_one_hash(self, sums: Tensor, squares: Tensor) -> Tensor:
+        return (sums.square() == squares * self._communicator.world_size).all()
