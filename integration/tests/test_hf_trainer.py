@@ -22,7 +22,7 @@ from transformers import (
 
 from tests.support.lm_models import make_lm, token_rows
 from zero_core import CheckpointError
-from zero_core.step.speculation import updates_in_backward
+from zero_core.step.update import updates_in_backward
 from zero_core.testing import spawn
 from zero_engine.hf import ZeroSeq2SeqTrainer, ZeroTrainer
 

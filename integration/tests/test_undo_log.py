@@ -199,7 +199,7 @@ def test_what_cannot_be_undone_is_refused(tmp_path: Path) -> None:
 
 
 def test_with_a_size_of_the_log_steps_begin_in_backward(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="zero_core.step.speculation")
+    caplog.set_level("INFO", logger="zero_core.step.update")
     config = config_of(clipping=1e-3)
     config["zero_optimization"]["offload_optimizer"] = SIZE
     engine = build(config)

@@ -22,7 +22,7 @@ from zero_core import CheckpointError, ConfigError
 from zero_core.checkpoint.in_memory import keeper, place, snapshots
 from zero_core.checkpoint.in_memory.ring import Ring
 from zero_core.checkpoint.in_memory.slot import Slice, Slot, Values
-from zero_core.step.speculation import updates_in_backward
+from zero_core.step.update import updates_in_backward
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 from zero_core.testing.training import assert_same
 

@@ -49,7 +49,7 @@ from zero_core.step.interrupts import DeferredInterrupt
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.replicas import check_replicas
 from zero_core.step.seeds import MicroBatchSeeds
-from zero_core.step.speculation import updates_in_backward
+from zero_core.step.update import updates_in_backward
 from zero_core.vertical.random_numbers import RandomStates
 from zero_core.vertical.schedule import VerticalSchedule
 from zero_core.watch.heartbeat import HeartbeatFile
@@ -366,7 +366,7 @@ class Engine(ShardedModel):
 
         The undo log of updates in backward, in host memory, is among them.
         """
-        undo = self._gradient.undo_bytes
+        undo = self._gradient.policy.undo_bytes
         return {**super().memory_report(), **({"undo log": undo} if undo else {})}
 
     def idle_backward(self, *, over: int | None = None) -> None:
@@ -469,7 +469,7 @@ class Engine(ShardedModel):
         if not (max_norm > 0.0 and norm_type > 0.0):
             raise ValueError(f"max_norm and norm_type must be > 0: {max_norm}, {norm_type}")
         self._device_states.check("clip_grad_norm_()")
-        self._gradient.check_not_updated("reading, setting or clipping gradients")
+        self._gradient.policy.check_unused("reading, setting or clipping gradients")
         self._device_states.wait_for_reader()
         with self.place.during("clip_grad_norm_()"):
             self._runtime.complete_gradient()
@@ -670,7 +670,7 @@ class Engine(ShardedModel):
 
     @contextmanager
     def _saving(self, call: str, *, drops_partial: bool) -> Iterator[None]:
-        self._gradient.check_not_updated(f"{call.removesuffix('()')} between backward and step")
+        self._gradient.policy.check_unused(f"{call.removesuffix('()')} between backward and step")
         self._train.accumulation.check_ended(or_dropped=drops_partial)
         began = perf_counter()
         with super()._saving(call, drops_partial=drops_partial):

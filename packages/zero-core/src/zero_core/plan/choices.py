@@ -22,7 +22,7 @@ from zero_core.layout.arithmetic import Layout
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import collectives_memory
 from zero_core.plan.traffic import step_traffic
-from zero_core.step.speculation import may_speculate, updates_in_backward
+from zero_core.step.update import may_speculate, updates_in_backward
 
 _WEIGHTS = {"zero_quantized_weights": True}
 _LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}

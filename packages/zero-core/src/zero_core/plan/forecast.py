@@ -46,7 +46,7 @@ from zero_core.sharded.gradient_plan import (
 )
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
-from zero_core.step.speculation import may_speculate
+from zero_core.step.update import may_speculate
 
 _META = torch.device("meta")
 _WHOLES = "whole parameters in a step"

@@ -32,7 +32,7 @@ from zero_core.plan.traffic import gather_calls, reduction_calls
 from zero_core.sharded.facts import facts_nbytes
 from zero_core.sharded.gradient_plan import accumulated_dtype
 from zero_core.sharded.norms import norms_of
-from zero_core.step.speculation import may_speculate, updates_in_backward
+from zero_core.step.update import may_speculate, updates_in_backward
 
 NUM_STEPS = 3
 _WIDE = "float32"
@@ -324,7 +324,7 @@ class Prediction:
     def at(self, ratio: float) -> StepTime:
         """Return the time of a step with this share of the optimizer state on the host.
 
-        Where training measures whether an undo log pays (`zero_core.step.speculation`), the less.
+        Where training measures whether an undo log pays (`zero_core.step.update`), the less.
         """
         shape, units = self._shape(ratio), self._unit_times(ratio)
         found = self._simulated(shape, units)

@@ -3,21 +3,6 @@
 The runtime adds each segment's gradient when its reduction ends. The segment's statistics are kept
 and the gradient is offered to the state tier. `agree` sums the statistics over all ranks, `decide`
 makes a `StepDecision` of them, `apply` has the state tier carry it out.
-
-[Note: update ahead]
-A host that reads the sum before it enqueues the update leaves the device without work meanwhile. So
-where the state tier can (`zero_core.protocols.AheadTier`), `update_ahead` computes the decision on
-the device and enqueues the update of the parameters that have a gradient here, then `decide` reads.
-If the step is not taken, or if some rank turns out to have gradients that are not reduced yet, that
-update has changed nothing. Parameters that only other ranks have used are updated by `apply`.
-
-[Note: optimizer in backward]
-With ``update_in_backward`` a segment is updated as soon as its gradient is added: the host works on
-one unit while the device still computes the one before. Where nothing later in the step may change
-a gradient or skip the step (without clipping, fp16's loss scale and ``check_grad_overflow``) the
-update is exact and final. Whoever changes or drops gradients after all gets an error. Elsewhere the
-tier only begins the step, and undoes that if need be: [Note: speculation] in
-`zero_core.step.speculation`.
 """
 
 from __future__ import annotations
@@ -26,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +21,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import AccumulatingTier, AheadTier, WholeStateTier
+from zero_core.protocols import AccumulatingTier
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.grads import FlatGrads
@@ -46,7 +30,7 @@ from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.agreement import StepAgreement
 from zero_core.step.interrupts import RepeatedRounds
 from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
-from zero_core.step.speculation import speculative, updates_in_backward
+from zero_core.step.update import choose_policy
 
 CLIP_EPSILON = 1e-6
 """Of `torch.nn.utils.clip_grad_norm_`."""
@@ -84,6 +68,7 @@ class StepGradient:
         param_grads: gives the gradient out as ``param.grad``, if it serves.
         edits: what programs write into parameters.
         facts: what all ranks know of the step, after `agree`.
+        policy: when the tier updates.
     """
 
     def __init__(
@@ -100,7 +85,6 @@ class StepGradient:
         self._tier = tier = state.tier
         # Once, not for each segment: the check of a protocol reads all of its names.
         self._accumulating_tier = tier if isinstance(tier, AccumulatingTier) else None
-        self._ahead_tier = tier if isinstance(tier, AheadTier) else None
         self._device = state.device
         self._communicator = communicator
         self._train = train
@@ -135,24 +119,18 @@ class StepGradient:
         # Square sums of gradients that the tier adds up, which it computes beside backward.
         self._tier_sums: dict[int, Callable[[], Tensor]] = {}
         self._clip_factor = 1.0  # of the calls of `clip` in this step
-        # A tier of whole parameters steps together on all ranks, when all gradients are there.
-        is_whole = isinstance(tier, WholeStateTier)
-        self._is_updated_in_backward = updates_in_backward(config) and not is_whole
+        self.policy = choose_policy(tier, train, config, rank=state.control.rank)
         self.param_grads = ParamGrads(
             state.params,
             self.params_with_grad,
             owns_grads=state.tier.owns_grads,
             why_none=SHARDED
             if config.zero_optimization.stage
-            else UPDATED_IN_BACKWARD * self._is_updated_in_backward,
+            else UPDATED_IN_BACKWARD * self.policy.is_final,
         )
         self._rounds = RepeatedRounds(train, rank=state.control.rank)
-        self._speculative_tier = speculative(tier, config, rank=state.control.rank)
         self.edits = Edits(state)
-        self._updated: set[int] = set()  # pieces updated in backward in this step
-        self._settings = ""  # that they were updated with
         self._backward_of = -1  # the micro-step of the last backward
-        self._ahead: list[int] = []  # pieces whose update was enqueued before the decision
 
     # ------------------------------------------------------------------- sink
 
@@ -173,8 +151,8 @@ class StepGradient:
             self._take_changes(changes)
         self.param_grads.close()
         self.reopen()
-        self.check_not_updated("a further backward of the same step")
-        if self._is_updated_in_backward or self._speculative_tier is not None:
+        self.policy.check_unused("a further backward of the same step")
+        if self.policy.begins_early:
             self.edits.find()  # before the first update
             self.edits.apply()
         if self._config.loss_scaling.enabled and not self._train.scaler.is_applied:
@@ -219,10 +197,10 @@ class StepGradient:
         if reduced.norm is None:
             return self._add_to_tier(grads, reduced.shard, is_last=is_last)
         self._norms[index] = reduced.norm
-        if self._is_updated_in_backward:
+        if self.policy.is_final:
             grads.wait()
         grads.release(self._tier.offer_grad(self._starts[index], reduced.shard))
-        return self._update_in_backward(grads)
+        return self._reduced(grads)
 
     def _add_to_tier(self, grads: FlatGrads, shard: Tensor, *, is_last: bool) -> bool:
         """Have the tier add one micro-step's gradient. Its norm is asked for with the last one."""
@@ -233,11 +211,11 @@ class StepGradient:
         if not is_last:
             return False
         self._tier_sums[index] = tier.square_sum(start, start + shard.numel())
-        return self._update_in_backward(grads)
+        return self._reduced(grads)
 
     def broken(self) -> None:
         self._train.restart_step()
-        self.check_not_updated("dropping gradients")
+        self.policy.check_unused("dropping gradients")
 
     def drop_untaken(self) -> bool:
         left = [
@@ -311,18 +289,17 @@ class StepGradient:
         return torch.full((), value.item(), dtype=value.dtype, device=self._device)
 
     def void_update(self) -> None:
-        self._settle(is_void=True)
+        self.policy.settle(is_void=True)
 
     def clear(self) -> None:
-        if self._ahead:  # the step was broken off
+        if self.policy.is_ahead:  # the step was broken off
             is_void = (
                 self.facts.is_any("unreduced")
                 or self.facts.is_any("written")
                 or not self.facts.is_hash_agreed
                 or not self._is_to_be_taken(self._norm())
             )
-            self._settle(is_void=is_void)
-            self._ahead = []
+            self.policy.settle(is_void=is_void)
         self.reopen()
         self._changed.clear()
         self._changed_late.clear()
@@ -333,9 +310,8 @@ class StepGradient:
         self._train.num_drops += 1
         self._norms.clear()
         self._tier_sums.clear()
-        self._updated.clear()
+        self.policy.clear()
         self._backward_of = -1
-        self._settings = ""
         self._clip_factor = 1.0
 
     # ----------------------------------------- between the last backward and the step
@@ -398,29 +374,21 @@ class StepGradient:
             named.append(f"and {len(by_name) - len(named)} more")
         return "; ".join(named) or "no element by itself, their norm overflows"
 
-    @property
-    def undo_bytes(self) -> int:
-        """Bytes of host memory of the undo log of updates in backward."""
-        tier = self._speculative_tier
-        return 0 if tier is None else tier.undo_bytes
-
     # ------------------------------------------------------------------- step
 
-    def update_ahead(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def update_ahead(self) -> None:
         """Enqueue the update, if that can be done before the host knows the decision.
 
-        See [Note: update ahead]. It follows `agree`.
+        It follows `agree`.
         """
         self.param_grads.close()
-        tier = self._ahead_tier
-        is_early = self.facts.is_known or self._is_updated_in_backward
-        if is_early or tier is None or not tier.can_step_ahead:
+        if self.facts.is_known or not self.policy.can_step_ahead:
             return
         pieces = enumerate(self._state.pieces)
-        self._ahead = [i for i, piece in pieces if piece.param in self.params_with_grad]
-        if self._ahead:
+        active = [i for i, piece in pieces if piece.param in self.params_with_grad]
+        if active:
             grad_scale, found_inf = self._decide_on_device()
-            tier.step_ahead(groups, self._ahead, grad_scale=grad_scale, found_inf=found_inf)
+            self.policy.step_ahead(active, grad_scale=grad_scale, found_inf=found_inf)
 
     def _decide_on_device(self) -> tuple[Tensor | float, Tensor]:
         """Return the factor on the gradient and whether nothing is to be updated, on the device.
@@ -447,14 +415,6 @@ class StepGradient:
             factor = factor * torch.where(torch.isfinite(clipped), limit, 1.0)
         return torch.where(is_void, 1.0, factor / scale), found_inf
 
-    def _settle(self, *, is_void: bool) -> None:
-        """Pass the decision to a tier that was updated ahead of it."""
-        if self._ahead:
-            assert self._ahead_tier is not None
-            self._ahead_tier.settle(is_void=is_void)
-        if is_void:
-            self._ahead = []
-
     @property
     def _is_checked(self) -> bool:
         return self._config.check_grad_overflow or self._config.loss_scaling.enabled
@@ -467,13 +427,13 @@ class StepGradient:
                 backward.
         """
         if not self.facts.is_hash_agreed:
-            self._settle(is_void=True)
+            self.policy.settle(is_void=True)
             self.reopen()  # ranks may set the same and call step() again
             self._changed_before = set()
             self._agreement.refuse(self._train.global_steps + 1)
         self._agreement.confirm()
         if self.facts.is_any("written"):
-            self._settle(is_void=True)
+            self.policy.settle(is_void=True)
             self.edits.compare(self._train.global_steps + 1)
         self.edits.apply()
         self.edits.forget()
@@ -489,7 +449,7 @@ class StepGradient:
             active=[i for i, p in enumerate(self._state.pieces) if self._is_used(p.param, used)],
             grad_scale=factor / scale,
         )
-        self._settle(is_void=not self.decision.is_taken)
+        self.policy.settle(is_void=not self.decision.is_taken)
         if self._is_checked and not math.isfinite(self.facts.square_sum):
             # On all ranks, also where a change of param.grad has mended it.
             self._why_skipped = self._explain_nonfinite()
@@ -513,58 +473,33 @@ class StepGradient:
     def _is_to_be_taken(self, norm: float) -> bool:
         return math.isfinite(norm) or not self._is_checked
 
-    def apply(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Have the state tier update what the decision says, with the settings of ``groups``.
+    def apply(self) -> None:
+        """Have the state tier update what the decision says.
 
         Raises:
             RuntimeError: units were updated in backward with other settings.
         """
         assert self.decision is not None, "the engine decides first"
-        if self._updated and repr(groups) != self._settings:
-            self.check_not_updated("changing the optimizer's settings between backward and step")
-        done = self._updated.union(self._ahead)
-        active = [i for i in self.decision.active if i not in done]
-        self._tier.step(groups, active, grad_scale=self.decision.grad_scale)
-        self._ahead = []
+        self.policy.step(self.decision.active, grad_scale=self.decision.grad_scale)
         if self._whole_params:
             # As of an optimizer's update in place: a backward of a forward before it is refused.
             used = self.facts.counts("used")
             updated = [param for number, param in self._whole_params if used[number]]
             torch.autograd.graph.increment_version(updated)
 
-    # -------------------------------------------------- optimizer in backward
+    def _reduced(self, grads: FlatGrads) -> bool:
+        """Offer the policy a segment's parameters that have a gradient here.
 
-    def _update_in_backward(self, grads: FlatGrads) -> bool:
-        """Update a segment's parameters that have a gradient here, or have the tier begin it.
-
-        A parameter without a gradient here waits for ``step``: only then is it known whether
-        another rank has one. Returns whether they have new values.
+        A parameter without one waits for ``step``: only then is it known whether another rank has
+        one. Returns whether they have new values.
         """
         pieces = self._state.pieces
         own = self._pieces_of.get(grads.segment.index, ())
         active = [i for i in own if pieces[i].param in self.params_with_grad]
-        if not self._is_updated_in_backward:
-            if self._speculative_tier is not None:
-                groups = self._train.hyperparameters()
-                self._speculative_tier.speculate(groups, active, grad_scale=self.factor)
-            return False
-        if active:
-            groups = self._train.hyperparameters()
-            self._settings = self._settings or repr(groups)
-            self._updated.update(active)  # before it: an exception may leave it half-updated
-            self._tier.step(groups, active, grad_scale=1.0)
+        is_updated = self.policy.reduced(active, grad_scale=self.factor)
+        if is_updated:
             grads.mark_updated()
-        return bool(active)
-
-    def check_not_updated(self, what: str) -> None:
-        """Raise if an update has used the gradient already: ``what`` is possible only before."""
-        if self._updated:
-            raise RuntimeError(
-                f"{what}: too late, units have been updated during backward, as there is no "
-                "clipping and check_grad_overflow is false. Set "
-                "zero_optimization.offload_optimizer.update_in_backward to false; a step that "
-                "broke off midway can only be repeated from a checkpoint"
-            )
+        return is_updated
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -63,7 +63,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         Hooks may change the groups when ``step`` begins, and run only if the step is taken.
         """
         if not has_step_pre_hooks(self):
-            self._gradient.update_ahead(self._train.hyperparameters())
+            self._gradient.update_ahead()
 
     def engine_step(self) -> None:
         """Run ``step`` with all its hooks, for `Engine.step`."""
@@ -108,13 +108,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Refused outside the engine: gradients are in the engine, not on the parameters."""
         if not self._may_step or closure is not None:
             raise RuntimeError("call engine.step(): the engine drives its optimizer")
-        self._gradient.apply(self._train.hyperparameters())
+        self._gradient.apply()
         self._meter.end_step()  # what is published counts for the next step
         self._runtime.values_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated since the last step, not the count of micro-steps."""
-        self._gradient.check_not_updated("dropping gradients")
+        self._gradient.policy.check_unused("dropping gradients")
         self._runtime.discard()
 
     def state_dict(self) -> dict[str, Any]:

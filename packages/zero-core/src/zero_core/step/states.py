@@ -348,7 +348,7 @@ class StateAccess:
 
     def _complete_gradient(self) -> float:
         """Have the gradient reduced. Return the factor that brings it to its true scale."""
-        self._gradient.check_not_updated("reading, setting or clipping gradients")
+        self._gradient.policy.check_unused("reading, setting or clipping gradients")
         self._runtime.complete_gradient()
         return self._gradient.factor
 
