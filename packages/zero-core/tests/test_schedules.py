@@ -12,9 +12,10 @@ from torch.optim import lr_scheduler
 
 import zero_core
 from zero_core.config.params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
-from zero_core.errors import ConfigError
-from zero_core.optim.schedules.factory import SCHEDULERS, OneCycle, make_scheduler
-from zero_core.testing import Case, make_tower, rows, train
+from zero_core.errors import ConfigError, MissingPartError
+from zero_core.optim.schedules import factory
+from zero_core.optim.schedules.factory import SCHEDULERS, make_scheduler
+from zero_core.testing import Case, make_tower
 
 OPTIMIZERS = (
     *("Adam", "AdamW", "Adagrad", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
@@ -46,12 +47,6 @@ def curve(optimizer, name, params, num_steps):
 
 _LOG = [math.log(k + 1) / math.log(4) for k in range(4)]
 _COSINE = [0.2 + 0.8 * (1 + math.cos(math.pi * part / 4)) / 2 for part in (1, 2, 3, 4)]
-_CYCLE = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 4}
-_STAIRS = {"cycle_first_stair_count": 2, "cycle_second_stair_count": 1}
-_RANGE = {
-    f"lr_range_test_{key}": value
-    for key, value in (("min_lr", 1.0), ("step_size", 2), ("step_rate", 2.0))
-}
 CURVES = {
     "linear warm-up reaches the top after its steps": (
         "WarmupLR",
@@ -73,22 +68,6 @@ CURVES = {
             "warmup_type": "linear",
         },
         [0.9 * part for part in (0.0, 0.5, 0.75, *_COSINE, 0.2, 0.2)],
-    ),
-    "one cycle goes up and down and then decays": (
-        "OneCycle",
-        {**_CYCLE, "cycle_second_step_size": 2, "decay_step_size": 2, "decay_lr_rate": 1.0},
-        [1.0, 1.5, 2.0, 2.5, 3.0, 2.0, 1.0, 1 / 1.5, 1 / 2.0, 1 / 2.5],
-    ),
-    "one cycle climbs stairs": (
-        "OneCycle",
-        {**_CYCLE, **_STAIRS, "cycle_min_lr": 0.0, "cycle_max_lr": 2.0},
-        [0.0, 0.0, 1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0],
-    ),
-    "range test goes up without end": ("LRRangeTest", _RANGE, [1.0, 2.0, 3.0, 4.0, 5.0]),
-    "range test climbs stairs": (
-        "LRRangeTest",
-        {**_RANGE, "lr_range_test_staircase": True},
-        [1.0, 1.0, 3.0, 3.0, 5.0],
     ),
 }
 
@@ -116,29 +95,6 @@ def test_no_warm_up_is_the_shortest_and_an_unknown_one_logarithmic(name, params,
     assert said == ("warmup_type" in params)
 
 
-def test_one_cycle_moves_momentum_against_the_rate():
-    optimizer = optimizer_of(1.0)
-    schedule = OneCycle(
-        optimizer, 0.0, 1.0, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=0.1
-    )
-    found = [optimizer.param_groups[0]["betas"]]
-    for _ in range(6):
-        schedule.step()
-        found.append(optimizer.param_groups[0]["betas"])
-    expected = [0.8, 0.85, 0.8, 0.85, 0.9, 0.99, 1.08]
-    assert [beta1 for beta1, _ in found] == pytest.approx(expected)
-    assert {beta2 for _, beta2 in found} == {0.99}
-
-
-def test_one_cycle_without_betas_leaves_momentum_and_says_so(caplog):
-    optimizer = optimizer_of(1.0, kind=torch.optim.SGD)
-    schedule = OneCycle(optimizer, 0.0, 1.0)
-    schedule.step()
-    assert "SGD has no betas" in caplog.text
-    assert optimizer.param_groups[0]["momentum"] == 0
-    assert schedule.get_mom() is None
-
-
 def test_every_group_has_bounds_of_its_own():
     optimizer = optimizer_of(0.1, 0.2)
     params = {"warmup_min_lr": [0.0, 1.0], "warmup_max_lr": [1.0, 3.0], "warmup_num_steps": 2}
@@ -160,26 +116,25 @@ def test_rate_stays_the_same_tensor():
 
 
 def test_schedule_goes_on_from_a_given_iteration():
-    params = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 4}
-    optimizer = optimizer_of(9.0)
-    schedule = make_scheduler(optimizer, "OneCycle", {**params, "last_batch_iteration": 1})
-    assert optimizer.param_groups[0]["lr"] == 9.0  # the checkpoint brings it
+    params = {"warmup_num_steps": 4, "warmup_type": "linear", "last_batch_iteration": 1}
+    optimizer = optimizer_of(8.0)
+    schedule = make_scheduler(optimizer, "WarmupLR", params)
+    assert optimizer.param_groups[0]["lr"] == 8.0  # the checkpoint brings it
     with pytest.raises(AssertionError, match=r"need to call step\(\) first"):
         schedule.get_last_lr()
     schedule.step()
-    assert schedule.get_last_lr() == [2.5]
+    assert schedule.get_last_lr() == [4.0]
 
 
 _NEEDED = {
     "WarmupDecayLR": {"total_num_steps": 9},
     "WarmupCosineLR": {"total_num_steps": 9},
-    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0},
 }
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
 def test_loaded_schedule_continues_the_curve(name):
-    params = _NEEDED.get(name, {}) | ({"cycle_first_step_size": 4} if name == "OneCycle" else {})
+    params = _NEEDED.get(name, {})
     whole = curve(optimizer_of(0.5), name, params, 12)
     first, second = optimizer_of(0.5), optimizer_of(0.5)
     schedule = make_scheduler(first, name, params)
@@ -218,17 +173,6 @@ def test_any_schedule_of_torch_is_made_by_its_name(name, params):
         ("StepLR", {}, "step_size"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps must be a whole number >= 0"),
         ("WarmupLR", {"warmup_min_lr": [0, 0, 0]}, "warmup_min_lr: 3 values for 1 parameter"),
-        ("OneCycle", {"cycle_min_lr": 1}, "cycle_max_lr"),
-        (
-            "OneCycle",
-            {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_first_step_size": 0},
-            "cycle_first_step_size must be positive, found 0",
-        ),
-        (
-            "LRRangeTest",
-            {"lr_range_test_step_size": 2.5},
-            "lr_range_test_step_size must be a whole",
-        ),
     ],
 )
 def test_what_cannot_be_made_is_refused_by_name(name, params, match):
@@ -236,30 +180,13 @@ def test_what_cannot_be_made_is_refused_by_name(name, params, match):
         make_scheduler(optimizer_of(0.1), name, params)
 
 
-def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path):
-    params = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-1, "cycle_first_step_size": 3}
-    adamw = {"type": "AdamW", "params": {"lr": 1.0}}
-    scheduler = {"type": "OneCycle", "params": params}
-    config = Case(top={"optimizer": adamw, "scheduler": scheduler}).config()
-    plain = make_tower()
-    engine, resumed = (zero_core.build(make_tower(), config) for _ in range(2))
-    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.0, fused=True)
-    # The closed form: a triangle, then flat; beta1 against it, 0.8 at the very first step.
-    parts = [0.0, 1 / 3, 2 / 3, 1.0, 2 / 3, 1 / 3, 0.0, 0.0]
-    momenta = [0.8, *(0.9 - 0.1 * part for part in parts[1:])]
-    for step, (part, beta1) in enumerate(zip(parts, momenta, strict=True)):
-        rate = 1e-3 + (1e-1 - 1e-3) * part
-        optimizer.param_groups[0] |= {"lr": rate, "betas": (beta1, 0.99)}
-        plain(rows(step, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 4:
-            engine.save_checkpoint(tmp_path)
-            resumed.load_checkpoint(tmp_path)
-            engine = resumed
-        train(engine, [rows(step, 0)])
-    expected = dict(plain.state_dict())
-    torch.testing.assert_close(engine.full_state_dict(), expected, rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize("name", ["OneCycle", "LRRangeTest"])
+def test_a_schedule_of_zero_engine_is_refused_by_name_where_that_is_missing(name, monkeypatch):
+    monkeypatch.setattr(factory, "entry_points", lambda **kwargs: ())
+    config = Case(top={"scheduler": {"type": name}}).config()
+    found = rf"scheduler.type = '{name}' needs the package zero-engine.*pip install"
+    with pytest.raises(MissingPartError, match=found):
+        zero_core.build(make_tower(), config)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -270,9 +197,6 @@ def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path
         ("WarmupLR", "warmup_min_lr"),
         ("WarmupDecayLR", "total_num_steps"),
         ("WarmupCosineLR", "cos_min_ratio"),
-        ("OneCycle", "cycle_max_lr"),
-        ("OneCycle", "decay_mom_rate"),
-        ("LRRangeTest", "lr_range_test_step_rate"),
     ],
 )
 def test_schedule_of_numbers_that_are_not_finite_is_refused_by_name(name, key, value):

@@ -1,29 +1,27 @@
 """Learning-rate schedules by name: DeepSpeed's, and those of torch.optim.lr_scheduler.
 
-DeepSpeed's names are the classes of `zero_core.optim.schedules.warmup` and
-`zero_core.optim.schedules.one_cycle`, whose parameters and values are DeepSpeed's. Any other name
-is a class of torch.optim.lr_scheduler, spelled as there.
+DeepSpeed's names are the classes of `zero_core.optim.schedules.warmup`, and OneCycle and
+LRRangeTest of zero-engine, whose parameters and values are DeepSpeed's. Any other name is a class
+of torch.optim.lr_scheduler, spelled as there.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
 
-from zero_core.errors import ConfigError
+from zero_core.errors import ConfigError, MissingPartError
 from zero_core.optim.schedules.base import IterationSchedule, Schedule
-from zero_core.optim.schedules.one_cycle import LRRangeTest, OneCycle
 from zero_core.optim.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
     "SCHEDULERS",
     "IterationSchedule",
-    "LRRangeTest",
-    "OneCycle",
     "Schedule",
     "WarmupCosineLR",
     "WarmupDecayLR",
@@ -32,13 +30,14 @@ __all__ = [
 ]
 
 SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
-    "LRRangeTest": LRRangeTest,
-    "OneCycle": OneCycle,
     "WarmupLR": WarmupLR,
     "WarmupDecayLR": WarmupDecayLR,
     "WarmupCosineLR": WarmupCosineLR,
 }
-"""DeepSpeed's schedules, by their names in the configuration."""
+"""DeepSpeed's warm-ups, by their names in the configuration."""
+
+_OF_ZERO_ENGINE = ("LRRangeTest", "OneCycle")
+"""DeepSpeed's other schedules: entry points of that package."""
 
 _NEEDS_OBJECTS = {
     "LambdaLR": "it takes functions",
@@ -57,6 +56,7 @@ def make_scheduler(
 
     Raises:
         ConfigError: an unknown name or parameter, a missing one, or one that is out of range.
+        MissingPartError: the schedule is zero-engine's, which is not installed.
     """
     factory = _find(name)
     known = [p for p in inspect.signature(factory).parameters if p != "optimizer"]
@@ -75,6 +75,14 @@ def _find(name: str) -> Callable[..., Schedule]:
     own = SCHEDULERS.get(name)
     if own is not None:
         return own
+    if name in _OF_ZERO_ENGINE:
+        for point in entry_points(group="zero_core.schedules", name=name):
+            made: Callable[..., Schedule] = point.load()
+            return made
+        raise MissingPartError(
+            f"scheduler.type = {name!r} needs the package zero-engine, which is not installed: "
+            "pip install ./integration in a checkout"
+        )
     if name in _NEEDS_OBJECTS:
         raise ConfigError(
             f"scheduler.type = {name!r} cannot be given in a configuration: "
@@ -84,7 +92,8 @@ def _find(name: str) -> Callable[..., Schedule]:
     base = lr_scheduler.LRScheduler
     if isinstance(found, type) and issubclass(found, base) and found is not base:
         return found
+    known = sorted([*SCHEDULERS, *_OF_ZERO_ENGINE])
     raise ConfigError(
-        f"scheduler.type = {name!r} is not served; known: {sorted(SCHEDULERS)}, and any class "
+        f"scheduler.type = {name!r} is not served; known: {known}, and any class "
         "of torch.optim.lr_scheduler, spelled as there"
     )
