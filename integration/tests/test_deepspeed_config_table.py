@@ -18,7 +18,7 @@ from zero_core.config import Config, load_config
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import make_optimizer
 from zero_core.optim.muon import tag_matrices
-from zero_core.optim.schedules.factory import SCHEDULERS, make_scheduler
+from zero_core.schedules import SCHEDULERS, make_scheduler
 from zero_engine.deepspeed.config.announce import describe
 from zero_engine.deepspeed.config.keys import HONOURED, REFUSED, UNNEEDED
 from zero_engine.deepspeed.config.reader import read

@@ -23,7 +23,7 @@ from tests.support.facade import (
 )
 from zero_core import ConfigError
 from zero_core.config.params import SCHEDULER_PARAMS
-from zero_core.optim.schedules.factory import make_scheduler
+from zero_core.schedules import make_scheduler
 from zero_engine.deepspeed.lr_schedules import LRRangeTest, OneCycle
 
 BOUNDS = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0}

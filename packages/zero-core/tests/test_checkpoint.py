@@ -21,8 +21,8 @@ from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import read_weights
 from zero_core.checkpoint.json_values import MAX_NUMEL, decode, encode
 from zero_core.checkpoint.load import read_client_state
-from zero_core.optim.schedules.factory import WarmupLR
 from zero_core.optim.train_state import TrainState
+from zero_core.schedules import WarmupLR
 from zero_core.testing import Case, Hard, SimulatedRanks, batch, make_model, on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 

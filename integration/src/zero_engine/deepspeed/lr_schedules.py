@@ -9,10 +9,10 @@ import argparse
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-from zero_core.optim.schedules.base import set_rates, torch_optimizer
-from zero_core.optim.schedules.factory import WarmupCosineLR as WarmupCosineLR
-from zero_core.optim.schedules.factory import WarmupDecayLR as WarmupDecayLR
-from zero_core.optim.schedules.factory import WarmupLR as WarmupLR
+from zero_core.schedules import WarmupCosineLR as WarmupCosineLR
+from zero_core.schedules import WarmupDecayLR as WarmupDecayLR
+from zero_core.schedules import WarmupLR as WarmupLR
+from zero_core.schedules import set_rates, torch_optimizer
 from zero_engine.deepspeed.one_cycle import LRRangeTest as LRRangeTest
 from zero_engine.deepspeed.one_cycle import OneCycle as OneCycle
 

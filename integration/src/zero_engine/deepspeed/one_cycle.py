@@ -1,7 +1,7 @@
 """The 1cycle policy and the range test that finds its bounds, as DeepSpeed has them.
 
 Smith, 2018 (arXiv 1803.09820): sections 3 and 4. The curves are DeepSpeed's value for value. With
-``k`` the count (see zero_core.optim.schedules.base), the position is ``b = k + 1``.
+``k`` the count (see zero_core.schedules), the position is ``b = k + 1``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import math
 from typing import Any
 
-from zero_core.optim.schedules.base import (
+from zero_core.schedules import (
     IterationSchedule,
     check_finite,
     per_group,
