@@ -4,9 +4,6 @@
 ``last_batch_iteration`` is the index of the last optimizer step that the schedule has counted: -1
 at construction, then 0, 1, ... with each call of ``step``, which follows the optimizer's. The first
 step of a training runs at the rates of -1, and the second at those of 0.
-
-The curves are DeepSpeed's value for value. With ``k`` the count, ``W`` the steps of the warm-up and
-``T`` all steps, the way up is ``log(k + 1) / log(W)`` or ``k / W``.
 """
 
 from __future__ import annotations
@@ -24,24 +21,6 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from zero_core.errors import ConfigError, MissingPartError
-
-__all__ = [
-    "SCHEDULERS",
-    "IterationSchedule",
-    "Schedule",
-    "ScheduleFactory",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "check_finite",
-    "check_state",
-    "make_scheduler",
-    "per_group",
-    "resume_rates",
-    "set_rates",
-    "torch_optimizer",
-    "whole",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -69,32 +48,15 @@ class ScheduleFactory(Protocol):
         """Return a schedule that sets the rates of ``optimizer``."""
 
 
-@runtime_checkable
-class ResumableSchedule(Protocol):
-    """Schedule that checks a saved state and restores its own rates."""
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that it cannot resume from, before anything is changed.
-
-        Raises:
-            ValueError: with what is missing.
-        """
-
-    def resume_rates(self) -> None:
-        """Set the current rates, where only its own state was loaded."""
-
-
 class IterationSchedule(ABC):
-    """Base of schedules whose rates depend on [Note: the count] alone.
+    """Base of DeepSpeed's schedules, whose rates depend on [Note: the count] alone.
 
-    A subclass takes further arguments, and raises ValueError for one that is wrong, by name.
+    torch's LRScheduler counts otherwise, adds a key to the optimizer's groups, and warns of
+    ``step(count)`` and ``get_lr()``, which are DeepSpeed's interface.
 
     Args:
         optimizer: a torch optimizer, or an object that has one as ``optimizer``.
         last_batch_iteration: the count to resume from; other than -1, `step` sets the first rate.
-
-    Raises:
-        TypeError: ``optimizer`` is neither.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -109,10 +71,9 @@ class IterationSchedule(ABC):
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Advance to the next iteration, or to the given one, and set its rates."""
         following = self.last_batch_iteration + 1
-        self.last_batch_iteration = (
-            following if last_batch_iteration is None else last_batch_iteration
-        )
-        self._set(self.get_lr())
+        given = last_batch_iteration
+        self.last_batch_iteration = following if given is None else given
+        self._last_lr = set_rates(self.optimizer.param_groups, self.get_lr())
 
     def get_last_lr(self) -> list[Rate]:
         """Return the rates that were set last.
@@ -129,37 +90,220 @@ class IterationSchedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the count, and take the last rates from the groups.
+        """Restore the count, and take the last rates from the groups."""
+        self.last_batch_iteration = self.count_in(state_dict)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
-        ``last_epoch``, torch's count, serves as well. It is one ahead of this one.
+    def count_in(self, saved: Mapping[str, Any]) -> int:
+        """Return the count of a saved state, which torch's ``last_epoch`` is one ahead of.
 
         Raises:
             ValueError: there is neither.
         """
-        self.last_batch_iteration = self._count_of(state_dict)
-        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-
-    def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        self._count_of(state_dict)
-
-    def resume_rates(self) -> None:
-        """See `ResumableSchedule`. A new engine has the rates of -1 already."""
-        if self.last_batch_iteration >= 0:
-            self.step(self.last_batch_iteration)
-
-    def _count_of(self, saved: Mapping[str, Any]) -> int:
-        """Return the saved count of [Note: the count]: n - 1 after n steps, n in torch's states."""
-        if "last_batch_iteration" in saved:
-            return int(saved["last_batch_iteration"])
-        if "last_epoch" in saved:
-            return int(saved["last_epoch"]) - 1
+        for key, ahead in (("last_batch_iteration", 0), ("last_epoch", 1)):
+            if key in saved:
+                return int(saved[key]) - ahead
         raise ValueError(
             f"{type(self).__name__} needs 'last_batch_iteration', the state has only "
             f"{sorted(saved)}"
         )
 
-    def _set(self, rates: Sequence[Rate]) -> None:
-        self._last_lr = set_rates(self.optimizer.param_groups, rates)
+
+class WarmupLR(IterationSchedule):
+    """Warm-up from ``warmup_min_lr`` to ``warmup_max_lr``, then constant.
+
+    With ``k`` the count and ``W`` the steps of the warm-up, the part of the way is ``k / W``, or
+    ``log(k + 1) / log(W)``.
+
+    Args, besides those of `IterationSchedule`:
+        warmup_min_lr: rate of the first step; one for all groups or a list.
+        warmup_max_lr: rate after the warm-up; None: each group's own.
+        warmup_num_steps: steps of the warm-up; 0 and 1 count as 2.
+        warmup_type: "log" or "linear".
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        if warmup_type not in ("log", "linear"):
+            text = "warmup_type = %r is neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
+            _log.warning(text, warmup_type)
+            warmup_type = "log"
+        # At least 2: the logarithm of 1 is 0.
+        self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=0))
+        self.warmup_type = warmup_type
+        highest: Any = warmup_max_lr
+        if highest is None:  # copies: a rate that is a tensor is set in place
+            own = [group["lr"] for group in self.optimizer.param_groups]
+            highest = [rate.clone() if isinstance(rate, Tensor) else rate for rate in own]
+        self.min_lrs = per_group(self.optimizer, "warmup_min_lr", warmup_min_lr)
+        self.max_lrs = per_group(self.optimizer, "warmup_max_lr", highest)
+        if last_batch_iteration == -1:
+            self.step(-1)
+
+    def get_lr(self) -> list[Any]:
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        part = self._part()
+        bounds = zip(self.min_lrs, self.max_lrs, strict=True)
+        return [low + (high - low) * part for low, high in bounds]
+
+    def _part(self) -> float:
+        """Return the part of the way from the lowest to the highest rate, for a count >= 0."""
+        count, num_steps = self.last_batch_iteration, self.warmup_num_steps
+        if count >= num_steps:
+            return 1.0
+        if self.warmup_type == "log":
+            return 1.0 / math.log(num_steps) * math.log(count + 1)
+        return count / num_steps
+
+
+class WarmupDecayLR(WarmupLR):
+    """`WarmupLR` with a linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        check_finite("total_num_steps", total_num_steps)
+        self.total_num_steps = total_num_steps
+        warmup = (warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, *warmup)
+        if total_num_steps < self.warmup_num_steps:
+            text = (
+                "total_num_steps %s is less than warmup_num_steps %s: the warm-up is not completed"
+            )
+            counts = (total_num_steps, self.warmup_num_steps)
+            _log.warning(f"%s: {text}", type(self).__name__, *counts)
+
+    def _part(self) -> float:
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return super()._part()
+        left = float(self.total_num_steps - self.last_batch_iteration)
+        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
+
+
+class WarmupCosineLR(WarmupDecayLR):
+    """Warm-up of each group's own rate, then decay along half a cosine.
+
+    Args, besides those of `WarmupLR`:
+        total_num_steps: end of the cosine, from which the factor is ``cos_min_ratio``.
+        warmup_min_ratio: the factor at iteration 0; the first step of all has factor 0.
+        cos_min_ratio: the factor at the end.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        check_finite("warmup_min_ratio", warmup_min_ratio)
+        check_finite("cos_min_ratio", cos_min_ratio)
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
+        warmup = (warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(optimizer, total_num_steps, 0.0, None, *warmup)
+        self.org_lrs = self.max_lrs
+
+    def get_lr_ratio(self) -> float:
+        return 0.0 if self.last_batch_iteration < 0 else self._part()
+
+    def _part(self) -> float:
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return self.warmup_min_ratio + super()._part() * (1.0 - self.warmup_min_ratio)
+        num_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        progress = min(1.0, (self.last_batch_iteration - self.warmup_num_steps + 1) / num_steps)
+        half_cosine = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * half_cosine)
+
+
+SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
+    kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+"""DeepSpeed's warm-ups, by their names in the configuration."""
+
+_OF_ZERO_ENGINE = ("LRRangeTest", "OneCycle")
+"""DeepSpeed's other schedules: entry points of that package."""
+
+_NEEDS_OBJECTS = {
+    "LambdaLR": "it takes functions",
+    "MultiplicativeLR": "it takes functions",
+    "ChainedScheduler": "it takes other schedulers",
+    "SequentialLR": "it takes other schedulers",
+    "ReduceLROnPlateau": "its step takes a measured value, which the engine does not have",
+}
+"""Schedules of torch that a configuration cannot describe, and why."""
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, name: str, params: Mapping[str, Any]
+) -> Schedule:
+    """Make the schedule that the configuration names: DeepSpeed's, or torch's as spelled there.
+
+    Raises:
+        ConfigError: an unknown name or parameter, a missing one, or one that is out of range.
+        MissingPartError: the schedule is zero-engine's, which is not installed.
+    """
+    factory = _find(name)
+    known = [p for p in inspect.signature(factory).parameters if p != "optimizer"]
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise ConfigError(f"scheduler.params.{unknown[0]}: unknown key; {name} takes {known}")
+    try:
+        return factory(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        # The project's own schedules begin with the name.
+        is_named = str(error).partition(" ")[0].rstrip(":") in known
+        raise ConfigError(f"scheduler.params{'.' if is_named else ': '}{error}") from error
+
+
+def _find(name: str) -> Callable[..., Schedule]:
+    if name in SCHEDULERS:
+        return SCHEDULERS[name]
+    if name in _OF_ZERO_ENGINE:
+        for point in entry_points(group="zero_core.schedules", name=name):
+            made: Callable[..., Schedule] = point.load()
+            return made
+        raise MissingPartError(
+            f"scheduler.type = {name!r} needs the package zero-engine, which is not installed: "
+            "pip install ./integration in a checkout"
+        )
+    if name in _NEEDS_OBJECTS:
+        raise ConfigError(
+            f"scheduler.type = {name!r} cannot be given in a configuration: "
+            f"{_NEEDS_OBJECTS[name]}; pass lr_scheduler=... to build() or step it yourself"
+        )
+    found = getattr(lr_scheduler, name, None)
+    base = lr_scheduler.LRScheduler
+    if isinstance(found, type) and issubclass(found, base) and found is not base:
+        return found
+    known = sorted([*SCHEDULERS, *_OF_ZERO_ENGINE])
+    raise ConfigError(
+        f"scheduler.type = {name!r} is not served; known: {known}, and any class "
+        "of torch.optim.lr_scheduler, spelled as there"
+    )
+
+
+_PARTS = "_schedulers"
+"""Key of the parts' states in torch's SequentialLR and ChainedScheduler."""
 
 
 def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
@@ -168,8 +312,8 @@ def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
     Raises:
         ValueError: it lacks what the schedule's own has, or is of another number of groups.
     """
-    if isinstance(schedule, ResumableSchedule):
-        schedule.check_state(saved)
+    if isinstance(schedule, IterationSchedule):
+        schedule.count_in(saved)
     else:
         _check_alike(type(schedule).__name__, schedule.state_dict(), saved)
 
@@ -187,17 +331,14 @@ def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
         _check_alike(f"{kind}'s schedule {number}", mine, saved[_PARTS][number])
 
 
-_PARTS = "_schedulers"
-"""Key of the parts' states in torch's SequentialLR and ChainedScheduler."""
-
-
 def resume_rates(schedule: Schedule) -> None:
     """Set the current rates of ``schedule``, where only its own state was loaded.
 
     Rates belong to the optimizer's groups and are restored with its state.
     """
-    if isinstance(schedule, ResumableSchedule):
-        schedule.resume_rates()
+    if isinstance(schedule, IterationSchedule):
+        if schedule.last_batch_iteration >= 0:  # a new engine has the rates of -1 already
+            schedule.step(schedule.last_batch_iteration)
     elif isinstance(schedule, lr_scheduler.LRScheduler):
         set_rates(schedule.optimizer.param_groups, schedule.get_last_lr())
 
@@ -234,21 +375,16 @@ def per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[A
     Raises:
         ValueError: a list of another length, or a number that is not finite.
     """
-    check_finite(name, *(value if isinstance(value, list | tuple) else [value]))
     num_groups = len(optimizer.param_groups)
-    if not isinstance(value, list | tuple):
-        return [value] * num_groups
-    if len(value) != num_groups:
-        raise ValueError(f"{name}: {len(value)} values for {num_groups} parameter groups")
-    return list(value)
+    values = list(value) if isinstance(value, list | tuple) else [value] * num_groups
+    check_finite(name, *values)
+    if len(values) != num_groups:
+        raise ValueError(f"{name}: {len(values)} values for {num_groups} parameter groups")
+    return values
 
 
 def check_finite(name: str, *values: Any) -> None:
-    """Refuse values that are no finite numbers.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Refuse values that are no finite numbers, by a ValueError."""
     for value in values:
         is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
@@ -266,235 +402,3 @@ def whole(name: str, value: Any, *, least: int) -> int:
     if not is_whole or value < least:
         raise ValueError(f"{name} must be a whole number >= {least}, found {value!r}")
     return int(value)
-
-
-class _Warmup(IterationSchedule):
-    """Base of schedules with a warm-up from 0 to 1."""
-
-    def __init__(
-        self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
-    ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        if warmup_type not in ("log", "linear"):
-            text = "warmup_type = %r is neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
-            _log.warning(text, warmup_type)
-            warmup_type = "log"
-        # At least 2: the logarithm of 1 is 0.
-        self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=0))
-        self.warmup_type = warmup_type
-        self._inverse_log = 1.0 / math.log(self.warmup_num_steps)
-
-    def _start(self) -> None:
-        """Set the rates of the first optimizer step, unless the schedule resumes."""
-        if self.last_batch_iteration == -1:
-            self._set(self.get_lr())
-
-    def _way_up(self) -> float:
-        """Return the part of the warm-up, from 0 to 1, for ``0 <= k < W``."""
-        if self.warmup_type == "log":
-            return self._inverse_log * math.log(self.last_batch_iteration + 1)
-        return self.last_batch_iteration / self.warmup_num_steps
-
-    def _warn_if_short(self, total_num_steps: int) -> None:
-        if total_num_steps < self.warmup_num_steps:
-            _log.warning(
-                "%s: total_num_steps %s is less than warmup_num_steps %s: the warm-up is not "
-                "completed",
-                type(self).__name__,
-                total_num_steps,
-                self.warmup_num_steps,
-            )
-
-
-class WarmupLR(_Warmup):
-    """Warm-up from ``warmup_min_lr`` to ``warmup_max_lr``, then constant.
-
-    Args, besides those of `IterationSchedule`:
-        warmup_min_lr: rate of the first step; one for all groups or a list.
-        warmup_max_lr: rate after the warm-up; None: each group's own.
-        warmup_num_steps: steps of the warm-up; 0 and 1 count as 2.
-        warmup_type: "log" or "linear".
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: float | list[float] = 0.0,
-        warmup_max_lr: float | list[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
-        highest = _own_rates(self.optimizer) if warmup_max_lr is None else warmup_max_lr
-        self.min_lrs = per_group(self.optimizer, "warmup_min_lr", warmup_min_lr)
-        self.max_lrs = per_group(self.optimizer, "warmup_max_lr", highest)
-        self._spans = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        self._start()
-
-    def get_lr(self) -> list[Any]:
-        if self.last_batch_iteration < 0:
-            return list(self.min_lrs)
-        is_warming = self.last_batch_iteration < self.warmup_num_steps
-        part = self._way_up() if is_warming else self._part_after()
-        return [low + span * part for low, span in zip(self.min_lrs, self._spans, strict=True)]
-
-    def _part_after(self) -> float:
-        """Return the factor on the span after the warm-up, for ``k >= W``."""
-        return 1.0
-
-
-class WarmupDecayLR(WarmupLR):
-    """`WarmupLR` with a linear decay to ``warmup_min_lr`` at ``total_num_steps``.
-
-    ``warmup_max_lr`` is 0.001 unless it is given; None is each group's own rate.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_lr: float | list[float] = 0.0,
-        warmup_max_lr: float | list[float] | None = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        check_finite("total_num_steps", total_num_steps)
-        self.total_num_steps = total_num_steps
-        super().__init__(
-            optimizer,
-            warmup_min_lr,
-            warmup_max_lr,
-            warmup_num_steps,
-            warmup_type,
-            last_batch_iteration,
-        )
-        self._warn_if_short(total_num_steps)
-
-    def _part_after(self) -> float:
-        left = float(self.total_num_steps - self.last_batch_iteration)
-        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
-
-
-class WarmupCosineLR(_Warmup):
-    """Warm-up of each group's own rate, then decay along half a cosine.
-
-    Args, besides those of `IterationSchedule`:
-        total_num_steps: end of the cosine, from which the factor is ``cos_min_ratio``.
-        warmup_min_ratio: the factor at iteration 0; the first step of all has factor 0.
-        warmup_num_steps: steps of the warm-up; 0 and 1 count as 2.
-        cos_min_ratio: the factor at the end.
-        warmup_type: "log" or "linear".
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
-        check_finite("total_num_steps", total_num_steps)
-        check_finite("warmup_min_ratio", warmup_min_ratio)
-        check_finite("cos_min_ratio", cos_min_ratio)
-        self.total_num_steps = total_num_steps
-        self.warmup_min_ratio = warmup_min_ratio
-        self.cos_min_ratio = cos_min_ratio
-        self.org_lrs = _own_rates(self.optimizer)
-        self._warn_if_short(total_num_steps)
-        self._start()
-
-    def get_lr_ratio(self) -> float:
-        if self.last_batch_iteration < 0:
-            return 0.0
-        if self.last_batch_iteration < self.warmup_num_steps:
-            return self.warmup_min_ratio + self._way_up() * (1.0 - self.warmup_min_ratio)
-        num_steps = max(1, self.total_num_steps - self.warmup_num_steps)
-        progress = min(1.0, (self.last_batch_iteration - self.warmup_num_steps + 1) / num_steps)
-        half_cosine = (1 + math.cos(math.pi * progress)) / 2
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * half_cosine)
-
-    def get_lr(self) -> list[Any]:
-        ratio = self.get_lr_ratio()
-        return [rate * ratio for rate in self.org_lrs]
-
-
-def _own_rates(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return copies of the groups' rates, since a rate that is a tensor is set in place."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-
-
-SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
-}
-"""DeepSpeed's warm-ups, by their names in the configuration."""
-
-_OF_ZERO_ENGINE = ("LRRangeTest", "OneCycle")
-"""DeepSpeed's other schedules: entry points of that package."""
-
-_NEEDS_OBJECTS = {
-    "LambdaLR": "it takes functions",
-    "MultiplicativeLR": "it takes functions",
-    "ChainedScheduler": "it takes other schedulers",
-    "SequentialLR": "it takes other schedulers",
-    "ReduceLROnPlateau": "its step takes a measured value, which the engine does not have",
-}
-"""Of torch's, what a configuration cannot describe, and why."""
-
-
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, name: str, params: Mapping[str, Any]
-) -> Schedule:
-    """Make the schedule that the configuration names.
-
-    Raises:
-        ConfigError: an unknown name or parameter, a missing one, or one that is out of range.
-        MissingPartError: the schedule is zero-engine's, which is not installed.
-    """
-    factory = _find(name)
-    known = [p for p in inspect.signature(factory).parameters if p != "optimizer"]
-    unknown = sorted(set(params) - set(known))
-    if unknown:
-        raise ConfigError(f"scheduler.params.{unknown[0]}: unknown key; {name} takes {known}")
-    try:
-        return factory(optimizer, **params)
-    except (TypeError, ValueError) as error:
-        # The project's own schedules begin with the name.
-        is_named = str(error).partition(" ")[0].rstrip(":") in known
-        raise ConfigError(f"scheduler.params{'.' if is_named else ': '}{error}") from error
-
-
-def _find(name: str) -> Callable[..., Schedule]:
-    own = SCHEDULERS.get(name)
-    if own is not None:
-        return own
-    if name in _OF_ZERO_ENGINE:
-        for point in entry_points(group="zero_core.schedules", name=name):
-            made: Callable[..., Schedule] = point.load()
-            return made
-        raise MissingPartError(
-            f"scheduler.type = {name!r} needs the package zero-engine, which is not installed: "
-            "pip install ./integration in a checkout"
-        )
-    if name in _NEEDS_OBJECTS:
-        raise ConfigError(
-            f"scheduler.type = {name!r} cannot be given in a configuration: "
-            f"{_NEEDS_OBJECTS[name]}; pass lr_scheduler=... to build() or step it yourself"
-        )
-    found = getattr(lr_scheduler, name, None)
-    base = lr_scheduler.LRScheduler
-    if isinstance(found, type) and issubclass(found, base) and found is not base:
-        return found
-    known = sorted([*SCHEDULERS, *_OF_ZERO_ENGINE])
-    raise ConfigError(
-        f"scheduler.type = {name!r} is not served; known: {known}, and any class "
-        "of torch.optim.lr_scheduler, spelled as there"
-    )
