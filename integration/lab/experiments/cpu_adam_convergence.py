@@ -36,7 +36,7 @@ from benchmarks.harness.text import (
     training_config,
     training_loss,
 )
-from zero_core.optim.schedules.factory import Schedule, make_scheduler
+from zero_core.schedules import Schedule, make_scheduler
 from zero_engine.train.data import Corpus
 from zero_engine.train.program import build_model, make_deterministic
 from zero_engine.train.settings import RunSettings

@@ -1,6 +1,6 @@
 """``deepspeed.runtime.lr_schedules``: the schedule classes, their names, and their arguments.
 
-The classes are zero-core's, which the configuration's ``scheduler`` block makes too.
+The configuration's ``scheduler`` block makes these classes too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import argparse
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-from zero_core.optim.schedules.base import set_rates, torch_optimizer
-from zero_core.optim.schedules.factory import LRRangeTest as LRRangeTest
-from zero_core.optim.schedules.factory import OneCycle as OneCycle
-from zero_core.optim.schedules.factory import WarmupCosineLR as WarmupCosineLR
-from zero_core.optim.schedules.factory import WarmupDecayLR as WarmupDecayLR
-from zero_core.optim.schedules.factory import WarmupLR as WarmupLR
+from zero_core.schedules import WarmupCosineLR as WarmupCosineLR
+from zero_core.schedules import WarmupDecayLR as WarmupDecayLR
+from zero_core.schedules import WarmupLR as WarmupLR
+from zero_core.schedules import set_rates, torch_optimizer
+from zero_engine.deepspeed.one_cycle import LRRangeTest as LRRangeTest
+from zero_engine.deepspeed.one_cycle import OneCycle as OneCycle
 
 update_lr = set_rates
 get_torch_optimizer = torch_optimizer

@@ -25,8 +25,7 @@ import zero_core
 from zero_core import CheckpointError, ConfigError, Engine, ShardedModel
 from zero_core.checkpoint.load import read_client_state
 from zero_core.config import SchedulerConfig
-from zero_core.optim.schedules.base import Schedule, check_state
-from zero_core.optim.schedules.factory import make_scheduler
+from zero_core.schedules import Schedule, check_state, make_scheduler
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
 from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
 from zero_engine.hf.presets import read_zero

@@ -29,8 +29,6 @@ from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
 from zero_core.layout.buffers import CommonBuffers
 from zero_core.lifecycle import Ownership, check_is_free
-from zero_core.optim.schedules.base import Schedule, ScheduleFactory
-from zero_core.optim.schedules.factory import make_scheduler
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
 from zero_core.protocols import (
@@ -45,6 +43,7 @@ from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.runtime import Runtime
+from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.norms import norms_of

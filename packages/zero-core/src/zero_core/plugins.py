@@ -32,7 +32,6 @@ from zero_core.optim.factory import (
     warn_of_unknown,
 )
 from zero_core.optim.muon import tag_matrices
-from zero_core.optim.schedules.factory import make_scheduler
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.protocols import (
     Collectives,
@@ -44,6 +43,7 @@ from zero_core.protocols import (
     TransportCollectives,
     UploadCodec,
 )
+from zero_core.schedules import make_scheduler
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 

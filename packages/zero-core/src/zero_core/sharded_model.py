@@ -33,7 +33,6 @@ from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.core import access
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
-from zero_core.optim.schedules.base import Schedule, ScheduleFactory
 from zero_core.optim.train_state import LossScaler, TrainState
 from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
@@ -44,6 +43,7 @@ from zero_core.runtime.param_guard import FixedMemory, ParamGuard
 from zero_core.runtime.runtime import Runtime
 from zero_core.runtime.saved import Holding
 from zero_core.runtime.small_params import SmallParams
+from zero_core.schedules import Schedule, ScheduleFactory
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.states import StateAccess

@@ -391,7 +391,7 @@ class OptimizerConfig(_Block):
 
 
 class SchedulerConfig(_Block):
-    """``scheduler``: a schedule by name, as `zero_core.optim.schedules.factory` makes it."""
+    """``scheduler``: a schedule by name, as `zero_core.schedules` makes it."""
 
     type: str
     params: dict[str, Any] = Field(default_factory=dict)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_core.config import Config, Fp16Config
 from zero_core.errors import CheckpointCorruptError, CheckpointError
-from zero_core.optim.schedules.base import Schedule, check_state, resume_rates
+from zero_core.schedules import Schedule, check_state, resume_rates
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The 1cycle policy and the range test that finds its bounds, as DeepSpeed has them.
 
 Smith, 2018 (arXiv 1803.09820): sections 3 and 4. The curves are DeepSpeed's value for value. With
-``k`` the count (see zero_core.optim.schedules.base), the position is ``b = k + 1``.
+``k`` the count (see zero_core.schedules), the position is ``b = k + 1``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,7 @@ import logging
 import math
 from typing import Any
 
-from zero_core.optim.schedules.base import (
-    IterationSchedule,
-    check_finite,
-    per_group,
-    set_rates,
-    whole,
-)
+from zero_core.schedules import IterationSchedule, check_finite, per_group, set_rates, whole
 
 _log = logging.getLogger(__name__)
 
@@ -27,11 +21,7 @@ _BETA2 = 0.99
 class LRRangeTest(IterationSchedule):
     """``lr = min_lr * (1 + step_rate * b / step_size)``: up, to see where the loss diverges.
 
-    Args, besides those of `IterationSchedule`:
-        lr_range_test_min_lr: rate of the first step; one for all groups or a list.
-        lr_range_test_step_size: steps per ``lr_range_test_step_rate``; at least 1.
-        lr_range_test_step_rate: what a step adds, in ``min_lr``.
-        lr_range_test_staircase: count whole steps alone.
+    ``b / step_size`` is rounded down for a staircase. ``min_lr`` is one for all groups or a list.
     """
 
     def __init__(
@@ -50,7 +40,7 @@ class LRRangeTest(IterationSchedule):
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         if last_batch_iteration == -1:
-            self._set(self.min_lr)
+            self._last_lr = set_rates(self.optimizer.param_groups, self.min_lr)
 
     def get_lr(self) -> list[Any]:
         interval = float(self.last_batch_iteration + 1) / self.step_size
@@ -70,19 +60,10 @@ class OneCycle(IterationSchedule):
     max_mom * (1 + decay_mom_rate * d / decay_step_size)``. The second beta is 0.99 throughout. The
     first step of all runs at ``min_lr`` and ``min_mom``.
 
-    Args, besides those of `IterationSchedule`:
-        cycle_min_lr: lowest rate; one for all groups or a list, as the next and the momenta.
-        cycle_max_lr: highest rate.
-        decay_lr_rate: of the rate after the cycle, per ``decay_step_size`` steps; 0: constant.
-        cycle_first_step_size: ``A``, steps up; positive.
-        cycle_second_step_size: ``B``, steps down; not negative; None: ``A``.
-        cycle_first_stair_count: stairs on the way up; 0: none.
-        cycle_second_stair_count: stairs on the way down; None: as many as up.
-        decay_step_size: see above; 0: no decay.
-        cycle_momentum: cycle the first beta; off, with a warning, if the optimizer has no betas.
-        cycle_min_mom: lowest beta1.
-        cycle_max_mom: highest beta1.
-        decay_mom_rate: of beta1 after the cycle; 0: constant.
+    ``cycle_first_step_size`` is ``A``. ``cycle_second_step_size``, ``B``, and the second number of
+    stairs are the first one where they are None. 0 stairs are none, a ``decay_step_size`` of 0 is
+    no decay. Rates and momenta are one for all groups or a list. ``cycle_momentum`` is off, with a
+    warning, if the optimizer has no betas.
     """
 
     def __init__(
@@ -105,41 +86,39 @@ class OneCycle(IterationSchedule):
         super().__init__(optimizer, last_batch_iteration)
         self.min_lrs = per_group(self.optimizer, "cycle_min_lr", cycle_min_lr)
         self.max_lrs = per_group(self.optimizer, "cycle_max_lr", cycle_max_lr)
-        for name, value in (
-            ("decay_lr_rate", decay_lr_rate),
-            ("decay_mom_rate", decay_mom_rate),
-            ("decay_step_size", decay_step_size),
-            ("cycle_first_step_size", cycle_first_step_size),
-            ("cycle_second_step_size", cycle_second_step_size or 0),
-        ):
-            check_finite(name, value)
-        self.decay_lr_rate = decay_lr_rate
-        self.decay_mom_rate = decay_mom_rate
-        self.decay_step_size = decay_step_size
-        self.first_step_size = self.second_step_size = float(cycle_first_step_size)
-        if cycle_second_step_size is not None:
-            self.second_step_size = float(cycle_second_step_size)
-        if self.first_step_size <= 0:
+        if cycle_second_step_size is None:
+            cycle_second_step_size = cycle_first_step_size
+        if cycle_second_stair_count is None:
+            cycle_second_stair_count = cycle_first_stair_count
+        check_finite("decay_lr_rate", decay_lr_rate)
+        check_finite("decay_mom_rate", decay_mom_rate)
+        check_finite("decay_step_size", decay_step_size)
+        check_finite("cycle_first_step_size", cycle_first_step_size)
+        check_finite("cycle_second_step_size", cycle_second_step_size)
+        if cycle_first_step_size <= 0:
             raise ValueError(
                 f"cycle_first_step_size must be positive, found {cycle_first_step_size}"
             )
-        if self.second_step_size < 0:
+        if cycle_second_step_size < 0:
             raise ValueError(
                 f"cycle_second_step_size must not be negative, found {cycle_second_step_size}"
             )
+        self.decay_lr_rate = decay_lr_rate
+        self.decay_mom_rate = decay_mom_rate
+        self.decay_step_size = decay_step_size
+        self.first_step_size = float(cycle_first_step_size)
+        self.second_step_size = float(cycle_second_step_size)
         self.total_size = self.first_step_size + self.second_step_size
         self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = (
-            cycle_first_stair_count
-            if cycle_second_stair_count is None
-            else cycle_second_stair_count
-        )
-        self.cycle_momentum = cycle_momentum and self._has_betas()
+        self.second_stair_count = cycle_second_stair_count
+        self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         if self.cycle_momentum:
             self._min_moms = per_group(self.optimizer, "cycle_min_mom", cycle_min_mom)
             self._max_moms = per_group(self.optimizer, "cycle_max_mom", cycle_max_mom)
-        if last_batch_iteration == -1:
-            # As in DeepSpeed, `get_last_lr` knows nothing before the first step.
+        elif cycle_momentum:
+            text = "%s has no betas, so momentum is not cycled (cycle_momentum = false says so)"
+            _log.warning(f"OneCycle: {text}", type(self.optimizer).__name__)
+        if last_batch_iteration == -1:  # `get_last_lr` has nothing before `step`, as in DeepSpeed
             set_rates(self.optimizer.param_groups, self.min_lrs)
             if self.cycle_momentum:
                 self._set_betas([(low, _BETA2) for low in self._min_moms])
@@ -152,9 +131,9 @@ class OneCycle(IterationSchedule):
             self._set_betas(momenta)
 
     def get_lr(self) -> list[Any]:
-        bounds = zip(self.min_lrs, self.max_lrs, strict=True)
         if self.last_batch_iteration < self.total_size:
             part = self._part()
+            bounds = zip(self.min_lrs, self.max_lrs, strict=True)
             return [low + (high - low) * part for low, high in bounds]
         factor = 1 + self._decay(self.decay_lr_rate)
         return [low / factor for low in self.min_lrs]
@@ -170,15 +149,6 @@ class OneCycle(IterationSchedule):
         factor = 1 + self._decay(self.decay_mom_rate)
         return [(high * factor, _BETA2) for high in self._max_moms]
 
-    def _has_betas(self) -> bool:
-        if "betas" in self.optimizer.defaults:
-            return True
-        _log.warning(
-            "OneCycle: %s has no betas, so momentum is not cycled (cycle_momentum = false says so)",
-            type(self.optimizer).__name__,
-        )
-        return False
-
     def _set_betas(self, betas: list[tuple[float, float]]) -> None:
         for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
             group["betas"] = pair
@@ -188,23 +158,19 @@ class OneCycle(IterationSchedule):
         position = self.last_batch_iteration + 1
         turns = 1.0 + position / self.total_size
         x, top = turns - math.floor(turns), self.first_step_size / self.total_size
-        is_rising = x <= top
-        num_stairs = self.first_stair_count if is_rising else self.second_stair_count
-        if num_stairs > 0:
-            return self._stair(position % self.total_size, num_stairs)
-        return x / top if is_rising else (x - 1) / (top - 1)
-
-    def _stair(self, position: float, num_stairs: int) -> float:
-        """Return `_part` in stairs, counted from the exact position."""
-        if position <= self.first_step_size:
-            height = position * num_stairs / self.first_step_size
+        num_stairs = self.first_stair_count if x <= top else self.second_stair_count
+        if num_stairs <= 0:
+            return x / top if x <= top else (x - 1) / (top - 1)
+        exact = position % self.total_size  # `x` is rounded: a stair could begin a step late
+        if exact <= self.first_step_size:
+            height = exact * num_stairs / self.first_step_size
         else:
-            height = (self.total_size - position) * num_stairs / self.second_step_size
+            height = (self.total_size - exact) * num_stairs / self.second_step_size
         return math.floor(height) / num_stairs
 
     def _decay(self, rate: float) -> float:
         """Return what is added to 1 after the cycle."""
-        if math.isclose(rate, 0) or math.isclose(self.decay_step_size, 0):
+        if self.decay_step_size == 0:
             return 0.0
         steps = self.last_batch_iteration - self.total_size + 1
         return rate * (steps / self.decay_step_size)

@@ -1,0 +1,404 @@
+"""Learning-rate schedules: the engine's protocol, DeepSpeed's warm-ups, and schedules by name.
+
+[Note: the count]
+``last_batch_iteration`` is the index of the last optimizer step that the schedule has counted: -1
+at construction, then 0, 1, ... with each call of ``step``, which follows the optimizer's. The first
+step of a training runs at the rates of -1, and the second at those of 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+from zero_core.errors import ConfigError, MissingPartError
+
+_log = logging.getLogger(__name__)
+
+Rate = float | Tensor
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Schedule as the engine uses it: of torch.optim.lr_scheduler or of this package."""
+
+    def step(self) -> None:
+        """Set the rates of the next optimizer step. Called after each step that was taken."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint keeps, as JSON."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+
+
+class ScheduleFactory(Protocol):
+    """Function that makes a schedule of an optimizer."""
+
+    def __call__(self, optimizer: torch.optim.Optimizer, /) -> Schedule:
+        """Return a schedule that sets the rates of ``optimizer``."""
+
+
+class IterationSchedule(ABC):
+    """Base of DeepSpeed's schedules, whose rates depend on [Note: the count] alone.
+
+    torch's LRScheduler counts otherwise, adds a key to the optimizer's groups, and warns of
+    ``step(count)`` and ``get_lr()``, which are DeepSpeed's interface.
+
+    Args:
+        optimizer: a torch optimizer, or an object that has one as ``optimizer``.
+        last_batch_iteration: the count to resume from; other than -1, `step` sets the first rate.
+    """
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+        self.optimizer = torch_optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[Rate] | None = None
+
+    @abstractmethod
+    def get_lr(self) -> list[Any]:
+        """Return the rate of each group at ``last_batch_iteration``."""
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Advance to the next iteration, or to the given one, and set its rates."""
+        following = self.last_batch_iteration + 1
+        given = last_batch_iteration
+        self.last_batch_iteration = following if given is None else given
+        self._last_lr = set_rates(self.optimizer.param_groups, self.get_lr())
+
+    def get_last_lr(self) -> list[Rate]:
+        """Return the rates that were set last.
+
+        Raises:
+            AssertionError: "need to call step() first", DeepSpeed's message.
+        """
+        if self._last_lr is None:
+            raise AssertionError("need to call step() first: no rate has been set yet")
+        return self._last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count. The optimizer's groups hold the rates."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the count, and take the last rates from the groups."""
+        self.last_batch_iteration = self.count_in(state_dict)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def count_in(self, saved: Mapping[str, Any]) -> int:
+        """Return the count of a saved state, which torch's ``last_epoch`` is one ahead of.
+
+        Raises:
+            ValueError: there is neither.
+        """
+        for key, ahead in (("last_batch_iteration", 0), ("last_epoch", 1)):
+            if key in saved:
+                return int(saved[key]) - ahead
+        raise ValueError(
+            f"{type(self).__name__} needs 'last_batch_iteration', the state has only "
+            f"{sorted(saved)}"
+        )
+
+
+class WarmupLR(IterationSchedule):
+    """Warm-up from ``warmup_min_lr`` to ``warmup_max_lr``, then constant.
+
+    With ``k`` the count and ``W`` the steps of the warm-up, the part of the way is ``k / W``, or
+    ``log(k + 1) / log(W)``.
+
+    Args, besides those of `IterationSchedule`:
+        warmup_min_lr: rate of the first step; one for all groups or a list.
+        warmup_max_lr: rate after the warm-up; None: each group's own.
+        warmup_num_steps: steps of the warm-up; 0 and 1 count as 2.
+        warmup_type: "log" or "linear".
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        if warmup_type not in ("log", "linear"):
+            text = "warmup_type = %r is neither 'log' nor 'linear': 'log' is taken, as by DeepSpeed"
+            _log.warning(text, warmup_type)
+            warmup_type = "log"
+        # At least 2: the logarithm of 1 is 0.
+        self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=0))
+        self.warmup_type = warmup_type
+        highest: Any = warmup_max_lr
+        if highest is None:  # copies: a rate that is a tensor is set in place
+            own = [group["lr"] for group in self.optimizer.param_groups]
+            highest = [rate.clone() if isinstance(rate, Tensor) else rate for rate in own]
+        self.min_lrs = per_group(self.optimizer, "warmup_min_lr", warmup_min_lr)
+        self.max_lrs = per_group(self.optimizer, "warmup_max_lr", highest)
+        if last_batch_iteration == -1:
+            self.step(-1)
+
+    def get_lr(self) -> list[Any]:
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        part = self._part()
+        bounds = zip(self.min_lrs, self.max_lrs, strict=True)
+        return [low + (high - low) * part for low, high in bounds]
+
+    def _part(self) -> float:
+        """Return the part of the way from the lowest to the highest rate, for a count >= 0."""
+        count, num_steps = self.last_batch_iteration, self.warmup_num_steps
+        if count >= num_steps:
+            return 1.0
+        if self.warmup_type == "log":
+            return 1.0 / math.log(num_steps) * math.log(count + 1)
+        return count / num_steps
+
+
+class WarmupDecayLR(WarmupLR):
+    """`WarmupLR` with a linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        check_finite("total_num_steps", total_num_steps)
+        self.total_num_steps = total_num_steps
+        warmup = (warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, *warmup)
+        if total_num_steps < self.warmup_num_steps:
+            text = (
+                "total_num_steps %s is less than warmup_num_steps %s: the warm-up is not completed"
+            )
+            counts = (total_num_steps, self.warmup_num_steps)
+            _log.warning(f"%s: {text}", type(self).__name__, *counts)
+
+    def _part(self) -> float:
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return super()._part()
+        left = float(self.total_num_steps - self.last_batch_iteration)
+        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
+
+
+class WarmupCosineLR(WarmupDecayLR):
+    """Warm-up of each group's own rate, then decay along half a cosine.
+
+    Args, besides those of `WarmupLR`:
+        total_num_steps: end of the cosine, from which the factor is ``cos_min_ratio``.
+        warmup_min_ratio: the factor at iteration 0; the first step of all has factor 0.
+        cos_min_ratio: the factor at the end.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        check_finite("warmup_min_ratio", warmup_min_ratio)
+        check_finite("cos_min_ratio", cos_min_ratio)
+        self.warmup_min_ratio = warmup_min_ratio
+        self.cos_min_ratio = cos_min_ratio
+        warmup = (warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(optimizer, total_num_steps, 0.0, None, *warmup)
+        self.org_lrs = self.max_lrs
+
+    def get_lr_ratio(self) -> float:
+        return 0.0 if self.last_batch_iteration < 0 else self._part()
+
+    def _part(self) -> float:
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return self.warmup_min_ratio + super()._part() * (1.0 - self.warmup_min_ratio)
+        num_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        progress = min(1.0, (self.last_batch_iteration - self.warmup_num_steps + 1) / num_steps)
+        half_cosine = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * half_cosine)
+
+
+SCHEDULERS: Mapping[str, type[IterationSchedule]] = {
+    kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+"""DeepSpeed's warm-ups, by their names in the configuration."""
+
+_OF_ZERO_ENGINE = ("LRRangeTest", "OneCycle")
+"""DeepSpeed's other schedules: entry points of that package."""
+
+_NEEDS_OBJECTS = {
+    "LambdaLR": "it takes functions",
+    "MultiplicativeLR": "it takes functions",
+    "ChainedScheduler": "it takes other schedulers",
+    "SequentialLR": "it takes other schedulers",
+    "ReduceLROnPlateau": "its step takes a measured value, which the engine does not have",
+}
+"""Schedules of torch that a configuration cannot describe, and why."""
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, name: str, params: Mapping[str, Any]
+) -> Schedule:
+    """Make the schedule that the configuration names: DeepSpeed's, or torch's as spelled there.
+
+    Raises:
+        ConfigError: an unknown name or parameter, a missing one, or one that is out of range.
+        MissingPartError: the schedule is zero-engine's, which is not installed.
+    """
+    factory = _find(name)
+    known = [p for p in inspect.signature(factory).parameters if p != "optimizer"]
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise ConfigError(f"scheduler.params.{unknown[0]}: unknown key; {name} takes {known}")
+    try:
+        return factory(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        # The project's own schedules begin with the name.
+        is_named = str(error).partition(" ")[0].rstrip(":") in known
+        raise ConfigError(f"scheduler.params{'.' if is_named else ': '}{error}") from error
+
+
+def _find(name: str) -> Callable[..., Schedule]:
+    if name in SCHEDULERS:
+        return SCHEDULERS[name]
+    if name in _OF_ZERO_ENGINE:
+        for point in entry_points(group="zero_core.schedules", name=name):
+            made: Callable[..., Schedule] = point.load()
+            return made
+        raise MissingPartError(
+            f"scheduler.type = {name!r} needs the package zero-engine, which is not installed: "
+            "pip install ./integration in a checkout"
+        )
+    if name in _NEEDS_OBJECTS:
+        raise ConfigError(
+            f"scheduler.type = {name!r} cannot be given in a configuration: "
+            f"{_NEEDS_OBJECTS[name]}; pass lr_scheduler=... to build() or step it yourself"
+        )
+    found = getattr(lr_scheduler, name, None)
+    base = lr_scheduler.LRScheduler
+    if isinstance(found, type) and issubclass(found, base) and found is not base:
+        return found
+    known = sorted([*SCHEDULERS, *_OF_ZERO_ENGINE])
+    raise ConfigError(
+        f"scheduler.type = {name!r} is not served; known: {known}, and any class "
+        "of torch.optim.lr_scheduler, spelled as there"
+    )
+
+
+_PARTS = "_schedulers"
+"""Key of the parts' states in torch's SequentialLR and ChainedScheduler."""
+
+
+def check_state(schedule: Schedule, saved: Mapping[str, Any]) -> None:
+    """Refuse a state that ``schedule`` cannot resume from, before anything is changed.
+
+    Raises:
+        ValueError: it lacks what the schedule's own has, or is of another number of groups.
+    """
+    if isinstance(schedule, IterationSchedule):
+        schedule.count_in(saved)
+    else:
+        _check_alike(type(schedule).__name__, schedule.state_dict(), saved)
+
+
+def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Compare states. Names with an underscore differ between releases of torch and are skipped."""
+    needed = {k for k in own if not k.startswith("_") or k == _PARTS}
+    missing = sorted(needed - saved.keys())
+    if missing:
+        raise ValueError(f"{kind} needs {missing[0]!r}, the state has only {sorted(saved)}")
+    for key in ("base_lrs", "_last_lr", _PARTS):
+        if key in own and key in saved and len(own[key]) != len(saved[key]):
+            raise ValueError(f"{kind} has {len(own[key])} {key}, the state {len(saved[key])}")
+    for number, mine in enumerate(own.get(_PARTS, ())):
+        _check_alike(f"{kind}'s schedule {number}", mine, saved[_PARTS][number])
+
+
+def resume_rates(schedule: Schedule) -> None:
+    """Set the current rates of ``schedule``, where only its own state was loaded.
+
+    Rates belong to the optimizer's groups and are restored with its state.
+    """
+    if isinstance(schedule, IterationSchedule):
+        if schedule.last_batch_iteration >= 0:  # a new engine has the rates of -1 already
+            schedule.step(schedule.last_batch_iteration)
+    elif isinstance(schedule, lr_scheduler.LRScheduler):
+        set_rates(schedule.optimizer.param_groups, schedule.get_last_lr())
+
+
+def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[Rate]) -> list[Rate]:
+    """Set each group's rate, in place where it is a tensor, and return what the groups hold."""
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
+        else:
+            group["lr"] = rate
+    return [group["lr"] for group in groups]
+
+
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return ``optimizer`` itself, or the torch optimizer that is its attribute ``optimizer``.
+
+    Raises:
+        TypeError: neither is one.
+    """
+    # foreign: wrappers of Accelerate and of mixed-precision libraries have this attribute
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(candidate, torch.optim.Optimizer):
+            return candidate
+    raise TypeError(
+        f"a schedule needs a torch.optim.Optimizer, or an object whose attribute 'optimizer' is "
+        f"one; found {type(optimizer).__name__}"
+    )
+
+
+def per_group(optimizer: torch.optim.Optimizer, name: str, value: Any) -> list[Any]:
+    """Return ``value`` for each group: the same for all, or the items of a list.
+
+    Raises:
+        ValueError: a list of another length, or a number that is not finite.
+    """
+    num_groups = len(optimizer.param_groups)
+    values = list(value) if isinstance(value, list | tuple) else [value] * num_groups
+    check_finite(name, *values)
+    if len(values) != num_groups:
+        raise ValueError(f"{name}: {len(values)} values for {num_groups} parameter groups")
+    return values
+
+
+def check_finite(name: str, *values: Any) -> None:
+    """Refuse values that are no finite numbers, by a ValueError."""
+    for value in values:
+        is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, found {value!r}")
+
+
+def whole(name: str, value: Any, *, least: int) -> int:
+    """Return ``value`` as a whole number, which JSON may write as 1e3.
+
+    Raises:
+        ValueError: it is none, or less than ``least``.
+    """
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    is_whole = is_int or (isinstance(value, float) and value.is_integer())
+    if not is_whole or value < least:
+        raise ValueError(f"{name} must be a whole number >= {least}, found {value!r}")
+    return int(value)
