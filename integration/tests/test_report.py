@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 import zero_core
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
-from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.record.environment import available_cores
 from zero_core.record.records import (
     DetailRecord,
@@ -34,6 +33,7 @@ from zero_core.record.records import (
 from zero_core.testing import make_tower, rows, train
 from zero_engine.calibration.kept import KeptRates
 from zero_engine.cli import app
+from zero_engine.planning import Calibration, Curve, Rates
 from zero_engine.report import probe, write_report
 from zero_engine.report.comparison import compare
 from zero_engine.report.compose import first_sentence

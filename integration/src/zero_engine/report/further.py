@@ -11,7 +11,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zero_core.plan.result import Choice, Plan, format_bytes
+from zero_core.plan.result import Choice, format_bytes
+from zero_engine.planning import TimedPlan
 from zero_engine.report.diagnosis import Cause, show_s
 from zero_engine.report.measured import Measured
 from zero_engine.report.page import Move
@@ -60,7 +61,7 @@ def _all(
     yield from _rates(found, planned)
 
 
-def _faster(found: Measured, plan: Plan) -> Iterator[Move]:
+def _faster(found: Measured, plan: TimedPlan) -> Iterator[Move]:
     """Yield the fastest choice, where the rates of the machine are known."""
     now, best = plan.configured, plan.best
     if best is None or best is now or now.step_time is None or best.step_time is None:
@@ -75,7 +76,7 @@ def _faster(found: Measured, plan: Plan) -> Iterator[Move]:
     )
 
 
-def _fewer_bytes_sent(plan: Plan) -> Iterator[Move]:
+def _fewer_bytes_sent(plan: TimedPlan) -> Iterator[Move]:
     """Yield the exact choice that sends the fewest bytes between nodes."""
     if not plan.traffic_choices or not plan.traffic_choices[0].between_nodes_bytes:
         return
@@ -97,7 +98,7 @@ def _rounds(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("zero_quantized_weights") or settings.get("zero_quantized_gradients"))
 
 
-def _less_memory(found: Measured, plan: Plan) -> Iterator[Move]:
+def _less_memory(found: Measured, plan: TimedPlan) -> Iterator[Move]:
     """Yield the choice with the same numbers that takes the least memory."""
     is_host = found.run.run.environment.get("device") == "cpu"
 

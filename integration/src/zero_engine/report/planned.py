@@ -12,10 +12,9 @@ import torch
 from zero_core.comm.meter import Traffic
 from zero_core.errors import ConfigError, ZeroError
 from zero_core.plan.choices import TrafficChoice
-from zero_core.plan.plan import plan
-from zero_core.plan.rates import Calibration
-from zero_core.plan.result import Plan, format_bytes
+from zero_core.plan.result import format_bytes
 from zero_engine.calibration.kept import kept_rates
+from zero_engine.planning import Calibration, TimedPlan, plan
 from zero_engine.report import charts
 from zero_engine.report.measured import Measured, sent_bytes
 from zero_engine.report.page import Block, Chart, Table, Text
@@ -32,7 +31,7 @@ class Planned:
         note: why there is no plan, or what it leaves out; empty if it is whole.
     """
 
-    plan: Plan | None
+    plan: TimedPlan | None
     note: str = ""
 
     @property
@@ -54,7 +53,7 @@ def plan_of(run: Run, limit: int | None, changes: Mapping[str, Any] | None = Non
     is_host = run.run.environment.get("device") == "cpu"
     settings = {**run.settings, **(changes or {})}
 
-    def make(inputs: Mapping[str, Any] | None, rates: Calibration | None) -> Plan:
+    def make(inputs: Mapping[str, Any] | None, rates: Calibration | None) -> TimedPlan:
         return plan(
             dict(run.run.model),
             settings,
@@ -129,7 +128,7 @@ def planned_memory(measured: Mapping[str, int], planned: Planned) -> Iterator[Bl
         yield Text(planned.note)
 
 
-def sent_and_planned(found: Measured, plan: Plan | None) -> Iterator[Block]:
+def sent_and_planned(found: Measured, plan: TimedPlan | None) -> Iterator[Block]:
     """Yield bytes of a step by collective and link, measured and planned, and for each flag."""
     sent = sent_bytes(found.run.ranks[0])
     rows = [{"collective": name, "link": link, "mib": n / 2**20} for name, link, n in sent]
