@@ -10,10 +10,10 @@ import pytest
 from conftest import refusal_of
 from typer.testing import CliRunner
 
-from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_engine.calibration import kept, machine
 from zero_engine.calibration.kept import fingerprint, keep, kept_path, kept_rates
 from zero_engine.cli import app
+from zero_engine.planning import Calibration, Curve, Rates
 
 MODEL = ("plan", "--layers=2", "--width=32", "--heads=2", "--vocab=64")
 

@@ -13,9 +13,9 @@ import zero_core
 from zero_core import ConfigError
 from zero_core.config import load_config
 from zero_core.plan.choices import AS_CONFIGURED
-from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.plan.result import Choice
 from zero_core.testing import Case, wide_blocks
+from zero_engine.planning import Calibration, Curve, Rates, TimedPlan, plan
 
 DISK = "/nvme"
 
@@ -114,12 +114,12 @@ def calibration(cores: int | None, *, has_disk: bool = True) -> Calibration:
     return Calibration("a machine", "by hand", (Rates(2, 1, cores, curves),))
 
 
-def timed(config: dict[str, Any], cores: int | None, **how: Any) -> zero_core.Plan:
+def timed(config: dict[str, Any], cores: int | None, **how: Any) -> TimedPlan:
     with torch.device("meta"):
         model, x = Blocks(), torch.zeros(4, 16, 64, dtype=torch.bfloat16)
     how = {"calibration": calibration(cores), "nvme_path": DISK, **how}
     kind = "accelerator" if cores is None else "cpu"
-    return zero_core.plan(model, config, 2, example_inputs=[x], device_type=kind, **how)
+    return plan(model, config, 2, example_inputs=[x], device_type=kind, **how)
 
 
 @pytest.mark.sampled(3)

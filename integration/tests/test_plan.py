@@ -30,9 +30,9 @@ from tests.support.doc_blocks import ROOT
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
-from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.testing import Case, SimulatedRanks, seeded, simulate, train
-from zero_engine.planning import parse_bytes
+from zero_engine.plan_command import parse_bytes
+from zero_engine.planning import Calibration, Curve, Rates
 
 GPT2 = GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=300, n_positions=32)
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import zero_core
 from lab.experiments.schedule.job import MODES, Job, Mode, Times
 from lab.experiments.schedule.program import random_times
-from zero_core.plan.prediction import StepShape, Transfer, UnitTime, run_steps
-from zero_core.plan.rates import Calibration, Curve, Rates
+from zero_engine.planning import Calibration, Curve, Rates, plan
+from zero_engine.planning.prediction import StepShape, Transfer, UnitTime, run_steps
 
 NOTHING = Transfer()
 
@@ -86,7 +85,7 @@ def test_offload_that_saves_less_than_a_plan_can_know_is_not_chosen() -> None:
     }
     with torch.device("meta"):
         model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
-    found = zero_core.plan(model, config, 2, example_inputs=[x], calibration=rates)
+    found = plan(model, config, 2, example_inputs=[x], calibration=rates)
     fastest = min(found.choices, key=lambda choice: choice.sample_s)
     assert found.best is not None
     assert fastest.ratio > found.best.ratio == 0.0
@@ -116,7 +115,7 @@ def test_a_plan_has_the_times_of_both_ways_where_training_measures_them(
     }
     with torch.device("meta"):
         model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))), torch.zeros(8, 64)
-    found = zero_core.plan(model, config, 1, example_inputs=[x], calibration=rates)
+    found = plan(model, config, 1, example_inputs=[x], calibration=rates)
     time = found.step_time
     assert time is not None
     early_s, late_s = time.ways["in backward"], time.ways["after backward"]
@@ -124,6 +123,6 @@ def test_a_plan_has_the_times_of_both_ways_where_training_measures_them(
     assert least <= early_s / late_s <= most
     assert "step, updates in backward" in str(found.tables())
     offload["update_in_backward"] = True
-    found = zero_core.plan(model, config, 1, example_inputs=[x], calibration=rates)
+    found = plan(model, config, 1, example_inputs=[x], calibration=rates)
     assert found.step_time is not None
     assert not found.step_time.ways

@@ -286,14 +286,14 @@ def plan(
         raise typer.BadParameter("MODEL is given twice: leave --model out")
     try:
         with working("planning"), quiet():
-            from zero_engine.planning import PlanRequest
+            from zero_engine.plan_command import PlanRequest
 
             sizes = {name: given.pop(name) for name in ("layers", "width", "heads", "vocab")}
             for name in ("model", "json_file", "png", "as_json"):
                 given.pop(name)
             request = PlanRequest(model=named or model, sizes=sizes, **given)
             planned = request.make()
-        from zero_engine.planning import show_plan, write_plan
+        from zero_engine.plan_command import show_plan, write_plan
 
         write_plan(planned, json_file, png)
         request.write_fit(planned)

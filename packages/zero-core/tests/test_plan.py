@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -21,9 +22,11 @@ from zero_core.comm.topology import Ranks
 from zero_core.layout.discovery import MIN_TAIL_NUMEL
 from zero_core.plan.result import format_bytes
 from zero_core.testing import (
+    SimulatedRanks,
     Tower,
     batch,
     make_model,
+    on_ranks,
     rows,
     run_alone,
     run_on_processes,
@@ -333,6 +336,50 @@ def test_advice_raises_the_stage_before_it_offloads_and_has_numbers_where_nothin
     assert not any(choice.is_fitting for choice in none.choices)
     assert "nothing fits 1 MB of device memory" in none.advice
     assert format_bytes(min(choice.device_bytes for choice in none.choices)) in none.advice
+
+
+def _plan_tower(config: dict[str, Any], world_size: int = 2, **how: Any) -> Any:
+    """Plan blocks of one size. Return the plan, as `Any`: that ``best`` exists is unchecked."""
+    with torch.device("meta"):
+        model, x = Tower(4, 64), torch.zeros(config["train_micro_batch_size_per_gpu"], 32, 64)
+    return zero_core.plan(model, config, world_size, example_inputs=[x], **how)
+
+
+def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fits() -> None:
+    config = make_config(3, train_micro_batch_size_per_gpu=64)
+    free = _plan_tower(config)
+    least = min(choice.device_bytes for choice in free.choices)
+    found = _plan_tower(config, device_memory=least - 1)
+    assert (found.best.is_recomputed, found.best.micro_batch) == (True, 64)
+    assert "activations recomputed fits" in found.advice
+    least = min(choice.device_bytes for choice in found.choices)
+    smaller = _plan_tower(config, device_memory=least - 1)
+    assert smaller.best.micro_batch < 64
+    assert smaller.best.micro_batch * smaller.best.micro_steps == 64
+
+
+def test_a_choice_written_as_a_configuration_takes_what_it_says() -> None:
+    config = make_config(3, train_micro_batch_size_per_gpu=64)
+    found = _plan_tower(config, device_memory=_plan_tower(config).configured.device_bytes // 2)
+    assert found.best.is_varied
+    written = found.best.apply(config)
+    again = _plan_tower(written).configured
+    for key in ("stage", "ratio", "device_bytes", "host_bytes", "micro_batch", "micro_steps"):
+        assert getattr(again, key) == getattr(found.best, key), key
+    assert dataclasses.replace(again, is_fitting=True, is_varied=True) == found.best
+
+
+@on_ranks(1)
+def test_the_configuration_of_a_choice_trains(ranks: SimulatedRanks) -> None:
+    config = make_config(train_micro_batch_size_per_gpu=4)
+    most = _plan_tower(config, 1, device_type="cpu").configured.device_bytes
+    found = _plan_tower(config, 1, host_memory=most - 1, device_type="cpu")
+    assert found.best.is_varied
+    engine = zero_core.build(Tower(4, 64), found.best.apply(config), process_group=ranks)
+    for _ in range(found.best.micro_steps):
+        engine.backward(engine(torch.ones(found.best.micro_batch, 32, 64)))
+        engine.step()
+    assert engine.global_steps == 1
 
 
 def test_on_a_cpu_everything_counts_as_host_memory() -> None:

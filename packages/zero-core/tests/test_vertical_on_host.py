@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import SimulatedRanks, late_device, run_alone, seeded, simulate
 from zero_core.testing.training import assert_same
@@ -311,48 +310,3 @@ def test_plan_counts_inputs_of_different_sizes(
         plan = _plan(schedule, model, inputs=x, is_on_host=is_on_host)
         found.append(plan.memory.device["activations"])
     assert found[0] - found[1] == (freed - fetched) * ROWS * 4
-
-
-def _step_time(schedule: str, *args: Any, bound: str, rate: float, **further: Any) -> Any:
-    """Plan a step in which only forward, backward and the curves ``bound`` take time.
-
-    ``rate``: of these curves, in bytes per second.
-    """
-    names = ("memory.float32", "matmul.float32", "pass", "step", "agree.within", "reduce.within")
-    names += ("update.host.float32", "update.device.float32", "copy.to_host", "copy.to_device")
-    curves = {
-        **dict.fromkeys((*names, "gather.within"), Curve(((1.0, 0.0),))),
-        "operator": Curve(((1.0, 1e-3 if bound == "copy" else 1e-6),)),
-    }
-    curves |= {name: Curve.of_rate(rate) for name in curves if name.startswith(bound)}
-    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
-    step_time = _plan(schedule, *args, calibration=rates, **further).configured.step_time
-    assert step_time is not None
-    return step_time
-
-
-@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
-def test_time_counts_the_copies_of_inputs_which_run_beside_computation(schedule: str) -> None:
-    moved = STEPS * DEPTH * INPUT_BYTES
-    moved += STEPS * GRADIENT_BYTES if schedule == "vertical" else 0
-    quick, slow = (
-        _step_time(schedule, bound="copy", rate=rate, is_on_host=True) for rate in (1e10, 1e6)
-    )
-    assert quick.lanes["copies"] == pytest.approx(2 * moved / 1e10)
-    assert slow.lanes["copies"] == pytest.approx(2 * moved / 1e6)
-    without = _step_time(schedule, bound="copy", rate=1e6)
-    assert without.lanes["copies"] == 0
-    assert quick.total_s == pytest.approx(without.total_s, rel=0.01)  # all but the last block's
-    assert slow.total_s > moved / 1e6 > 2 * without.total_s  # each way is a lane
-
-
-@pytest.mark.parametrize("steps", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_step_that_gathers_bound_takes_one_pass_of_gathers(steps: int) -> None:
-    with torch.device("meta"):
-        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
-    horizontal, vertical = (
-        _step_time(s, model, inputs=x, bound="gather", rate=1e6, world_size=2, steps=steps)
-        for s in ("horizontal", "vertical")
-    )
-    assert horizontal.lanes["gather"] == pytest.approx(steps * vertical.lanes["gather"])
-    assert vertical.total_s < horizontal.total_s / (steps / 1.5)

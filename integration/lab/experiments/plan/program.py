@@ -33,7 +33,6 @@ from typing import Annotated
 import torch
 import typer
 
-import zero_core
 from benchmarks.experiments.comm.link import NODES, Link, missing_for_link
 from benchmarks.experiments.memory import RETURN_FREED
 from benchmarks.harness import options
@@ -43,11 +42,10 @@ from benchmarks.harness.ranks import HERE, Node, Place, RankError, Row, Runner, 
 from benchmarks.harness.report import MS, Column, Section, bars, judged, machine, publish
 from benchmarks.harness.rounds import start_ranks
 from lab.experiments.plan.cases import AGAIN, SETS, Case
-from zero_core.plan.rates import Calibration, Rates
-from zero_core.plan.result import Choice
 from zero_engine.calibration.machine import measure_machine, read_calibration
 from zero_engine.calibration.rank import measure as measure_rank
 from zero_engine.calibration.rank import merged
+from zero_engine.planning import Calibration, Rates, TimedChoice, TimedPlan, plan
 
 RATE_MBIT = 500
 """Of the link between the nodes."""
@@ -72,13 +70,19 @@ class Bench:
     def nodes_of(self, case: Case) -> Sequence[Node]:
         return self.nodes if case.has_link else (HERE,)
 
-    def plan(self, case: Case) -> tuple[zero_core.Plan, float]:
+    def plan(self, case: Case) -> tuple[TimedPlan, float]:
         """Return the plan and the seconds that it took."""
         started_at = time.perf_counter()
-        found = case.job.plan(
-            has_activations=True,
+        job = case.job
+        size = (job.micro_batch, job.shape.context)
+        ids = torch.zeros(size, dtype=torch.int64, device="meta")
+        found = plan(
+            job.meta_model(),
+            job.config(),
+            job.ranks,
+            example_inputs=[ids],
             device_type="cpu",
-            ranks_per_node=1 if case.has_link else case.job.ranks,
+            ranks_per_node=1 if case.has_link else job.ranks,
             calibration=self.linked if case.has_link else self.calibration,
         )
         return found, time.perf_counter() - started_at
@@ -191,11 +195,11 @@ def _median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(mine / other for mine, other in zip(times, others, strict=True))
 
 
-def _choice_s(bench: Bench, case: Case, choice: Choice) -> float:
+def _choice_s(bench: Bench, case: Case, choice: TimedChoice) -> float:
     return bench.step_s(replace(case, job=_job_of(case.job, choice)))
 
 
-def _job_of(job: Job, choice: Choice) -> Job:
+def _job_of(job: Job, choice: TimedChoice) -> Job:
     """Return the job with a choice's configuration. Its steps have as many samples."""
     written = choice.apply(job.config())
     again = AGAIN if choice.is_recomputed else {}

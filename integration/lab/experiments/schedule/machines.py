@@ -27,8 +27,8 @@ from lab.experiments.schedule.job import Times
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.plan.activations import Trace, trace_step
-from zero_core.plan.rates import Rates
 from zero_engine.calibration.machine import BYTES_PER_UPDATE, device_calibration
+from zero_engine.planning.rates import Rates
 
 CHUNK_NUMEL = 1 << 24
 """Elements of an update that are published at once, at most."""
@@ -135,8 +135,8 @@ def times_of(machine: Machine, shape: GptShape, tokens: int, states: States) -> 
     block_bytes = _GRAD_BYTES * numel / shape.layers
     blocks = 12 * shape.width**2 * shape.layers
     return Times(
-        forward_s=sum(part.seconds(rates) for part in trace.forward.values()),
-        backward_s=trace.backward.seconds(rates),
+        forward_s=sum(rates.pass_s(part) for part in trace.forward.values()),
+        backward_s=rates.pass_s(trace.backward),
         link_s=shape.layers * rates.seconds(["copy.to_host"], block_bytes),
         host_s=states.update * byte_s,
         device_s=rates.seconds(["update.device.float32"], numel),

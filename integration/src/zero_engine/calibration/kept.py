@@ -15,8 +15,8 @@ import torch
 
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import ConfigError
-from zero_core.plan.rates import Calibration
 from zero_engine.machine import accelerator_names, available_cores, processor_name
+from zero_engine.planning import Calibration
 
 MEASURE = "measure this one with zero-engine doctor --measure"
 

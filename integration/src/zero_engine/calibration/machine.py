@@ -18,10 +18,10 @@ import torch
 
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import ConfigError, ZeroError
-from zero_core.plan.rates import FORMAT, Calibration, Curve, Rates
 from zero_engine.calibration.kept import keep
 from zero_engine.calibration.rank import merged
 from zero_engine.machine import accelerator_names, available_cores, processor_name
+from zero_engine.planning.rates import FORMAT, Calibration, Curve, Rates
 
 LIMIT_S = 300.0
 MOST_RANKS = 8

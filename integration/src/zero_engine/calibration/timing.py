@@ -32,7 +32,7 @@ class Stopwatch:
 
     Attributes:
         device: where the calls compute.
-        curves: what was timed, by the names of `zero_core.plan.rates`.
+        curves: what was timed, by the names of `zero_engine.planning.rates`.
     """
 
     device: torch.device

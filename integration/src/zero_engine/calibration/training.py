@@ -21,9 +21,8 @@ from zero_core.comm.topology import Ranks, count_per_node, find_ranks
 from zero_core.errors import MissingPartError
 from zero_core.plan.activations import trace_step
 from zero_core.plan.operators import ATTENTION, ATTENTION_BACKWARD
-from zero_core.plan.plan import plan
-from zero_core.plan.rates import Calibration, Curve, Rates
 from zero_engine.calibration.timing import STEPS, Points, Stopwatch, rising
+from zero_engine.planning import Calibration, Curve, Rates, plan
 
 UPDATED = (2**16, 2**20, 2**23)
 """Elements of an update."""
@@ -304,7 +303,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
     rates = Rates(1, 1, 1, curves)
     kernels = {True: 0.0, False: 0.0}
     for call, number in calls.calls.items():
-        kernels[call.is_product] += number * call.seconds(rates)
+        kernels[call.is_product] += number * rates.operator_s(call)
     model.to(device=watch.device, dtype=getattr(torch, dtype))
 
     def run() -> None:

@@ -21,7 +21,6 @@ from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
 from zero_core.layout.stored import components
 from zero_core.plan.operators import Operator
-from zero_core.plan.rates import Rates
 from zero_core.runtime.host_inputs import page_locked_bytes
 from zero_core.tiled.modules import TiledForwards, WholeModel
 
@@ -47,15 +46,6 @@ class Pass:
     @property
     def num_calls(self) -> int:
         return sum(self.calls.values())
-
-    def seconds(self, rates: Rates) -> float:
-        """Return the seconds of all calls, each after the other.
-
-        An accelerator runs the kernels while the host launches those that follow.
-        """
-        kernels = sum(number * call.seconds(rates) for call, number in self.calls.items())
-        launches = self.num_calls * rates.seconds(["operator"], 1)
-        return max(kernels, launches) if rates.cores is None else kernels + launches
 
 
 @dataclass(frozen=True)

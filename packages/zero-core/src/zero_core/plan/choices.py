@@ -6,7 +6,6 @@ Each choice is the configuration with a few keys changed; nothing else about the
 parameters  in host memory (`offload_param`), at stage 3 on an accelerator
 states      on NVMe in place of host memory, where a folder on such a disk is known
 bits        Adam's moments in 16 or 8 bits on the host, which alone changes numbers
-schedule    the host updates in backward or after it; its share is the model's last or first part
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from zero_core.layout.arithmetic import Layout
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import collectives_memory
 from zero_core.plan.traffic import step_traffic
-from zero_core.step.update import may_speculate, updates_in_backward
 
 _WEIGHTS = {"zero_quantized_weights": True}
 _LOSSLESS = {"zero_lossless_weights": True, "zero_quantized_weights": False}
@@ -232,14 +230,3 @@ def roundings(zero: ZeroConfig) -> list[Placement]:
         Placement(MOMENTS[dtype], ((_STATES, "state_dtype", dtype),), is_rounding=True)
         for dtype in fewer
     ]
-
-
-def schedules(config: Config, ratio: float) -> Iterator[Placement]:
-    """Yield the other schedules of a host's update. None changes numbers."""
-    is_later = updates_in_backward(config) or may_speculate(config)
-    words = "the host updates after backward" if is_later else "the host updates in backward"
-    yield Placement(words, ((_STATES, "update_in_backward", not is_later),))
-    offload = config.zero_optimization.offload_optimizer
-    if 0 < ratio < 1 and offload.parameters is None:
-        end = "first" if offload.host_share == "last" else "last"
-        yield Placement(f"the host has the {end} part", ((_STATES, "host_share", end),))

@@ -40,7 +40,6 @@ from zero_core.plan.footprints import (
 from zero_core.plugins import call_factory
 from zero_core.runtime.host_inputs import MAX_IN_PIECE, page_locked_bytes
 from zero_core.sharded.gradient_plan import (
-    GradientCase,
     accumulated_dtype,
     communicated_dtype,
 )
@@ -90,6 +89,8 @@ class Forecast:
         collectives: closed forms of quantized collectives, if the configuration asks for them.
         tier: closed forms of the offloaded state, if the configuration asks for it.
         resting: segments whose shards rest off the device.
+        spans: ``(start, stop, segment)`` of each segment in what this rank updates.
+        gradients: how the gradient of each trainable segment is held, by its index.
         is_complete: whether every package that the configuration asks for is installed.
     """
 
@@ -136,16 +137,14 @@ class Forecast:
             offloaded=OffloadedSegments(self.resting, None) if self.resting else None,
         )
         owns_grads = self._is_offloaded and drawn.updates_slices
-        self._gradients = {
+        self.gradients = {
             index: buffers.plan
             for index, buffers in memory.allocate_gradients(
                 owns_grads=owns_grads, adds_grads=owns_grads
             ).items()
         }
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
-        self._spans = [
-            (*span, drawn.layout.segments[index]) for index, span in memory.spans.items()
-        ]
+        self.spans = [(*span, drawn.layout.segments[index]) for index, span in memory.spans.items()]
         self._whole_bytes = None if drawn.updates_slices else self._bytes_of_wholes(drawn, memory)
         make = optimizer_maker(type(drawn.optimizer), drawn.groups)
         shape = (2,) if drawn.updates_slices else (2, 2)  # a matrix has factored states
@@ -189,17 +188,17 @@ class Forecast:
         if make is None:
             return None
         pieces = drawn.layout.pieces(0, is_sharded=memory.has_sharded_state)
-        segments = [segment for _, _, segment in self._spans]
+        segments = [segment for _, _, segment in self.spans]
         made: TierFootprint = call_factory(
             make,
             numel=self._numel,
             pieces=[(p.start, p.stop, drawn.group_of[p.param]) for p in pieces],
             params=[
                 (start, torch.empty(stop - start, dtype=segment.dtype, device=_META))
-                for start, stop, segment in self._spans
+                for start, stop, segment in self.spans
             ],
-            grad_dtypes=[self._gradients[s.index].offered for s in segments],
-            num_added=self._num_added(),
+            grad_dtypes=[self.gradients[s.index].offered for s in segments],
+            num_added=self.num_added,
             resting={i for i, segment in enumerate(segments) if segment in self.resting},
             is_accelerated=self._is_accelerated,
             optimizer_class=type(drawn.optimizer),
@@ -218,8 +217,8 @@ class Forecast:
             is_apart=self._is_offloaded and self._is_accelerated,
             sliced=drawn.sliced_params,
             dtypes={
-                s.index: (self._config.master_dtype(s.dtype), self._gradients[s.index].offered)
-                for _, _, s in self._spans
+                s.index: (self._config.master_dtype(s.dtype), self.gradients[s.index].offered)
+                for _, _, s in self.spans
             },
         )
 
@@ -227,20 +226,21 @@ class Forecast:
         """Return the bytes of whole parameters that are updated on the host."""
         kept = self._own_tier_bytes(0, self._numel)
         down = up = 0
-        for low, stop, segment in self._spans:
+        for low, stop, segment in self.spans:
             numel = stop - low
             is_own = segment.dtype == self._config.master_dtype(segment.dtype)
             if self._is_accelerated and is_own and segment not in self.resting:
                 kept["master weights"] += numel * segment.dtype.itemsize
-            down += numel * self._gradients[segment.index].offered.itemsize
+            down += numel * self.gradients[segment.index].offered.itemsize
             up += 0 if segment in self.resting else numel * segment.dtype.itemsize
         assert self._whole_bytes is not None
         on_device = {_WHOLES: self._whole_bytes[1] * self._is_accelerated}
         return WholeFootprint({k: n for k, n in kept.items() if n}, on_device, (down, up))
 
-    def _num_added(self) -> int:
-        """Return how many gradients of each element the tier adds up in a step."""
-        is_each = any(plan.is_passed_on_each for plan in self._gradients.values())
+    @property
+    def num_added(self) -> int:
+        """Gradients of each element that the tier adds up in a step."""
+        is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
         return self._config.gradient_accumulation_steps if is_each else 1
 
     def _resting_bytes_on_host(self, footprints: Footprints) -> Mapping[str, int] | None:
@@ -252,45 +252,12 @@ class Forecast:
         shards = [(s.index, s.shard_numel, s.dtype) for s in self.resting]
         return None if find is None else find(shards=shards, config=zero.model_dump(mode="json"))
 
-    @property
-    def is_added_by_tier(self) -> bool:
-        """Whether the tier adds up the gradients of several micro-steps."""
-        return self._num_added() > 1
-
-    def update_numel(self, segment: Segment) -> int:
-        """Return the elements of a trainable segment that this rank updates."""
-        return next(stop - low for low, stop, s in self._spans if s is segment)
-
-    def host_numel(self, segment: Segment, ratio: float) -> int:
-        """Return those of them that the host updates."""
-        if self.tier is None:
-            return 0
-        low, stop = next((low, stop) for low, stop, s in self._spans if s is segment)
-        first, last = self.tier.device_span(ratio)
-        return stop - low - max(min(stop, last) - max(low, first), 0)
-
-    def full_dtype(self, segment: Segment) -> torch.dtype:
-        """Return the dtype in which a rank holds its own gradient of a segment."""
-        plan = self._gradients[segment.index]
-        return plan.accumulated if plan.case is GradientCase.ALONE else plan.communicated
-
-    def offered_dtype(self, segment: Segment) -> torch.dtype:
-        """Return the dtype in which the tier gets the segment's gradient."""
-        return self._gradients[segment.index].offered
-
     def bytes_in_file(self, ratio: float) -> int:
         """Return the bytes of master weights and states on NVMe: an update reads and writes them.
 
         As `memory`, 0 without the package that knows.
         """
         return 0 if self.tier is None else self.tier.file_bytes(ratio)
-
-    def file_bytes_per_element(self, ratio: float) -> float:
-        """Return the mean of `bytes_in_file` over the elements that the host updates."""
-        in_file = self.bytes_in_file(ratio)
-        if not in_file:
-            return 0.0
-        return in_file / sum(self.host_numel(s, ratio) for *_, s in self._spans)
 
     def memory(self, ratio: float) -> MemoryUse:
         """Return the bytes by kind with the first ``ratio`` of the optimizer state on the host.
@@ -316,7 +283,7 @@ class Forecast:
         """Bytes of host memory that `Engine.async_save` takes at most: this rank's states once."""
         return sum(
             s.shard_numel * (self._config.master_dtype(s.dtype).itemsize + self._state_bytes)
-            for *_, s in self._spans
+            for *_, s in self.spans
         )
 
     def _bytes_of_copies(self, has_nodes: bool) -> int:
@@ -340,7 +307,7 @@ class Forecast:
         settings = self._config.weight_patches
         if settings is None:
             return 0
-        numel = sum(s.shard_numel for *_, s in self._spans if s.dtype.itemsize == 2)
+        numel = sum(s.shard_numel for *_, s in self.spans if s.dtype.itemsize == 2)
         being_made, most = numel // 4, settings.versions * numel * 5 // 32
         return being_made + (most if settings.max_bytes is None else min(most, settings.max_bytes))
 
@@ -348,7 +315,7 @@ class Forecast:
         """Return the bytes of the engine's own tier over ``[start, stop)``."""
         masters = sum(
             max(min(high, stop) - max(low, start), 0) * self._config.master_dtype(s.dtype).itemsize
-            for low, high, s in self._spans
+            for low, high, s in self.spans
             if s.dtype != self._config.master_dtype(s.dtype) or s in self.resting
         )
         states = (stop - start) * self._state_bytes
@@ -361,13 +328,13 @@ class Forecast:
         """Return the bytes of gradients that are widened to the dtype of the master weights."""
         sizes: dict[torch.dtype, list[int]] = {}
         has_narrow: set[torch.dtype] = set()
-        for low, high, segment in self._spans:
+        for low, high, segment in self.spans:
             numel = min(high, stop) - max(low, start)
             if numel <= 0:
                 continue
             master = self._config.master_dtype(segment.dtype)
             sizes.setdefault(master, []).append(numel)
-            plan = self._gradients[segment.index]  # a sum of micro-steps is in the master's dtype
+            plan = self.gradients[segment.index]  # a sum of micro-steps is in the master's dtype
             if plan.offered != master and not plan.is_passed_on_each:
                 has_narrow.add(master)
         return sum(min(widened_numel(sizes[d]), TURN_NUMEL) * d.itemsize for d in has_narrow)
@@ -385,7 +352,7 @@ class Forecast:
             up = up if found is None else min(up, found)
         if self.tier is None:
             down += sum(
-                (stop - low) * s.dtype.itemsize for low, stop, s in self._spans if s in self.resting
+                (stop - low) * s.dtype.itemsize for low, stop, s in self.spans if s in self.resting
             )
         return down, up + sum(
             s.shard_numel * s.dtype.itemsize * num_gathers(s, self._layout, self._config)
@@ -443,7 +410,7 @@ class Forecast:
             return 0
         units: Counter[int] = Counter()
         for s in self._layout.segments:
-            plan = self._gradients.get(s.index)
+            plan = self.gradients.get(s.index)
             if plan is not None and plan.is_shard_kept and not plan.is_sequential:
                 units[s.unit] += s.shard_numel * accumulated_dtype(s, self._config).itemsize
         return max(units.values(), default=0)

@@ -1,4 +1,4 @@
-"""Calls of torch operators, as a plan counts them and as a calibration times them.
+"""Calls of torch operators, as a plan counts them.
 
 [Note: amounts]
 operations  of matrix products, convolutions and attention, as `torch.utils.flop_counter` counts
@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from zero_core._torch import pytree
-from zero_core.plan.rates import Rates
 
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 """Operators of whose first argument a part is read."""
@@ -80,17 +79,6 @@ class Operator:
         if kind in _LOOKUPS:
             read = [*read[1:], *written]
         return cls(kind, dtype, _nbytes(read) + _nbytes(written), False)
-
-    def seconds(self, rates: Rates) -> float:
-        """Return the seconds of its kernel on a machine."""
-        if not self.amount:
-            return 0.0
-        own, dtypes = f"{self.kind}.{self.dtype}", (self.dtype, "float32")
-        if own in rates.curves or not self.is_product:
-            return rates.seconds([own, *(f"memory.{dtype}" for dtype in dtypes)], self.amount)
-        product = f"product.{self.dtype}"
-        memory_s = rates.seconds([product], self.nbytes) if product in rates.curves else 0.0
-        return memory_s + rates.seconds([f"matmul.{dtype}" for dtype in dtypes], self.amount)
 
 
 def _is_view(func: Any) -> bool:

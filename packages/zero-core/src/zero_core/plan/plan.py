@@ -3,8 +3,7 @@
     plan = zero_core.plan(model_on_meta, "zero.json", 64, device_memory=24 * 10**9)
     print(plan.advice)   # "does not fit as configured ...; stage 3 with ratio 0.37 fits"
 
-With a calibration (`zero_core.plan.rates`) the step's time is predicted as well, and the fastest
-configuration that fits is found. `zero_core.plan.planner` has the choices.
+`zero_core.plan.planner` has the choices.
 """
 
 from __future__ import annotations
@@ -22,12 +21,8 @@ from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.errors import ConfigError, MissingPartError
 from zero_core.plan.forecast import buffer_bytes
-from zero_core.plan.planner import Machine, Planner
-from zero_core.plan.rates import Calibration
+from zero_core.plan.planner import Machine, Planner, ranks_of_node
 from zero_core.plan.result import Plan
-
-GPUS_PER_NODE = 8
-"""Ranks per node unless they are given."""
 
 
 def plan(
@@ -40,13 +35,10 @@ def plan(
     ranks_per_node: int | None = None,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     device_type: Literal["accelerator", "cpu"] = "accelerator",
-    calibration: Calibration | None = None,
     allow_rounding: bool = False,
     nvme_path: str | None = None,
 ) -> Plan:
     """Compute the memory and traffic of `build` and a training step. Nothing is allocated.
-
-    With a ``calibration`` and ``example_inputs`` the time of a step is predicted too.
 
     Bytes of long-lived memory are exact: they come from the code that allocates it. Not counted are
     temporaries within an operation or an optimizer's step, and what torch, the
@@ -67,7 +59,6 @@ def plan(
             whose first dimension is the micro-batch are made so much longer or shorter.
         device_type: "accelerator", or "cpu" where parameters are in host memory too: the sum
             of both is then held against ``host_memory``.
-        calibration: speeds of the machine.
         allow_rounding: choose configurations as well whose numbers differ: quantized communication,
             and Adam's moments of 16 or 8 bits on the host.
         nvme_path: folder on an NVMe disk that may hold optimizer states. Its room is not checked.
@@ -76,16 +67,25 @@ def plan(
         ConfigError: an argument or the configuration is wrong, or does not fit the model.
         MissingPartError: a Hugging Face configuration without transformers.
     """
-    per_node = min(world_size, GPUS_PER_NODE) if ranks_per_node is None else ranks_per_node
-    rates = None if calibration is None else calibration.at(per_node)
-    resolved = load_config(config, world_size=world_size).on_nodes(per_node, world_size)
-    machine = Machine(
-        world_size, per_node, device_memory, host_memory, device_type, rates, nvme_path
-    )
+    per_node = ranks_of_node(world_size, ranks_per_node)
+    machine = Machine(world_size, per_node, device_memory, host_memory, device_type, nvme_path)
+    planner = make_planner(model, config, machine, example_inputs)
+    return planner.plan(allow_rounding=allow_rounding)
+
+
+def make_planner(
+    model: Any,
+    config: Mapping[str, Any] | str | Path,
+    machine: Machine,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None,
+) -> Planner:
+    """Return the choices of a run on a machine. Arguments and errors are those of `plan`."""
+    world_size = machine.world_size
+    resolved = load_config(config, world_size=world_size)
+    resolved = resolved.on_nodes(machine.ranks_per_node, world_size)
     module = model if isinstance(model, nn.Module) else _model_of(model)
     drawn = Blueprint.draw(module, resolved, world_size)
-    planner = Planner(drawn, resolved, machine, buffer_bytes(module, resolved), example_inputs)
-    return planner.make(allow_rounding=allow_rounding)
+    return Planner(drawn, resolved, machine, buffer_bytes(module, resolved), example_inputs)
 
 
 def _model_of(config: Any) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from zero_core.comm.meter import Traffic
 from zero_core.plan.choices import AS_CONFIGURED, Placement, TrafficChoice
 from zero_core.plan.forecast import MemoryUse
-from zero_core.plan.step_time import LANES, StepTime
 
 STAGE_3_KEYS = (
     "offload_param",
@@ -42,8 +40,6 @@ class Choice:
         is_varied: whether any of the last four, or the placement, differs from the configuration.
         placement: keys of states and parameters that differ from the configuration.
         file_bytes: bytes of states on NVMe.
-        step_time: the predicted time, with a calibration. Choices that are varied have one only
-            if they fit.
     """
 
     stage: int
@@ -59,7 +55,6 @@ class Choice:
     is_varied: bool = False
     placement: Placement = AS_CONFIGURED
     file_bytes: int = 0
-    step_time: StepTime | None = None
 
     def __str__(self) -> str:
         found = f"stage {self.stage}"
@@ -99,9 +94,14 @@ class Choice:
         )
 
     @property
-    def sample_s(self) -> float:
-        """Predicted seconds per sample. Infinite if unknown."""
-        return math.inf if self.step_time is None else self.step_time.sample_s
+    def needs(self) -> str:
+        """Its bytes in words."""
+        found = f"{format_bytes(self.device_bytes)} on the device"
+        if self.host_bytes:
+            found += f" and {format_bytes(self.host_bytes)} on the host per rank"
+        if self.file_bytes:
+            found += f", {format_bytes(self.file_bytes)} on NVMe per rank"
+        return found
 
     def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a configuration, as it was given, with the keys changed that make this choice."""
@@ -159,15 +159,13 @@ class Plan:
         traffic_choices: what it would send with other keys; empty for one rank.
         choices: every stage without offload, with all of it, and with the least that fits; and
             those of other micro-batches and with recomputation that were looked at.
-        best: the smallest change that fits, ``configured`` itself if it does; with a calibration
-            the fastest; None if none does.
+        best: the smallest change that fits, ``configured`` itself if it does; None if none does.
         advice: the same in one sentence.
         device_memory: bytes of one device, or None if not given.
         host_memory: bytes of one node's memory, or None if not given.
         async_save_bytes: the most host memory that `Engine.async_save` takes meanwhile.
         missing: for each package that is needed and not installed, a sentence that names the key
             and the package. Its bytes are not counted, and choices that need it are left out.
-        reasons: with a calibration, why ``best`` is the best, a sentence each.
     """
 
     world_size: int
@@ -185,41 +183,15 @@ class Plan:
     host_memory: int | None
     async_save_bytes: int = 0
     missing: tuple[str, ...] = ()
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def step_time(self) -> StepTime | None:
-        """Predicted time of a step as configured, with a calibration and example inputs."""
-        return self.configured.step_time
 
     def to_json(self) -> str:
-        """Return everything as a JSON object, spans of the configured choice alone."""
-        content = asdict(self)
-        for choice in (*content["choices"], content["best"]):
-            if choice is not None and choice["step_time"] is not None:
-                del choice["step_time"]["spans"]
-        return json.dumps(content, indent=2)
+        """Return everything as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
 
     def tables(self) -> tuple[Table, ...]:
-        """Return memory by kind, traffic by collective, its choices, the step, and choices."""
+        """Return memory by kind, traffic by collective, its choices, and choices."""
         saving = (self._saving_table(),) if self.traffic_choices else ()
-        times = (self._lane_table(self.step_time),) if self.step_time is not None else ()
-        return (
-            *(self._memory_table(), self._traffic_table(), *saving, *times),
-            self._choice_table(),
-        )
-
-    def _lane_table(self, time: StepTime) -> Table:
-        rows = [
-            (lane, _seconds(time.lanes[lane]), f"{time.lanes[lane] / time.total_s:.0%}")
-            for lane in LANES
-        ]
-        rows.append(("step", _seconds(time.total_s), "100%"))
-        rows += [
-            (f"step, updates {way}", _seconds(seconds), f"{seconds / time.total_s:.0%}")
-            for way, seconds in time.ways.items()
-        ]
-        return _table("Predicted step", ("lane", "busy", "of the step"), rows)
+        return (self._memory_table(), self._traffic_table(), *saving, self._choice_table())
 
     def _memory_table(self) -> Table:
         device, host = self.memory.device, self.memory.host
@@ -269,33 +241,24 @@ class Plan:
         has_limits = self.device_memory is not None or self.host_memory is not None
         words = ("no", "yes") if has_limits else ("-", "-")
         is_varied = any(choice.is_varied for choice in self.choices)
-        is_timed = any(choice.step_time is not None for choice in self.choices)
         rows: list[tuple[str | int, ...]] = []
-        for c in self._shown_choices():
+        for c in self.shown_choices():
             cells: list[str | int] = [str(c.stage), f"{c.ratio:.2f}"]
             cells += [c.variant] if is_varied else []
             cells += [c.device_bytes, c.host_bytes, words[c.is_fitting]]
-            if is_timed:
-                time = c.step_time
-                cells += ["-", "-"] if time is None else [_seconds(time.total_s), time.bound]
             rows.append(tuple(cells))
         headings = ["stage", "ratio", *(["variant"] if is_varied else []), "device", "host", "fits"]
-        headings += ["step", "bound"] if is_timed else []
         return _table("Choices", tuple(headings), rows)
 
-    def _shown_choices(self) -> list[Choice]:
-        """Return the choices of a table: all without variants, the fastest, each placement's."""
+    def shown_choices(self) -> list[Choice]:
+        """Return the choices of a table: all without variants, the first, each placement's."""
         plain = [c for c in self.choices if not c.is_varied]
-        varied = sorted((c for c in self.choices if c.is_varied), key=lambda c: c.sample_s)
+        varied = [c for c in self.choices if c.is_varied]
         fitting = [c for c in varied if c.is_fitting]
-        fastest = (fitting or varied)[:MOST_VARIED]
+        first = (fitting or varied)[:MOST_VARIED]
         placed = {c.placement.words: c for c in reversed([*fitting, *varied]) if c.placement.words}
-        seen = {c.placement.words for c in fastest}
-        return [*plain, *fastest, *(c for words, c in placed.items() if words not in seen)]
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s"
+        seen = {c.placement.words for c in first}
+        return [*plain, *first, *(c for words, c in placed.items() if words not in seen)]
 
 
 def _table(title: str, headings: tuple[str, ...], rows: Iterable[tuple[str | int, ...]]) -> Table:

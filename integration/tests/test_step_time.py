@@ -1,9 +1,8 @@
-"""Predicted step times: rates, lanes against closed forms, choices by time, proposed changes."""
+"""Predicted step times: rates, lanes against closed forms, choices by time."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import zero_core
 from zero_core import ConfigError
-from zero_core.plan.planner import WORTH
-from zero_core.plan.rates import Calibration, Curve, Rates
-from zero_core.plan.schedule import Schedule
-from zero_core.plan.step_time import LANES, StepTime
-from zero_core.testing import Case, SimulatedRanks, on_ranks
+from zero_core.testing import Case
+from zero_engine.planning import Calibration, Curve, Rates, plan
+from zero_engine.planning.schedule import Schedule
+from zero_engine.planning.search import WORTH
+from zero_engine.planning.step_time import LANES, StepTime
 
 WIDTH, BLOCKS, TOKENS = 64, 4, 32
 FREE = Curve(((1.0, 0.0),))
@@ -52,7 +50,7 @@ def planned(config: dict[str, Any], world_size: int = 2, **how: Any) -> Any:
     with torch.device("meta"):
         model = Blocks()
         x = torch.zeros(config["train_micro_batch_size_per_gpu"], TOKENS, WIDTH)
-    return zero_core.plan(model, config, world_size, example_inputs=[x], **how)
+    return plan(model, config, world_size, example_inputs=[x], **how)
 
 
 def calibration(**curves: Curve) -> Calibration:
@@ -192,45 +190,96 @@ def test_of_choices_as_fast_the_one_with_the_least_memory_is_named() -> None:
     assert found.best.device_bytes == min(sizes) < max(sizes)
 
 
-def test_recomputation_and_smaller_micro_batches_are_proposed_where_no_stage_fits() -> None:
-    config = make_config(3, micro_batch=64)
-    free = planned(config)
-    least = min(choice.device_bytes for choice in free.choices)
-    found = planned(config, device_memory=least - 1)
-    assert (found.best.is_recomputed, found.best.micro_batch) == (True, 64)
-    assert "activations recomputed fits" in found.advice
-    least = min(choice.device_bytes for choice in found.choices)
-    smaller = planned(config, device_memory=least - 1)
-    assert smaller.best.micro_batch < 64
-    assert smaller.best.micro_batch * smaller.best.micro_steps == 64
-
-
-def test_a_choice_written_as_a_configuration_takes_what_it_says() -> None:
-    config = make_config(3, micro_batch=64)
-    found = planned(config, device_memory=planned(config).configured.device_bytes // 2)
-    assert found.best.is_varied
-    written = found.best.apply(config)
-    again = planned(written).configured
-    for key in ("stage", "ratio", "device_bytes", "host_bytes", "micro_batch", "micro_steps"):
-        assert getattr(again, key) == getattr(found.best, key), key
-    assert replace(again, is_fitting=True, is_varied=True) == found.best
-
-
-@on_ranks(1)
-def test_the_configuration_of_a_choice_trains(ranks: SimulatedRanks) -> None:
-    config = make_config(0, micro_batch=4)
-    found = planned(config, 1, host_memory=400_000, device_type="cpu")
-    assert found.best.is_varied
-    engine = zero_core.build(Blocks(), found.best.apply(config), process_group=ranks)
-    for _ in range(found.best.micro_steps):
-        engine.backward(engine(torch.ones(found.best.micro_batch, TOKENS, WIDTH)))
-        engine.step()
-    assert engine.global_steps == 1
-
-
 def test_rates_of_another_kind_of_machine_are_refused() -> None:
     with pytest.raises(ConfigError, match="calibration of an accelerator"):
         planned(make_config(0), 1, calibration=calibration(), device_type="cpu")
+
+
+# ------------------------------------------------------------------------------ vertical schedule
+
+VOCAB, NARROW, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
+GRADIENT_BYTES, INPUT_BYTES = VOCAB * NARROW * 4, ROWS * NARROW * 4
+OPERATOR_S = {"copy": 1e-3, "gather": 1e-6}
+
+
+class Tied(nn.Module):
+    """Blocks between an embedding and a head with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, NARROW)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(NARROW, 8), nn.GELU(), nn.Linear(8, NARROW))
+            for _ in range(DEPTH)
+        )
+        self.head = nn.Linear(NARROW, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:50]).square().mean()
+
+
+def vertical_time(
+    schedule: str,
+    model: nn.Module,
+    x: Tensor,
+    *,
+    bound: str,
+    rate: float,
+    world_size: int = 1,
+    steps: int = STEPS,
+    is_on_host: bool = False,
+) -> Any:
+    """Predict a step in which only forward, backward and the curves ``bound`` take time.
+
+    ``rate``: of these curves, in bytes per second.
+    """
+    names = (*NAMES, "matmul.float32")
+    curves = {**dict.fromkeys(names, FREE), "operator": Curve(((1.0, OPERATOR_S[bound]),))}
+    curves |= {name: Curve.of_rate(rate) for name in curves if name.startswith(bound)}
+    config = {
+        "train_micro_batch_size_per_gpu": len(x),
+        "gradient_accumulation_steps": steps,
+        "accumulation_schedule": schedule,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+        "activation_checkpointing": {"cpu_checkpointing": is_on_host},
+    }
+    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
+    return plan(model, config, world_size, example_inputs=[x], calibration=rates).step_time
+
+
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+def test_time_counts_the_copies_of_inputs_which_run_beside_computation(schedule: str) -> None:
+    moved = STEPS * DEPTH * INPUT_BYTES
+    moved += STEPS * GRADIENT_BYTES if schedule == "vertical" else 0
+    with torch.device("meta"):
+        tied = Tied(), torch.zeros(ROWS, dtype=torch.long)
+    quick, slow = (
+        vertical_time(schedule, *tied, bound="copy", rate=rate, is_on_host=True)
+        for rate in (1e10, 1e6)
+    )
+    assert quick.lanes["copies"] == pytest.approx(2 * moved / 1e10)
+    assert slow.lanes["copies"] == pytest.approx(2 * moved / 1e6)
+    without = vertical_time(schedule, *tied, bound="copy", rate=1e6)
+    assert without.lanes["copies"] == 0
+    assert quick.total_s == pytest.approx(without.total_s, rel=0.01)  # all but the last block's
+    assert slow.total_s > moved / 1e6 > 2 * without.total_s  # each way is a lane
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_step_that_gathers_bound_takes_one_pass_of_gathers(steps: int) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
+    horizontal, vertical = (
+        vertical_time(s, model, x, bound="gather", rate=1e6, world_size=2, steps=steps)
+        for s in ("horizontal", "vertical")
+    )
+    assert horizontal.lanes["gather"] == pytest.approx(steps * vertical.lanes["gather"])
+    assert vertical.total_s < horizontal.total_s / (steps / 1.5)
 
 
 # ----------------------------------------------------------------------------------------- rates

@@ -4,7 +4,7 @@
 `Rates.curves` has a curve for each name. "DTYPE" is a dtype's name, such as "bfloat16".
 
 name                    amount                  seconds of
-OPERATOR.DTYPE          see `operators`         a call of a torch operator, such as "gelu.float32"
+OPERATOR.DTYPE          see `Operator`          a call of a torch operator, such as "gelu.float32"
 matmul.DTYPE            floating-point          a matrix product, and any operator without a curve
                         operations              of its own whose operations are counted
 product.DTYPE           bytes read and written  what such a product takes besides for its bytes
@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_core.errors import ConfigError
+from zero_core.plan.activations import Pass
+from zero_core.plan.operators import Operator
 
 FORMAT = "zero calibration 1"
 
@@ -98,6 +100,26 @@ class Rates:
             f"the calibration has no rate called {' or '.join(map(repr, names))}: measure again "
             "with zero-engine doctor --measure"
         )
+
+    def operator_s(self, call: Operator) -> float:
+        """Return the seconds of an operator's kernel."""
+        if not call.amount:
+            return 0.0
+        own, dtypes = f"{call.kind}.{call.dtype}", (call.dtype, "float32")
+        if own in self.curves or not call.is_product:
+            return self.seconds([own, *(f"memory.{dtype}" for dtype in dtypes)], call.amount)
+        product = f"product.{call.dtype}"
+        memory_s = self.seconds([product], call.nbytes) if product in self.curves else 0.0
+        return memory_s + self.seconds([f"matmul.{dtype}" for dtype in dtypes], call.amount)
+
+    def pass_s(self, operators: Pass) -> float:
+        """Return the seconds of all calls of a pass, each after the other.
+
+        An accelerator runs the kernels while the host launches those that follow.
+        """
+        kernels = sum(number * self.operator_s(call) for call, number in operators.calls.items())
+        launches = operators.num_calls * self.seconds(["operator"], 1)
+        return max(kernels, launches) if self.cores is None else kernels + launches
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from transformers.models.gpt2 import GPT2Config
 import zero_core
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import ConfigError
-from zero_core.plan.plan import GPUS_PER_NODE
-from zero_core.plan.rates import Calibration
-from zero_engine import machine
+from zero_core.plan.planner import ranks_of_node
+from zero_engine import machine, planning
 from zero_engine.calibration.kept import KeptRates, kept_rates
 from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration
+from zero_engine.planning import Calibration, TimedPlan
 from zero_engine.train.settings import AUTO, RunSettings, engine_config
 
 GB = 10**9
@@ -93,13 +93,13 @@ class PlanRequest:
         micro_batch_size: samples of a rank and micro-step.
         config: path of the configuration; None: the default one.
         ranks: data-parallel ranks.
-        ranks_per_node: see `zero_core.plan`.
+        ranks_per_node: see `zero_engine.planning.plan`.
         device_memory: of one device, as `parse_bytes` reads it.
         host_memory: of one node, likewise.
         rates: file of a calibration; None: the kept one, if it fits this machine.
         no_rates: use no kept calibration.
         device: name of a device of the table.
-        allow_rounding, nvme_path: see `zero_core.plan`.
+        allow_rounding, nvme_path: see `zero_engine.planning.plan`.
         fit: where the best choice's configuration goes.
         on_cpu: whether the ranks compute on the host.
     """
@@ -122,7 +122,7 @@ class PlanRequest:
     fit: str | None = None
     on_cpu: bool = False
 
-    def make(self) -> zero_core.Plan:
+    def make(self) -> TimedPlan:
         """Return the plan.
 
         Raises:
@@ -146,7 +146,7 @@ class PlanRequest:
             shape = (resolved.train_micro_batch_size_per_gpu, tokens)
             ids = torch.zeros(shape, dtype=torch.int64, device="meta")
             inputs = {"input_ids": ids, "labels": ids}
-        return zero_core.plan(
+        return planning.plan(
             model,
             settings,
             self.ranks,
@@ -187,7 +187,7 @@ class PlanRequest:
             found.pop(key, None)
         return found | {key: number for key, (_, number) in given.items() if number is not None}
 
-    def write_fit(self, plan: zero_core.Plan) -> None:
+    def write_fit(self, plan: TimedPlan) -> None:
         """Write the best choice's configuration, if it is asked for and anything fits.
 
         Raises:
@@ -234,7 +234,7 @@ class PlanRequest:
             raise ConfigError("times need the tokens of a sample: give --seq-length")
         if self.rates is not None:
             return read_calibration(self.rates)
-        per_node = self.ranks_per_node or min(self.ranks, GPUS_PER_NODE)
+        per_node = ranks_of_node(self.ranks, self.ranks_per_node or None)
         return device_calibration(str(self.device), per_node)
 
     @cached_property
@@ -260,7 +260,7 @@ def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def show_plan(plan: zero_core.Plan, console: Console) -> None:
+def show_plan(plan: TimedPlan, console: Console) -> None:
     for part in plan.tables():
         table = Table(title=part.title)
         for number, heading in enumerate(part.headings):
@@ -273,7 +273,7 @@ def show_plan(plan: zero_core.Plan, console: Console) -> None:
         console.print(f"- {reason}.", markup=False, highlight=False)
 
 
-def write_plan(plan: zero_core.Plan, json_path: str | None, png_path: str | None) -> None:
+def write_plan(plan: TimedPlan, json_path: str | None, png_path: str | None) -> None:
     """Write the plan to the files that were named.
 
     Raises:
@@ -288,7 +288,7 @@ def write_plan(plan: zero_core.Plan, json_path: str | None, png_path: str | None
         raise ConfigError(f"the plan cannot be written: {error}") from None
 
 
-def draw_plan(plan: zero_core.Plan, path: Path) -> None:
+def draw_plan(plan: TimedPlan, path: Path) -> None:
     """Bars of device and host memory per rank, stacked by kind, as a PNG at ``path``."""
     from matplotlib.figure import Figure  # seconds, and few ask for a picture
 

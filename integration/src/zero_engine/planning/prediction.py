@@ -7,7 +7,7 @@ waited for a unit later. Inputs of blocks that wait on the host are copied down 
 one turn ahead in backward, as are gradients of tied weights before the root's backward. Then ranks
 agree, and the device and the host update their parts. The host updates in backward where nothing
 can cancel the step (`zero_core.step.gradient`). A unit's next forward waits for its update. Three
-steps are simulated (`zero_core.plan.schedule`), and the last one is taken.
+steps are simulated (`zero_engine.planning.schedule`), and the last one is taken.
 
 With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,
 and each reduces its gradient of a unit by itself.
@@ -20,19 +20,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from zero_core.comm.meter import Links
 from zero_core.config import Config
 from zero_core.layout.arithmetic import Layout, Segment, UnitLayout
 from zero_core.plan.activations import Trace
 from zero_core.plan.forecast import Forecast, num_gathers
-from zero_core.plan.rates import Rates
-from zero_core.plan.schedule import Schedule, Work
-from zero_core.plan.step_time import LANES, Span, StepTime
 from zero_core.plan.traffic import gather_calls, reduction_calls
 from zero_core.sharded.facts import facts_nbytes
-from zero_core.sharded.gradient_plan import accumulated_dtype
+from zero_core.sharded.gradient_plan import GradientCase, accumulated_dtype
 from zero_core.sharded.norms import norms_of
 from zero_core.step.update import may_speculate, updates_in_backward
+from zero_engine.planning.rates import Rates
+from zero_engine.planning.schedule import Schedule, Work
+from zero_engine.planning.step_time import LANES, Span, StepTime
 
 NUM_STEPS = 3
 _WIDE = "float32"
@@ -148,6 +150,7 @@ class Prediction:
         self._layout = layout
         self._config = config
         self._forecast = forecast
+        self._spans = {s.index: (low, stop) for low, stop, s in forecast.spans}
         self._links = links
         self._rates = rates
         self._trace = trace
@@ -179,12 +182,15 @@ class Prediction:
         return Transfer(far, near, cores)
 
     def _unit_times(self, ratio: float) -> list[UnitTime]:
-        forward = {u: p.seconds(self._rates) for u, p in self._trace.forward.items()}
+        forward = {u: self._rates.pass_s(p) for u, p in self._trace.forward.items()}
         total = sum(forward.values())
         backward = self._trace.backward
-        backward_s = 2 * total if backward is None else backward.seconds(self._rates)
+        backward_s = 2 * total if backward is None else self._rates.pass_s(backward)
         per_pass = self._rates.seconds(["pass"], 1)
-        file_bytes = self._forecast.file_bytes_per_element(ratio)
+        # An update reads and writes each element's states in a file.
+        file_bytes = 0.0
+        if in_file := self._forecast.bytes_in_file(ratio):
+            file_bytes = in_file / sum(self._host_numel(s, ratio) for *_, s in self._forecast.spans)
         found = []
         for unit in self._layout.units:
             own = forward.get(unit.index, 0.0)
@@ -201,6 +207,20 @@ class Prediction:
                 )
             )
         return found
+
+    def _host_numel(self, segment: Segment, ratio: float) -> int:
+        """Return the elements of a trainable segment that this rank's host updates."""
+        tier = self._forecast.tier
+        if tier is None:
+            return 0
+        low, stop = self._spans[segment.index]
+        first, last = tier.device_span(ratio)
+        return stop - low - max(min(stop, last) - max(low, first), 0)
+
+    def _full_dtype(self, segment: Segment) -> torch.dtype:
+        """Return the dtype in which a rank holds its own gradient of a segment."""
+        plan = self._forecast.gradients[segment.index]
+        return plan.accumulated if plan.case is GradientCase.ALONE else plan.communicated
 
     def _unit_time(
         self,
@@ -233,13 +253,14 @@ class Prediction:
             ]
         # Autograd's gradient is copied to the unit's, and the reduced one is read for its norm.
         written = sum(
-            s.padded_numel * (s.dtype.itemsize + self._forecast.full_dtype(s).itemsize)
+            s.padded_numel * (s.dtype.itemsize + self._full_dtype(s).itemsize)
             + s.shard_numel * accumulated_dtype(s, config).itemsize
             for s in trainable
         )
-        host = [(s, self._forecast.host_numel(s, ratio)) for s in trainable]
+        host = [(s, self._host_numel(s, ratio)) for s in trainable]
         numel = sum(n for _, n in host)
-        down = sum(n * self._forecast.offered_dtype(s).itemsize for s, n in host)
+        gradients = self._forecast.gradients
+        down = sum(n * gradients[s.index].offered.itemsize for s, n in host)
         up = sum(n * s.dtype.itemsize for s, n in host if s not in self._forecast.resting)
         state = file_bytes * numel
         host_s = self._update_s("host", host)
@@ -284,10 +305,10 @@ class Prediction:
 
     def _shape(self, ratio: float) -> StepShape:
         trainable = [s for s in self._layout.segments if s.is_trainable]
-        own = [
-            (s, self._forecast.update_numel(s) - self._forecast.host_numel(s, ratio))
-            for s in trainable
-        ]
+        own = []
+        for segment in trainable:
+            low, stop = self._spans[segment.index]
+            own.append((segment, stop - low - self._host_numel(segment, ratio)))
         steps = self._config.gradient_accumulation_steps
         return StepShape(
             micro_steps=steps,
@@ -297,7 +318,7 @@ class Prediction:
             has_peers=self._has_peers,
             is_gathered=(self._has_peers and self._stage > 0) or bool(self._forecast.resting),
             has_sharded_params=self._stage == 3,
-            is_added_by_tier=self._forecast.is_added_by_tier,
+            is_added_by_tier=self._forecast.num_added > 1,
             is_in_backward=updates_in_backward(self._config),
             undo_share=self._undo_share(ratio),
             agree=self._agree_s(),

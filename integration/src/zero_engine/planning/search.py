@@ -1,0 +1,297 @@
+"""The fastest choice of a plan that fits, by predicted times.
+
+[Note: choices by time]
+The best choice is one whose seconds per sample are within `WORTH` of the least: the configuration
+itself, or else the one whose placement has the fewest other keys, then the one with the smallest
+ratio, then the one with the least device memory. Predictions are not so exact that a smaller
+difference would mean anything. Other placements are tried with the configured variant and the best
+one, other schedules with the `NUM_LEADERS` fastest; with all variants only where nothing fits. What
+changes numbers is shown, and may be the best choice only if rounding is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from zero_core.config import Config
+from zero_core.errors import ConfigError
+from zero_core.plan.choices import AS_CONFIGURED, Placement
+from zero_core.plan.plan import make_planner
+from zero_core.plan.planner import Machine, Planner, Variant, ranks_of_node, variant_of
+from zero_core.plan.result import Choice, Plan, format_bytes
+from zero_core.step.update import may_speculate, updates_in_backward
+from zero_engine.planning.prediction import Prediction
+from zero_engine.planning.rates import Calibration, Rates
+from zero_engine.planning.result import TimedChoice, TimedPlan
+from zero_engine.planning.step_time import StepTime
+
+WORTH = 0.02
+"""Share of the time that a change must save. See [Note: choices by time]."""
+RATIOS = (0.25, 0.5, 0.75)
+"""Tried besides 0, 1 and the least that fits."""
+NUM_LEADERS = 3
+"""Fastest choices with offload whose schedule is varied."""
+DISK_RATES = ("file.read", "file.write")
+
+
+def plan(
+    model: Any,
+    config: Mapping[str, Any] | str | Path,
+    world_size: int,
+    *,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+    ranks_per_node: int | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    device_type: Literal["accelerator", "cpu"] = "accelerator",
+    calibration: Calibration | None = None,
+    allow_rounding: bool = False,
+    nvme_path: str | None = None,
+) -> TimedPlan:
+    """Compute what `zero_core.plan` does, and with a ``calibration`` the time of a step.
+
+    The best choice is then the fastest that fits. Times need ``example_inputs``.
+
+    Args:
+        model, config, world_size, device_memory, host_memory, ranks_per_node, example_inputs: see
+            `zero_core.plan`; so are ``device_type``, ``allow_rounding`` and ``nvme_path``.
+        calibration: speeds of the machine.
+
+    Raises:
+        ConfigError: as `zero_core.plan`, or the calibration does not fit the machine.
+        MissingPartError: as `zero_core.plan`.
+    """
+    per_node = ranks_of_node(world_size, ranks_per_node)
+    machine = Machine(world_size, per_node, device_memory, host_memory, device_type, nvme_path)
+    rates = None if calibration is None else calibration.at(per_node)
+    if rates is not None and machine.is_accelerated != (rates.cores is None):
+        raise ConfigError(
+            f"device_type = {device_type!r} with a calibration of "
+            f"{'a CPU' if rates.cores else 'an accelerator'}: give one of this kind"
+        )
+    if rates is not None and nvme_path is not None and not rates.curves.keys() >= {*DISK_RATES}:
+        raise ConfigError(
+            f"nvme_path = {nvme_path!r} with a calibration without rates of a disk: "
+            "measure it with zero-engine doctor --measure --disk FOLDER, or plan without rates"
+        )
+    planner = make_planner(model, config, machine, example_inputs)
+    if rates is None:
+        return _without_times(planner.plan(allow_rounding=allow_rounding))
+    return Search(planner, rates).plan(allow_rounding=allow_rounding)
+
+
+def _without_times(found: Plan) -> TimedPlan:
+    choices = {c.key: TimedChoice(**vars(c)) for c in found.choices}
+    named = {
+        "configured": choices[found.configured.key],
+        "choices": tuple(choices.values()),
+        "best": None if found.best is None else choices[found.best.key],
+    }
+    return TimedPlan(**vars(found) | named)
+
+
+class Search:
+    """Choices of a plan with their times. See [Note: choices by time]."""
+
+    def __init__(self, planner: Planner, rates: Rates) -> None:
+        self._planner = planner
+        self._rates = rates
+        self._found: dict[tuple[float | str, ...], TimedChoice] = {}
+
+    def plan(self, *, allow_rounding: bool) -> TimedPlan:
+        """Return the plan. ``allow_rounding``: see `zero_core.plan`."""
+        planner = self._planner
+        configured = self._timed(planner.configured)
+        variants = [*planner.variants(), *planner.larger_variants()]
+        choices = [configured, *(c for variant in variants for c in self._choices(variant))]
+        choices += map(self._timed, [*self._quantized(), *planner.rounded_choices()])
+        choices += self._placed(choices, variants)
+        choices += self._scheduled(choices)
+        best = _fastest(configured, choices, allow_rounding=allow_rounding)
+        found = planner.describe(choices, best, self._advice(best, choices))
+        reasons = tuple(_reasons(configured, best, choices))
+        return TimedPlan(**vars(found) | {"configured": configured, "reasons": reasons})
+
+    def _timed(self, choice: Choice) -> TimedChoice:
+        if choice.key not in self._found:
+            self._found[choice.key] = TimedChoice(**vars(choice), step_time=self._time(choice))
+        return self._found[choice.key]
+
+    def _time(self, choice: Choice) -> StepTime | None:
+        planner, forecast = self._planner, self._planner.forecast_of(choice)
+        trace = planner.trace(choice.micro_batch)
+        # Other variants that do not fit are not simulated: a plan stays a matter of seconds.
+        is_timed = choice.is_fitting or (forecast.is_complete and not choice.is_varied)
+        if trace is None or not is_timed:
+            return None
+        layout, config = planner.layout, planner.config_of(choice)
+        prediction = Prediction(layout, config, forecast, planner.links, self._rates, trace)
+        return prediction.at(choice.ratio)
+
+    def _choices(self, variant: Variant) -> list[TimedChoice]:
+        ratios = RATIOS if variant.placement == AS_CONFIGURED else ()
+        return [self._timed(choice) for choice in self._planner.choices(variant, ratios)]
+
+    def _quantized(self) -> Iterator[Choice]:
+        """Yield the configured variant with quantized communication, between nodes."""
+        planner = self._planner
+        is_quantized = planner.config.zero_optimization.quantized_key is not None
+        if planner.links.num_nodes == 1 or is_quantized:
+            return
+        variant = replace(planner.given, is_quantized=True)
+        for stage in (2, 3):
+            choice = planner.choice(variant, stage, planner.configured.ratio)
+            if planner.forecast_of(choice).is_complete:
+                yield choice
+
+    def _placed(
+        self, choices: Sequence[TimedChoice], variants: Sequence[Variant]
+    ) -> list[TimedChoice]:
+        """Return choices of other placements, of all variants only where nothing else fits."""
+        best = _fastest(choices[0], choices, allow_rounding=False)
+        if best is not None:
+            variants = list(dict.fromkeys([self._planner.given, variant_of(best)]))
+        found: list[TimedChoice] = []
+        for _, group in groupby(self._planner.placed(variants), key=lambda v: v.placement):
+            found += [choice for variant in group for choice in self._choices(variant)]
+            if best is None and any(choice.is_fitting for choice in found):
+                break
+        return found
+
+    def _scheduled(self, choices: Sequence[TimedChoice]) -> Iterator[TimedChoice]:
+        """Yield the fastest choices with offload, and the configured one, on other schedules."""
+        planner, configured = self._planner, choices[0]
+        fitting = [c for c in choices if c.is_fitting and not c.is_rounded]
+        leaders = sorted(fitting, key=lambda c: c.sample_s)
+        leaders = [c for c in leaders if c.ratio > 0][:NUM_LEADERS]
+        for leader in [configured, *(c for c in leaders if c is not configured)]:
+            config = planner.config_of(leader)
+            for schedule in _schedules(config, leader.ratio) if leader.ratio else ():
+                placement = leader.placement.joined(schedule)
+                if planner.is_served(placement):
+                    other = replace(variant_of(leader), placement=placement)
+                    yield self._timed(planner.choice(other, leader.stage, leader.ratio))
+
+    def _advice(self, best: TimedChoice | None, choices: Sequence[TimedChoice]) -> str:
+        configured = choices[0]
+        if best is configured and not self._planner.machine.limits:
+            return f"{configured} takes, as configured: {configured.needs}"
+        if best is not None and best is not configured and configured.is_fitting:
+            change = str(best).replace("stage", "Stage")
+            return f"{configured} takes {configured.needs}. {change} is faster: {best.needs}"
+        return self._planner.advice(best, choices)
+
+
+def _schedules(config: Config, ratio: float) -> Iterator[Placement]:
+    """Yield the other schedules of a host's update. None changes numbers."""
+    is_later = updates_in_backward(config) or may_speculate(config)
+    words = "the host updates after backward" if is_later else "the host updates in backward"
+    yield Placement(words, (("offload_optimizer", "update_in_backward", not is_later),))
+    offload = config.zero_optimization.offload_optimizer
+    if 0 < ratio < 1 and offload.parameters is None:
+        end = "first" if offload.host_share == "last" else "last"
+        yield Placement(f"the host has the {end} part", (("offload_optimizer", "host_share", end),))
+
+
+def _fastest(
+    configured: TimedChoice, choices: Sequence[TimedChoice], *, allow_rounding: bool
+) -> TimedChoice | None:
+    """Return the best choice by time of those that fit. See [Note: choices by time]."""
+    fitting = [c for c in choices if c.is_fitting and c.step_time is not None]
+    allowed = [c for c in fitting if allow_rounding or not c.is_rounded]
+    if configured.is_fitting:
+        allowed.append(configured)
+    least_s = min((c.sample_s for c in allowed), default=0.0)
+    close = [c for c in allowed if c.sample_s * (1 - WORTH) <= least_s]
+    if configured in close:
+        return configured
+    return min(
+        close,
+        key=lambda c: (len(c.placement.settings), c.ratio, c.device_bytes, c.sample_s),
+        default=None,
+    )
+
+
+def _reasons(
+    configured: TimedChoice, best: TimedChoice | None, choices: Sequence[TimedChoice]
+) -> Iterator[str]:
+    """Yield why ``best`` is the best, a sentence each. None without times."""
+    before = configured.step_time
+    if before is None:
+        return
+    yield (
+        f"{configured.whole}: {before.total_s:.3g} s per step predicted, "
+        f"{1 / before.sample_s:.3g} samples/s. {_bound(before)}"
+    )
+    after = None if best is None else best.step_time
+    if best is None or after is None:
+        return
+    if best is configured:
+        yield f"No other choice that fits is more than {WORTH:.0%} faster"
+    else:
+        gain = 1 - after.sample_s / before.sample_s
+        word = "less" if gain >= 0 else "more"
+        yield (
+            f"{best.whole}: {after.total_s:.3g} s per step, {abs(gain):.0%} {word} per sample. "
+            f"{_bound(after)}"
+        )
+        yield from _differences(configured, best)
+    rounded = [c for c in choices if c.is_rounded and c.is_fitting and c.step_time is not None]
+    fastest = min(rounded, key=lambda c: c.sample_s, default=None)
+    if fastest is not None and not best.is_rounded:
+        gain = 1 - fastest.sample_s / best.sample_s
+        if gain > WORTH:
+            yield (
+                f"{fastest.whole} would take {gain:.0%} less, and rounds what it sends or keeps: "
+                "it is chosen only if rounding is allowed"
+            )
+
+
+def _bound(time: StepTime) -> str:
+    share = time.bound_s / time.total_s
+    return f"The lane {time.bound!r} bounds it: busy for {time.bound_s:.3g} s, {share:.0%} of it"
+
+
+def _differences(before: TimedChoice, after: TimedChoice) -> Iterator[str]:
+    """Yield what each change does, by the lanes of both predictions."""
+    old, new = before.step_time, after.step_time
+    assert old is not None
+    assert new is not None
+
+    def lane(name: str) -> str:
+        return f"{old.lanes[name]:.3g} s -> {new.lanes[name]:.3g} s"
+
+    if after.stage != before.stage:
+        yield (
+            f"Stage {after.stage} in place of {before.stage}: gathers take {lane('gather')}, "
+            f"reductions {lane('reduce')}"
+        )
+    if after.micro_batch != before.micro_batch:
+        yield (
+            f"{after.micro_steps} micro-steps of {after.micro_batch} samples in place of "
+            f"{before.micro_steps} of {before.micro_batch}: computation takes {lane('compute')}"
+        )
+    if after.is_recomputed != before.is_recomputed:
+        saved = format_bytes(abs(before.device_bytes - after.device_bytes))
+        verb = "Recomputing" if after.is_recomputed else "Keeping"
+        yield f"{verb} activations: computation takes {lane('compute')}; {saved} of difference"
+    if after.ratio != before.ratio:
+        yield (
+            f"Ratio {after.ratio:.2f} in place of {before.ratio:.2f}: the host's update takes "
+            f"{lane('host')}, computation {lane('compute')}"
+        )
+    if after.placement != before.placement:
+        words = after.placement.words
+        yield (
+            f"{words[:1].upper()}{words[1:]}: copies take {lane('copies')}, the host's update "
+            f"{lane('host')}, files {lane('file')}"
+        )
+    if after.is_quantized and not before.is_quantized:
+        yield (
+            f"Quantized weights and gradients: gathers take {lane('gather')}, reductions "
+            f"{lane('reduce')}"
+        )
