@@ -343,20 +343,8 @@ class Prediction:
     # ------------------------------------------------------------- the step
 
     def at(self, ratio: float) -> StepTime:
-        """Return the time of a step with this share of the optimizer state on the host.
-
-        Where training measures whether an undo log pays (`zero_core.step.update`), the less.
-        """
+        """Return the time of a step with this share of the optimizer state on the host."""
         shape, units = self._shape(ratio), self._unit_times(ratio)
-        found = self._simulated(shape, units)
-        offload = self._config.zero_optimization.offload_optimizer
-        if not shape.undo_share or offload.update_in_backward is not None:
-            return found
-        late = self._simulated(replace(shape, undo_share=0.0), units)
-        ways = {"in backward": found.total_s, "after backward": late.total_s}
-        return replace(late if late.total_s < found.total_s else found, ways=ways)
-
-    def _simulated(self, shape: StepShape, units: Sequence[UnitTime]) -> StepTime:
         cores = None if self._rates.cores is None else self._rates.cores / self._rates.ranks
         program = run_steps(shape, units, cores)
         start, stop = program.ends[-2].stop, program.ends[-1].stop

@@ -78,10 +78,6 @@ def _step_table(time: StepTime) -> Table:
         for lane in LANES
     ]
     rows.append(("step", _seconds(time.total_s), "100%"))
-    rows += [
-        (f"step, updates {way}", _seconds(seconds), f"{seconds / time.total_s:.0%}")
-        for way, seconds in time.ways.items()
-    ]
     return Table("Predicted step", ("lane", "busy", "of the step"), tuple(rows))
 
 

@@ -16,7 +16,7 @@ lane "gather" or "reduce", and delays "compute".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 LANES = ("compute", "gather", "reduce", "copies", "host", "file")
 
@@ -40,15 +40,12 @@ class StepTime:
         lanes: busy seconds of each of `LANES`.
         samples: samples of the step, over all ranks.
         spans: the work of the lanes in one step, by start.
-        ways: ``total_s`` with updates "in backward" and "after backward", where training measures
-            both and keeps the faster way. ``total_s`` is the less. Else empty.
     """
 
     total_s: float
     lanes: Mapping[str, float]
     samples: int
     spans: tuple[Span, ...] = ()
-    ways: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bound(self) -> str:
