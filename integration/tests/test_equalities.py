@@ -201,9 +201,15 @@ UNCHECKED = {
     )
     for ratio in (0.4, 1.0)
 }
-ALL = {**VARIANTS, **UNCHECKED}
+UNSKIPPED = {
+    "undo log, no step is skipped": _early(
+        base_top={"check_grad_overflow": False, "gradient_clipping": 1e9}
+    )
+}
+ALL = {**VARIANTS, **UNCHECKED, **UNSKIPPED}
 
 
+DTYPES = ("fp32", "bf16")
 PROGRAMS = ("trains", "recomputes", "accumulates", "is edited", "loads")
 CORE = {n: v for n, v in VARIANTS.items() if n not in EARLY or n == "undo log"}
 
@@ -213,7 +219,8 @@ CORE = {n: v for n, v in VARIANTS.items() if n not in EARLY or n == "undo log"}
     "row",
     [
         *cover(VARIANTS, by_family=True),
-        *cover(UNCHECKED, scenarios=PROGRAMS, dtypes=("fp32", "bf16"), by_family=True),
+        *cover(UNCHECKED, scenarios=PROGRAMS, dtypes=DTYPES, by_family=True),
+        *(Row("skips a step", name, 3, dtype, 2, 1) for name in UNSKIPPED for dtype in DTYPES),
     ],
     ids=str,
 )
