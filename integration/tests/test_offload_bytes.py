@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import cpu_adam
 import zero_core
 import zero_offload
 from zero_core.layout.arithmetic import Segment
@@ -20,7 +19,6 @@ from zero_offload.memory.direct_io import ALIGNMENT
 from zero_offload.memory.storage import BlockFile
 from zero_offload.param_tier import OffloadedParams
 from zero_offload.steppers import file_stepper
-from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 WIDTH, DEPTH = 13, 7
@@ -34,40 +32,10 @@ STATES = 3
 """fp32 numbers per element: the master weight and Adam's moments."""
 
 
-class _Kept:
-    """Factories whose tiers stay in reach."""
-
-    def __init__(self) -> None:
-        self.params: OffloadedParams | None = None
-        self.states: TwinTier | None = None
-
-    def make_params(self, **parts: Any) -> OffloadedParams:
-        self.params = zero_offload.create_param_tier(**parts)
-        return self.params
-
-    def make_states(self, **parts: Any) -> TwinTier:
-        self.states = zero_offload.create_tier(**{**parts, "adam_kernel": cpu_adam})
-        return self.states
-
-    def traffic(self) -> list[tuple[int, int]]:
-        """Bytes read and written so far, of parameters and of states."""
-        assert self.params is not None
-        assert self.states is not None
-        states = self.states.file_traffic()  # it writes parameters, too
-        return [self.params.file_traffic(), states]
-
-    def files(self) -> list[BlockFile]:
-        """The files of parameters and of states."""
-        assert self.params is not None
-        assert self.params.file is not None
-        assert self.states is not None
-        assert self.states.file is not None
-        return [self.params.file.blocks, self.states.file]
-
-
 def _build(
     folder: Path, dtype: str, micro_batches: int, schedule: str, ranks: SimulatedRanks | None = None
-) -> tuple[zero_core.Engine, _Kept]:
+) -> tuple[zero_core.Engine, list[Any]]:
+    """Return an engine, and its tiers of parameters and of states."""
     nvme = {"device": "nvme", "nvme_path": str(folder)}
     zero = {
         "stage3_param_persistence_threshold": 0,
@@ -75,15 +43,26 @@ def _build(
         "offload_optimizer": {**nvme, "buffer_count": 3},
     }
     top = {"accumulation_schedule": schedule}
-    kept = _Kept()
+    tiers: list[Any] = []
+
+    def keep_params(**parts: Any) -> OffloadedParams:
+        tiers.append(zero_offload.create_param_tier(**parts))
+        return tiers[0]
+
     engine = zero_core.build(
         make_tower(DEPTH, WIDTH),
         Case(3, dtype, micro_batches, zero=zero, top=top).config(),
         process_group=ranks,
-        param_tier=kept.make_params,
-        state_tier=kept.make_states,
+        param_tier=keep_params,
     )
-    return engine, kept
+    return engine, [*tiers, engine.sharded_state.tier]
+
+
+def _traffic(tiers: list[Any]) -> list[tuple[int, int]]:
+    """Return the bytes read and written so far, of parameters and of states."""
+    params, states = tiers
+    of_states = states.file_traffic()  # it writes parameters, too
+    return [params.file_traffic(), of_states]
 
 
 def _batches(rank: int) -> Iterator[Tensor]:
@@ -116,13 +95,13 @@ def _check(ranks: SimulatedRanks, folder: Path, dtype: str, micro_batches: int) 
     """Nothing waits between two steps: forwards begin while states are updated."""
     found = {}
     for schedule, passes in (("horizontal", micro_batches), ("vertical", 1)):
-        engine, kept = _build(folder, dtype, micro_batches, schedule, ranks)
+        engine, tiers = _build(folder, dtype, micro_batches, schedule, ranks)
         batches = _batches(ranks.rank)
         found[schedule] = [engine.train_batch(batches).item() for _ in range(WARMUP)]
-        before = kept.traffic()
+        before = _traffic(tiers)
         found[schedule] += [engine.train_batch(batches).item() for _ in range(STEPS)]
         for first, last, step in zip(
-            before, kept.traffic(), _closed_form(engine, passes), strict=True
+            before, _traffic(tiers), _closed_form(engine, passes), strict=True
         ):
             assert [b - a for a, b in zip(first, last, strict=True)] == [STEPS * n for n in step]
         engine.close()
@@ -160,21 +139,20 @@ def test_the_system_moves_whole_blocks_of_the_disk(
 
         return run
 
-    engine, kept = _build(tmp_path, "fp32", 4, "vertical")
+    engine, tiers = _build(tmp_path, "fp32", 4, "vertical")
     batches = _batches(0)
     for _ in range(WARMUP):
         engine.train_batch(batches)
-    kept.traffic()
+    _traffic(tiers)
     monkeypatch.setattr(os, "preadv", counting(os.preadv, "read"))
     monkeypatch.setattr(os, "pwritev", counting(os.pwritev, "written"))
     engine.train_batch(batches)
-    kept.traffic()
-    params, states = kept.files()
+    _traffic(tiers)
 
     def rounded(file: BlockFile) -> list[int]:
         return [-(-size // ALIGNMENT) * ALIGNMENT for size in file.block_bytes]
 
-    units, all_states = rounded(params), sum(rounded(states))
+    units, all_states = rounded(tiers[0].file.blocks), sum(rounded(tiers[1].file))
     root, *blocks = units
     assert moved["written"] == sum(units) + all_states
     found = sum(blocks[-BUFFERS:-1])
