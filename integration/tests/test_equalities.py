@@ -201,12 +201,19 @@ UNCHECKED = {
     )
     for ratio in (0.4, 1.0)
 }
+HOSTED = {
+    "NAdam, which torch updates on both, on the host": Variant(
+        _host(update_in_backward=False),
+        base_top={"optimizer": {"type": "NAdam", "params": {"lr": 1e-2}}},
+        ranks=((2, 1), (3, 1)),
+    )
+}
 UNSKIPPED = {
     "undo log, no step is skipped": _early(
         base_top={"check_grad_overflow": False, "gradient_clipping": 1e9}
     )
 }
-ALL = {**VARIANTS, **UNCHECKED, **UNSKIPPED}
+ALL = {**VARIANTS, **UNCHECKED, **HOSTED, **UNSKIPPED}
 
 
 DTYPES = ("fp32", "bf16")
@@ -220,6 +227,7 @@ CORE = {n: v for n, v in VARIANTS.items() if n not in EARLY or n == "undo log"}
     [
         *cover(VARIANTS, by_family=True),
         *cover(UNCHECKED, scenarios=PROGRAMS, dtypes=DTYPES, by_family=True),
+        *cover(HOSTED, scenarios=("accumulates", "repeats backward"), dtypes=("fp32",)),
         *(Row("skips a step", name, 3, dtype, 2, 1) for name in UNSKIPPED for dtype in DTYPES),
     ],
     ids=str,
