@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate, train
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks, train
 from zero_core.testing.training import assert_same
 
 SHARES: dict[str, dict[str, Any]] = {
@@ -37,27 +37,26 @@ def _build(
     return zero_core.build(make_model(), case.config(), process_group=ranks)
 
 
-def _cross(ranks: SimulatedRanks, folder: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_checkpoint_at_one_ratio_goes_on_at_any_share(
+    ranks: SimulatedRanks, tmp_path: Path
+) -> None:
     before, after, other = (
         [batch(step, 0, ranks.rank) for step in steps]
         for steps in (range(4), range(4, 8), range(20, 23))
     )
     saved = _build(2, "0.3", NADAM, ranks)
     train(saved, before)
-    saved.save_checkpoint(folder)
+    saved.save_checkpoint(tmp_path)
     expected = train(saved, after), saved.full_state_dict(dtype=torch.float32)
     saved.close()
     for stage, share in ((1, "0.999"), (3, "auto"), (2, "names"), (2, "budget")):
         engine = _build(stage, share, NADAM, ranks)
         train(engine, other)  # another run's state, which is replaced
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(tmp_path)
         assert_same((train(engine, after), engine.full_state_dict(dtype=torch.float32)), expected)
         engine.close()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_checkpoint_at_one_ratio_goes_on_at_any_share(world_size: int, tmp_path: Path) -> None:
-    simulate(_cross, world_size, str(tmp_path))
 
 
 def _halves(step: int) -> float:
