@@ -1,4 +1,4 @@
-"""Offload on the device that is not there, with random delays: the bits of the CPU, one device."""
+"""Offload on the device that is not there, with random delays: bits, waits, and one device."""
 
 from __future__ import annotations
 
@@ -69,6 +69,8 @@ CASES = [
     _early(3, 1e9),
     _early(2, 0.5, 2),
     _early(1, 8.0, undo_buffer_size=9000),
+    _case(3, 0.1, 2, params="cpu", device="none"),
+    _case(3, params="cpu"),
     _early(3, 8.0, params="cpu"),
     _early(2, 8.0, state_dtype="int8"),
     _early(3, 8.0, params="cpu", state_dtype="bfloat16"),
@@ -86,26 +88,38 @@ UPLOADS = [
 
 
 def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
-    """Return the values, how many elements the host updated, and the bytes up after a step."""
+    """Return the values, how many elements the host updated, and the bytes up after a step.
+
+    A step lets the caller's thread wait for the device once.
+    """
     engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier
+
+    def waits() -> list[str]:
+        is_late = ranks.device.type == "late"
+        stacks = late_device.counters(ranks.device.index).stacks if is_late else ()
+        return [stack for _, stack in stacks if "engine.py" in stack]
+
     shares, sent = set(), []
     for step in range(STEPS):
-        for micro in range(case.accumulation):
-            inputs = batch(step, micro, ranks.rank)
-            engine.backward(engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"])
+        batches = [batch(step, micro, ranks.rank) for micro in range(case.accumulation)]
+        batches = [{**inputs, "ids": inputs["ids"].to(ranks.device)} for inputs in batches]
+        before = waits()
+        for inputs in batches:
+            engine.backward(engine(**inputs)["loss"])
             engine.step()
-        shares.add(tier.host_numel)
+        assert len(waits()) <= len(before) + 1, (case, waits()[len(before) :])
+        shares.add(getattr(tier, "host_numel", 0))
         if case in UPLOADS:
             engine.full_state_dict()  # waits
-        sent.append(tier.bytes_h2d)
+            sent.append(tier.bytes_h2d)
         if case == AUTO and step in MOVED:
             tier.controller.ratio = MOVED[step]
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
     engine.close()
     if "update_in_backward" in case.zero["offload_optimizer"]:
         assert any(p.tier.num_kept + p.tier.num_undone for p in tier.report() if p.is_host)
-    return values, shares, sent[-1] - sent[0]
+    return values, shares, sent[-1] - sent[0] if sent else 0
 
 
 def _run(world_size: int, cases: list[Case]) -> None:
@@ -113,6 +127,7 @@ def _run(world_size: int, cases: list[Case]) -> None:
     for seed, case in enumerate(cases):
         expected = simulate(train, world_size, case)
         late_device.set_delays(seed=seed, kernel_s=2e-5, copy_s=1e-3)
+        late_device.reset_counters(with_stacks=True)
         found = simulate(train, world_size, case, device="late")
         late_device.set_delays()
         for (values, shares, sent), (exact, _, whole) in zip(found, expected, strict=True):
@@ -122,7 +137,7 @@ def _run(world_size: int, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_offload_has_the_bits_of_the_cpu(world_size: int) -> None:
+def test_offload_waits_once_a_step_and_has_the_bits_of_the_cpu(world_size: int) -> None:
     run_alone(_run, world_size, CASES)
 
 
