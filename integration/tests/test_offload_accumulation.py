@@ -17,7 +17,7 @@ from torch import Tensor
 import cpu_adam
 import zero_core
 from zero_core import Engine
-from zero_core.testing import LR, WEIGHT_DECAY, Case, make_tower, rows, simulate
+from zero_core.testing import LR, WEIGHT_DECAY, Case, make_tower, on_ranks, rows, simulate
 from zero_core.testing.simulated import SimulatedRanks
 
 WIDTH, STEPS = 13, 3
@@ -99,7 +99,19 @@ def _train(
     return engine, norms
 
 
-def _compare(
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "accumulation", "clipping", "summed"),
+    [
+        *(
+            (*sizes, *how, None)
+            for sizes in ((1, "bf16"), (2, "bf16"), (2, "fp32"))
+            for how in ((2, 0.0), (5, 0.1))
+        ),
+        (2, "bf16", 4, 0.0, "fp32"),  # unrounded where that is asked for
+    ],
+)
+@on_ranks()
+def test_every_stage_and_ratio_has_the_bits_of_plain_torch(
     ranks: SimulatedRanks, dtype: str, accumulation: int, clipping: float, summed: str | None
 ) -> None:
     expected, expected_norms = _reference(
@@ -114,63 +126,48 @@ def _compare(
         assert norms == pytest.approx(expected_norms, rel=1e-6), (stage, ratio)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtype", "accumulation", "clipping", "summed"),
-    [
-        *(
-            (*sizes, *how, None)
-            for sizes in ((1, "bf16"), (2, "bf16"), (2, "fp32"))
-            for how in ((2, 0.0), (5, 0.1))
-        ),
-        (2, "bf16", 4, 0.0, "fp32"),  # unrounded where that is asked for
-    ],
-)
-def test_every_stage_and_ratio_has_the_bits_of_plain_torch(
-    world_size: int, dtype: str, accumulation: int, clipping: float, summed: str | None
-) -> None:
-    simulate(_compare, world_size, dtype, accumulation, clipping, summed)
-
-
-def _device_bytes(ranks: SimulatedRanks, stage: int, accumulation: int, **further: Any) -> Any:
+def _held(ranks: SimulatedRanks, stage: int, accumulation: int, **further: Any) -> Any:
+    """Return the bytes of the engine by kind, those of gradients on the host, and the elements."""
     config = _config(stage, "bf16", accumulation, 1.0, **further)
     engine, _ = _train(ranks, config, torch.bfloat16)
-    (part,) = engine.sharded_state.tier.report()
+    tier: Any = engine.sharded_state.tier
     planned = zero_core.plan(make_tower(3, WIDTH), config, ranks.size, device_type="cpu")
-    host, device = planned.memory.host, planned.memory.device
     report = {kind: n for kind, n in engine.memory_report().items() if n}
     for kind in ("parameters", "gradients", "gradient shards"):
-        assert device.get(kind, 0) == report.get(kind, 0), kind
-    assert host["gradient copies"] == part.tier.memory["gradient copies"]
-    return report, host["gradient copies"], engine.sharded_state.tier.geometry.numel
-
-
-def _keeps_nothing(ranks: SimulatedRanks) -> None:
-    for stage in (1, 2, 3):
-        once, host_bytes, numel = _device_bytes(ranks, stage, 1)
-        assert host_bytes == 2 * numel
-        for accumulation, per_element in ((2, 4), (4, 8), (5, 6), (6, 6)):
-            several, host_bytes, _ = _device_bytes(ranks, stage, accumulation)
-            assert several == once
-            assert host_bytes == per_element * numel
-        # 16 bits are too narrow for the tier: such a sum stays on the device.
-        narrow = {"data_types": {"grad_accum_dtype": "bf16"}}
-        several, host_bytes, _ = _device_bytes(ranks, stage, 4, **narrow)
-        assert several.get("gradient shards", 0) >= 2 * numel
-        assert host_bytes == 2 * numel
+        assert planned.memory.device.get(kind, 0) == report.get(kind, 0), kind
+    (part,) = tier.report()
+    assert planned.memory.host["gradient copies"] == part.tier.memory["gradient copies"]
+    return report, part.tier.memory["gradient copies"], tier.geometry.numel
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_device_holds_no_more_than_with_one_micro_step(world_size: int) -> None:
-    simulate(_keeps_nothing, world_size)
+@on_ranks()
+def test_the_device_holds_no_more_than_with_one_micro_step(
+    ranks: SimulatedRanks, stage: int
+) -> None:
+    once, host_bytes, numel = _held(ranks, stage, 1)
+    assert host_bytes == 2 * numel
+    for accumulation, per_element in ((2, 4), (4, 8), (5, 6), (6, 6)):
+        assert _held(ranks, stage, accumulation) == (once, per_element * numel, numel)
+    # 16 bits are too narrow for the tier: such a sum stays on the device.
+    narrow = {"data_types": {"grad_accum_dtype": "bf16"}}
+    several, host_bytes, _ = _held(ranks, stage, 4, **narrow)
+    assert several.get("gradient shards", 0) >= 2 * numel
+    assert host_bytes == 2 * numel
 
 
-def _reads_and_sets(ranks: SimulatedRanks, stage: int, ratio: float, name: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "ratio", "name"),
+    [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, on one
+)
+@on_ranks(2)
+def test_gradients_are_read_set_clipped_and_dropped(
+    ranks: SimulatedRanks, stage: int, ratio: float, name: str
+) -> None:
     config = _config(stage, "fp32", 4, ratio, check_grad_overflow=True)
-    engine, fresh, plain = (
-        *(_build(config, ranks) for _ in range(2)),
-        make_tower(3, WIDTH),
-    )
+    engine, fresh, plain = _build(config, ranks), _build(config, ranks), make_tower(3, WIDTH)
     for micro_step, rank in itertools.product(range(4), range(ranks.size)):
         (plain(_batch(0, micro_step, rank, torch.float32)) / 4 / ranks.size).backward()
     _micro_steps(engine, 0, 4, ranks.rank, torch.float32)
@@ -192,14 +189,6 @@ def _reads_and_sets(ranks: SimulatedRanks, stage: int, ratio: float, name: str) 
     for key in (name, "blocks.1.0.weight", "head.bias"):
         found, expected = (each.states.get_full(key, "grad") for each in (engine, fresh))
         assert torch.equal(found, expected), key
-
-
-@pytest.mark.parametrize(
-    ("stage", "ratio", "name"),
-    [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, on one
-)
-def test_gradients_are_read_set_clipped_and_dropped(stage: int, ratio: float, name: str) -> None:
-    simulate(_reads_and_sets, 2, stage, ratio, name)
 
 
 def _names_who(ranks: SimulatedRanks) -> None:

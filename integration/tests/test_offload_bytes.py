@@ -14,7 +14,7 @@ from torch import Tensor
 import zero_core
 import zero_offload
 from zero_core.layout.arithmetic import Segment
-from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate
+from zero_core.testing import Case, SimulatedRanks, make_tower, on_ranks, rows
 from zero_offload.memory.direct_io import ALIGNMENT
 from zero_offload.memory.storage import BlockFile
 from zero_offload.param_tier import OffloadedParams
@@ -91,23 +91,6 @@ def _updated(segment: Segment, rank: int) -> int:
     return sum(b - a for a, b in used)
 
 
-def _check(ranks: SimulatedRanks, folder: Path, dtype: str, micro_batches: int) -> None:
-    """Nothing waits between two steps: forwards begin while states are updated."""
-    found = {}
-    for schedule, passes in (("horizontal", micro_batches), ("vertical", 1)):
-        engine, tiers = _build(folder, dtype, micro_batches, schedule, ranks)
-        batches = _batches(ranks.rank)
-        found[schedule] = [engine.train_batch(batches).item() for _ in range(WARMUP)]
-        before = _traffic(tiers)
-        found[schedule] += [engine.train_batch(batches).item() for _ in range(STEPS)]
-        for first, last, step in zip(
-            before, _traffic(tiers), _closed_form(engine, passes), strict=True
-        ):
-            assert [b - a for a, b in zip(first, last, strict=True)] == [STEPS * n for n in step]
-        engine.close()
-    assert found["vertical"] == found["horizontal"]
-
-
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", BLOCK_NUMEL)
@@ -119,10 +102,24 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("world_size", "dtype"),
     [(1, "fp32"), pytest.param(2, "fp32", marks=pytest.mark.slow), (2, "bf16")],
 )
+@on_ranks()
 def test_a_step_moves_the_bytes_of_the_closed_form(
-    world_size: int, dtype: str, micro_batches: int, tmp_path: Path
+    ranks: SimulatedRanks, dtype: str, micro_batches: int, tmp_path: Path
 ) -> None:
-    simulate(_check, world_size, tmp_path, dtype, micro_batches)
+    """Nothing waits between two steps: forwards begin while states are updated."""
+    found = {}
+    for schedule, passes in (("horizontal", micro_batches), ("vertical", 1)):
+        engine, tiers = _build(tmp_path, dtype, micro_batches, schedule, ranks)
+        batches = _batches(ranks.rank)
+        found[schedule] = [engine.train_batch(batches).item() for _ in range(WARMUP)]
+        before = _traffic(tiers)
+        found[schedule] += [engine.train_batch(batches).item() for _ in range(STEPS)]
+        for first, last, step in zip(
+            before, _traffic(tiers), _closed_form(engine, passes), strict=True
+        ):
+            assert [b - a for a, b in zip(first, last, strict=True)] == [STEPS * n for n in step]
+        engine.close()
+    assert found["vertical"] == found["horizontal"]
 
 
 def test_the_system_moves_whole_blocks_of_the_disk(

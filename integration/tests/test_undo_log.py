@@ -19,7 +19,7 @@ from tests.support.host_optimizers import OPTIMIZERS
 from zero_core.config import load_config
 from zero_core.step import speculation
 from zero_core.step.speculation import TRIAL, WINDOW, Speculation
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": OPTIMIZERS["AdamW"]}}
 SIZE = {"device": "cpu", "undo_buffer_size": 1 << 20}
@@ -83,10 +83,15 @@ def test_units_beyond_the_size_of_the_log_and_the_devices_are_updated_late() -> 
     assert 0 == num_kept(ratio=0.0) < num_kept(ratio=0.3) < all_
 
 
-def _between(ranks: SimulatedRanks, folder: str, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_whatever_is_done_between_backward_and_step_sees_no_update(
+    ranks: SimulatedRanks, stage: int, tmp_path: Path
+) -> None:
+    """Saves, reads of states, clipping by hand, changed settings and gradients."""
     found: list[list[dict[str, Tensor]]] = []
     for is_early in (False, True):
-        own = f"{folder}/{is_early}"
+        own = tmp_path / str(is_early)
         engine = build(config_of(stage, "bf16", 1e9, update_in_backward=is_early), ranks)
         for step in range(7):
             backward(engine, step)
@@ -111,14 +116,6 @@ def _between(ranks: SimulatedRanks, folder: str, stage: int) -> None:
         assert bool(count(engine, "undone")) == is_early
         engine.close()
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_whatever_is_done_between_backward_and_step_sees_no_update(
-    stage: int, tmp_path: Path
-) -> None:
-    """Saves, reads of states, clipping by hand, changed settings and gradients."""
-    simulate(_between, 2, str(tmp_path), stage)
 
 
 def test_what_cannot_be_undone_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ import zero_core
 from zero_core.testing import (
     Case,
     SimulatedRanks,
+    on_ranks,
     run_on_processes,
     seeded,
-    simulate,
 )
 from zero_offload import create_param_tier
 
@@ -128,7 +129,17 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def _offloads(ranks: SimulatedRanks, name: str, folder: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["in backward", *(pytest.param(n, marks=pytest.mark.slow) for n in list(OFFLOADS)[1:])],
+)
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
+@on_ranks()
+def test_bits_are_the_same_with_offloaded_parameters_and_states(
+    ranks: SimulatedRanks, name: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     zero = {
         "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0},
         "offload_optimizer": {**OFFLOADS[name], "nvme_path": folder},
@@ -142,13 +153,3 @@ def _offloads(ranks: SimulatedRanks, name: str, folder: str) -> None:
         _config(3, clipping=0.0, zero=zero, check_grad_overflow=False),
     ]
     _same_bits(ranks, partial(_model, "llama"), configs, param_tier=create_param_tier)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["in backward", *(pytest.param(n, marks=pytest.mark.slow) for n in list(OFFLOADS)[1:])],
-)
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
-def test_bits_are_the_same_with_offloaded_parameters_and_states(world_size, name, tmp_path):
-    simulate(_offloads, world_size, name, str(tmp_path))

@@ -52,6 +52,7 @@ from zero_offload.tiers.worker import Worker
 from zero_offload.transfers import differences
 
 WIDTH = 48
+GROUP = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
 _ROOTS = tuple(package.__path__[0] for package in (zero_core, zero_offload))
 _HINTS = ("<genexpr>", "make_way")
 """Functions that ask whether an event has fired and rely on nothing: a prefetch that would block is
@@ -306,7 +307,6 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
     numel = 4096 if units > 1 else 900
     flat = (1.0 + torch.rand(units * numel)).to("late:0", torch.bfloat16)
     shards = [(i * numel, flat[i * numel : (i + 1) * numel].clone()) for i in range(units)]
-    group = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
     block = {"pin_memory": True, "ratio": ratio, "lossless_upload": codec is not None}
     tier = create_tier(
         numel=units * numel,
@@ -314,7 +314,7 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
         params=shards,
         device=torch.device("late:0"),
         optimizer_class=optim.AdamW,
-        groups=[group],
+        groups=[GROUP],
         config={"offload_optimizer": block},
         adam_kernel=cpu_adam,
         device_tier=make_device_tier,
@@ -331,7 +331,7 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
                 tier.offer_grad(start, torch.ones_like(shard))
         for _, shard in shards if units > 1 else ():
             shard.square()
-        tier.step([group], range(units), grad_scale=1.0)
+        tier.step([GROUP], range(units), grad_scale=1.0)
     for part in tier.parts:
         part.drain()
     side.wait_stream(torch.accelerator.current_stream())  # the tier's memory may be side's
@@ -340,27 +340,31 @@ def _tier(ratio: float, codec: _SmallSteps | None = None, units: int = 4) -> Non
 def _device_tier() -> None:
     """Run two steps and a write of a device tier whose shards are on the host, without a wait."""
     shard = torch.zeros(1024, dtype=torch.bfloat16).pin_memory()
-    group = {**optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2).defaults}
     tier = DeviceTier(
         numel=1024,
         pieces=[(0, 1024, 0)],
         params=[(0, shard)],
         device=torch.device("late:0"),
         optimizer_class=optim.AdamW,
-        groups=[group],
+        groups=[GROUP],
     )
     for _ in range(2):
         tier.offer_grad(0, torch.ones(1024).to("late:0"))
-        tier.step([group], [0], grad_scale=1.0)
+        tier.step([GROUP], [0], grad_scale=1.0)
     tier.write_state("master_weight", 0, torch.zeros(1024))
     tier.wait_params(0, 1024)
+
+
+def _fill(sizes: range) -> None:
+    """Allocate, write and free buffers of so many bytes."""
+    for nbytes in sizes:
+        torch.empty(nbytes, dtype=torch.uint8, device="late:0").fill_(1)
 
 
 def _reused_memory() -> None:
     """Gather all units into buffers whose memory was just used for something else."""
     engine = zero_core.build(_net(), RESTING)
-    for nbytes in range(512, 32768, 512):
-        torch.empty(nbytes, dtype=torch.uint8, device="late:0").fill_(1)
+    _fill(range(512, 32768, 512))
     with engine.gathered():
         pass
     engine.close()
@@ -374,8 +378,7 @@ def _offloaded_states() -> None:
         torch.accelerator.synchronize()
     engine.offload_states(non_blocking=True)
     with other:
-        for nbytes in range(512, 131072, 512):
-            torch.empty(nbytes, dtype=torch.uint8, device="late:0").fill_(1)
+        _fill(range(512, 131072, 512))
     engine.reload_states()
     engine.close()
 
