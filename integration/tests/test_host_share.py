@@ -59,10 +59,6 @@ def test_a_checkpoint_at_one_ratio_goes_on_at_any_share(
         engine.close()
 
 
-def _halves(step: int) -> float:
-    return float(0.5 ** (step % 4))
-
-
 @pytest.mark.parametrize(
     ("stage", "share"), [(1, "0.3"), (2, "0.999"), (3, "auto"), (1, "names"), (3, "budget")]
 )
@@ -70,10 +66,9 @@ def test_a_schedule_reaches_both_parts_as_in_torch(stage: int, share: str) -> No
     """SGD is the learning rate times the gradient: a part without the schedule would stand out."""
     model = make_model()
     params = [p for p in model.parameters() if p.requires_grad]
-    plain = torch.optim.SGD(params, lr=0.5)
-    schedule = LambdaLR(plain, _halves)
-    engine = _build(stage, share, SGD)
-    engine.lr_scheduler = LambdaLR(engine.optimizer, _halves)
+    plain, engine = torch.optim.SGD(params, lr=0.5), _build(stage, share, SGD)
+    schedule, own = (LambdaLR(each, lambda n: 0.5 ** (n % 4)) for each in (plain, engine.optimizer))
+    engine.lr_scheduler = own
     for step in range(6):
         inputs = batch(step, 0, 0)
         plain.zero_grad()

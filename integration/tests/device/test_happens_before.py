@@ -103,14 +103,12 @@ def _noted(owner: Any, name: str, before: Any = None, after: Any = None) -> Any:
     return mock.patch.object(owner, name, run)
 
 
-def _send(*things: object) -> None:
+def _hand(how: str, *things: object) -> None:
     for thing in things:
-        late_device.note_handover("send", id(thing))
+        late_device.note_handover(how, id(thing))
 
 
-def _receive(*things: object) -> None:
-    for thing in things:
-        late_device.note_handover("receive", id(thing))
+_send, _receive = partial(_hand, "send"), partial(_hand, "receive")
 
 
 def _handed(job: Callable[..., Any]) -> tuple[Callable[..., Any], object]:
