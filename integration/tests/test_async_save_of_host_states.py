@@ -79,7 +79,7 @@ def _straight(ranks: SimulatedRanks, folder: Path, config: dict[str, Any]) -> di
 def test_a_save_that_updates_overtake_has_the_bytes_of_one_at_once(
     tmp_path, world_size, stage, dtype, offload, has_copies
 ):
-    """Where there are copies in memory, a restart has the last ones."""
+    """A restart goes on from the last copies in memory, if there are any."""
     block = offload and {"nvme_path": str(tmp_path), **offload}
     config = Case(stage, dtype, zero={"offload_optimizer": block}).config()
     copies = {"memory_checkpoint": {"path": str(tmp_path / "memory")}} if has_copies else {}
