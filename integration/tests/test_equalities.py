@@ -201,9 +201,22 @@ UNCHECKED = {
     )
     for ratio in (0.4, 1.0)
 }
-ALL = {**VARIANTS, **UNCHECKED}
+HOSTED = {
+    "NAdam, which torch updates on both, on the host": Variant(
+        _host(update_in_backward=False),
+        base_top={"optimizer": {"type": "NAdam", "params": {"lr": 1e-2}}},
+        ranks=((2, 1), (3, 1)),
+    )
+}
+UNSKIPPED = {
+    "undo log, no step is skipped": _early(
+        base_top={"check_grad_overflow": False, "gradient_clipping": 1e9}
+    )
+}
+ALL = {**VARIANTS, **UNCHECKED, **HOSTED, **UNSKIPPED}
 
 
+DTYPES = ("fp32", "bf16")
 PROGRAMS = ("trains", "recomputes", "accumulates", "is edited", "loads")
 CORE = {n: v for n, v in VARIANTS.items() if n not in EARLY or n == "undo log"}
 
@@ -213,7 +226,9 @@ CORE = {n: v for n, v in VARIANTS.items() if n not in EARLY or n == "undo log"}
     "row",
     [
         *cover(VARIANTS, by_family=True),
-        *cover(UNCHECKED, scenarios=PROGRAMS, dtypes=("fp32", "bf16"), by_family=True),
+        *cover(UNCHECKED, scenarios=PROGRAMS, dtypes=DTYPES, by_family=True),
+        *cover(HOSTED, scenarios=("accumulates", "repeats backward"), dtypes=("fp32",)),
+        *(Row("skips a step", name, 3, dtype, 2, 1) for name in UNSKIPPED for dtype in DTYPES),
     ],
     ids=str,
 )

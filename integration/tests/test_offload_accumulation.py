@@ -6,8 +6,8 @@ dtype it is communicated in and adds the rounded ones in fp32, in order.
 
 from __future__ import annotations
 
+import itertools
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 import cpu_adam
 import zero_core
 from zero_core import Engine
-from zero_core.testing import LR, WEIGHT_DECAY, Case, make_tower, rows, simulate
+from zero_core.testing import LR, WEIGHT_DECAY, Case, make_tower, on_ranks, rows, simulate
 from zero_core.testing.simulated import SimulatedRanks
 
 WIDTH, STEPS = 13, 3
@@ -99,141 +99,96 @@ def _train(
     return engine, norms
 
 
-def _compare(ranks: SimulatedRanks, dtype: str, accumulation: int, clipping: float) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "accumulation", "clipping", "summed"),
+    [
+        *(
+            (*sizes, *how, None)
+            for sizes in ((1, "bf16"), (2, "bf16"), (2, "fp32"))
+            for how in ((2, 0.0), (5, 0.1))
+        ),
+        (2, "bf16", 4, 0.0, "fp32"),  # unrounded where that is asked for
+    ],
+)
+@on_ranks()
+def test_every_stage_and_ratio_has_the_bits_of_plain_torch(
+    ranks: SimulatedRanks, dtype: str, accumulation: int, clipping: float, summed: str | None
+) -> None:
     expected, expected_norms = _reference(
-        DTYPES[dtype], accumulation, clipping, ranks.size, rounded=DTYPES[dtype]
+        DTYPES[dtype], accumulation, clipping, ranks.size, rounded=DTYPES[summed or dtype]
     )
-    for stage, ratio in ((0, 1.0), (1, 0.0), (2, 0.4), (3, 1.0)):
-        config = _config(stage, dtype, accumulation, ratio, clipping)
+    for stage, ratio in ((0, 1.0), (1, 1.0 if summed else 0.0), (2, 0.4), (3, 1.0)):
+        top = {"data_types": {"grad_accum_dtype": summed}} if summed else {}
+        config = _config(stage, dtype, accumulation, ratio, clipping, **top)
         engine, norms = _train(ranks, config, DTYPES[dtype])
         found = engine.full_state_dict(dtype=torch.float32)
         torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
         assert norms == pytest.approx(expected_norms, rel=1e-6), (stage, ratio)
 
 
-@pytest.mark.parametrize(("accumulation", "clipping"), [(2, 0.0), (5, 0.1)])
-@pytest.mark.parametrize(("world_size", "dtype"), [(1, "bf16"), (2, "bf16"), (2, "fp32")])
-def test_every_stage_and_ratio_has_the_bits_of_plain_torch(
-    world_size: int, dtype: str, accumulation: int, clipping: float
-) -> None:
-    simulate(_compare, world_size, dtype, accumulation, clipping)
-
-
-def _keeps_the_key(ranks: SimulatedRanks) -> None:
-    given = {"data_types": {"grad_accum_dtype": "fp32"}}
-    expected, _ = _reference(torch.bfloat16, 4, 0.0, ranks.size, rounded=torch.float32)
-    for stage, ratio in ((0, 1.0), (2, 0.4), (3, 1.0)):
-        engine, _ = _train(ranks, _config(stage, "bf16", 4, ratio, **given), torch.bfloat16)
-        found = engine.full_state_dict(dtype=torch.float32)
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
-
-
-def test_gradients_add_up_unrounded_when_the_dtype_is_asked_for() -> None:
-    simulate(_keeps_the_key, 2)
-
-
-def _device_bytes(ranks: SimulatedRanks, stage: int, accumulation: int, **further: Any) -> Any:
+def _held(ranks: SimulatedRanks, stage: int, accumulation: int, **further: Any) -> Any:
+    """Return the bytes of the engine by kind, those of gradients on the host, and the elements."""
     config = _config(stage, "bf16", accumulation, 1.0, **further)
     engine, _ = _train(ranks, config, torch.bfloat16)
-    (part,) = engine.sharded_state.tier.report()
+    tier: Any = engine.sharded_state.tier
     planned = zero_core.plan(make_tower(3, WIDTH), config, ranks.size, device_type="cpu")
-    host, device = planned.memory.host, planned.memory.device
     report = {kind: n for kind, n in engine.memory_report().items() if n}
     for kind in ("parameters", "gradients", "gradient shards"):
-        assert device.get(kind, 0) == report.get(kind, 0), kind
-    assert host["gradient copies"] == part.tier.memory["gradient copies"]
-    return report, host["gradient copies"], engine.sharded_state.tier.geometry.numel
-
-
-def _keeps_nothing(ranks: SimulatedRanks) -> None:
-    for stage in (1, 2, 3):
-        once, host_bytes, numel = _device_bytes(ranks, stage, 1)
-        assert host_bytes == 2 * numel
-        for accumulation, per_element in ((2, 4), (4, 8), (5, 6), (6, 6)):
-            several, host_bytes, _ = _device_bytes(ranks, stage, accumulation)
-            assert several == once
-            assert host_bytes == per_element * numel
-        # 16 bits are too narrow for the tier: such a sum stays on the device.
-        narrow = {"data_types": {"grad_accum_dtype": "bf16"}}
-        several, host_bytes, _ = _device_bytes(ranks, stage, 4, **narrow)
-        assert several.get("gradient shards", 0) >= 2 * numel
-        assert host_bytes == 2 * numel
+        assert planned.memory.device.get(kind, 0) == report.get(kind, 0), kind
+    (part,) = tier.report()
+    assert planned.memory.host["gradient copies"] == part.tier.memory["gradient copies"]
+    return report, part.tier.memory["gradient copies"], tier.geometry.numel
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_device_holds_no_more_than_with_one_micro_step(world_size: int) -> None:
-    simulate(_keeps_nothing, world_size)
+@on_ranks()
+def test_the_device_holds_no_more_than_with_one_micro_step(
+    ranks: SimulatedRanks, stage: int
+) -> None:
+    once, host_bytes, numel = _held(ranks, stage, 1)
+    assert host_bytes == 2 * numel
+    for accumulation, per_element in ((2, 4), (4, 8), (5, 6), (6, 6)):
+        assert _held(ranks, stage, accumulation) == (once, per_element * numel, numel)
+    # 16 bits are too narrow for the tier: such a sum stays on the device.
+    narrow = {"data_types": {"grad_accum_dtype": "bf16"}}
+    several, host_bytes, _ = _held(ranks, stage, 4, **narrow)
+    assert several.get("gradient shards", 0) >= 2 * numel
+    assert host_bytes == 2 * numel
 
 
-def _reads_and_sets(ranks: SimulatedRanks, name: str) -> None:
-    dtype = torch.float32
-    for stage, ratio in ((2, 0.4), (3, 1.0)):
-        config = _config(stage, "fp32", 4, ratio, check_grad_overflow=True)
-        engine = _build(config, ranks)
-        plain = make_tower(3, WIDTH)
-        for micro_step in range(4):
-            for rank in range(ranks.size):
-                loss = plain(_batch(0, micro_step, rank, dtype))
-                (loss / 4 / ranks.size).backward()
-        _micro_steps(engine, 0, 4, ranks.rank, dtype)
-        expected = dict(plain.named_parameters())[name].grad
-        assert expected is not None
-        torch.testing.assert_close(engine.states.get_full(name, "grad"), expected)
-        # Set, clipped by another norm, clipped by the 2-norm: each sees the one before.
-        engine.states.set_full(name, torch.zeros_like(expected), "grad")
-        assert not engine.states.get_full(name, "grad").any()
-        grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-        grads[name] = torch.zeros_like(expected)
-        flat = torch.cat([g.flatten() for g in grads.values()])
-        assert float(engine.clip_grad_norm_(math.inf, math.inf)) == pytest.approx(
-            flat.abs().max().item(), rel=1e-5
-        )
-        assert float(engine.clip_grad_norm_(1e-3)) == pytest.approx(flat.norm().item(), rel=1e-5)
-        # Dropped: the step starts again, and nothing of it is left.
-        engine.optimizer.zero_grad()
-        engine.step()
-        fresh = _build(config, ranks)
-        for each in (engine, fresh):
-            _micro_steps(each, 1, 4, ranks.rank, dtype)
-        for key in (name, "blocks.1.0.weight", "head.bias"):
-            found = engine.states.get_full(key, "grad")
-            assert torch.equal(found, fresh.states.get_full(key, "grad")), key
-
-
-@pytest.mark.parametrize("name", ["first.weight", "blocks.1.0.weight"])  # on both ranks, on one
-def test_gradients_are_read_set_clipped_and_dropped(name: str) -> None:
-    simulate(_reads_and_sets, 2, name)
-
-
-def _declares(ranks: SimulatedRanks) -> None:
-    """``no_sync``, declared boundaries and a number that is set: what they add up is the same."""
-    for stage in (2, 3):
-        found = {}
-        for how, count in (("plain", 4), ("declared", 4), ("set", 2), ("no_sync", 4), ("alone", 1)):
-            engine = _build(_config(stage, "fp32", count, 0.4), ranks)
-            if how == "set":
-                engine.gradient_accumulation_steps = 4
-            for micro_step in range(4):
-                if how in ("declared", "alone"):
-                    engine.set_gradient_accumulation_boundary(micro_step == 3)
-                is_quiet = how == "no_sync" and micro_step < 2
-                with engine.no_sync() if is_quiet else nullcontext():
-                    loss = engine(_batch(0, micro_step, ranks.rank, torch.float32))
-                    engine.backward(loss, over=4)
-                if is_quiet:
-                    engine.set_gradient_accumulation_boundary(False)
-                engine.step()
-                engine.set_gradient_accumulation_boundary(None)
-            assert engine.global_steps == 1, how
-            found[how] = engine.full_state_dict()
-            engine.close()
-        for how, atol in (("declared", 0.0), ("set", 0.0), ("alone", 0.0), ("no_sync", 1e-5)):
-            torch.testing.assert_close(found[how], found["plain"], rtol=10 * atol, atol=atol)
-
-
-def test_micro_steps_may_be_declared_set_and_unreduced() -> None:
-    simulate(_declares, 2)
+@pytest.mark.parametrize(
+    ("stage", "ratio", "name"),
+    [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, on one
+)
+@on_ranks(2)
+def test_gradients_are_read_set_clipped_and_dropped(
+    ranks: SimulatedRanks, stage: int, ratio: float, name: str
+) -> None:
+    config = _config(stage, "fp32", 4, ratio, check_grad_overflow=True)
+    engine, fresh, plain = _build(config, ranks), _build(config, ranks), make_tower(3, WIDTH)
+    for micro_step, rank in itertools.product(range(4), range(ranks.size)):
+        (plain(_batch(0, micro_step, rank, torch.float32)) / 4 / ranks.size).backward()
+    _micro_steps(engine, 0, 4, ranks.rank, torch.float32)
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(engine.states.get_full(name, "grad"), grads[name])
+    # Set, clipped by another norm, clipped by the 2-norm: each sees the one before.
+    grads[name] = torch.zeros_like(grads[name])
+    engine.states.set_full(name, grads[name], "grad")
+    assert not engine.states.get_full(name, "grad").any()
+    flat = torch.cat([g.flatten() for g in grads.values()])
+    for largest, p in ((math.inf, math.inf), (1e-3, 2.0)):
+        norm = torch.linalg.vector_norm(flat, p).item()
+        assert float(engine.clip_grad_norm_(largest, p)) == pytest.approx(norm, rel=1e-5)
+    # Dropped: the step starts again, and nothing of it is left.
+    engine.optimizer.zero_grad()
+    engine.step()
+    for each in (engine, fresh):
+        _micro_steps(each, 1, 4, ranks.rank, torch.float32)
+    for key in (name, "blocks.1.0.weight", "head.bias"):
+        found, expected = (each.states.get_full(key, "grad") for each in (engine, fresh))
+        assert torch.equal(found, expected), key
 
 
 def _names_who(ranks: SimulatedRanks) -> None:

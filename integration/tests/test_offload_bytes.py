@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-import cpu_adam
 import zero_core
 import zero_offload
 from zero_core.layout.arithmetic import Segment
-from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate
+from zero_core.testing import Case, SimulatedRanks, make_tower, on_ranks, rows
 from zero_offload.memory.direct_io import ALIGNMENT
 from zero_offload.memory.storage import BlockFile
 from zero_offload.param_tier import OffloadedParams
 from zero_offload.steppers import file_stepper
-from zero_offload.tiers.twin import TwinTier
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 WIDTH, DEPTH = 13, 7
@@ -34,40 +33,10 @@ STATES = 3
 """fp32 numbers per element: the master weight and Adam's moments."""
 
 
-class _Kept:
-    """Factories whose tiers stay in reach."""
-
-    def __init__(self) -> None:
-        self.params: OffloadedParams | None = None
-        self.states: TwinTier | None = None
-
-    def make_params(self, **parts: Any) -> OffloadedParams:
-        self.params = zero_offload.create_param_tier(**parts)
-        return self.params
-
-    def make_states(self, **parts: Any) -> TwinTier:
-        self.states = zero_offload.create_tier(**{**parts, "adam_kernel": cpu_adam})
-        return self.states
-
-    def traffic(self) -> list[tuple[int, int]]:
-        """Bytes read and written so far, of parameters and of states."""
-        assert self.params is not None
-        assert self.states is not None
-        states = self.states.file_traffic()  # it writes parameters, too
-        return [self.params.file_traffic(), states]
-
-    def files(self) -> list[BlockFile]:
-        """The files of parameters and of states."""
-        assert self.params is not None
-        assert self.params.file is not None
-        assert self.states is not None
-        assert self.states.file is not None
-        return [self.params.file.blocks, self.states.file]
-
-
 def _build(
     folder: Path, dtype: str, micro_batches: int, schedule: str, ranks: SimulatedRanks | None = None
-) -> tuple[zero_core.Engine, _Kept]:
+) -> tuple[zero_core.Engine, list[Any]]:
+    """Return an engine, and its tiers of parameters and of states."""
     nvme = {"device": "nvme", "nvme_path": str(folder)}
     zero = {
         "stage3_param_persistence_threshold": 0,
@@ -75,15 +44,26 @@ def _build(
         "offload_optimizer": {**nvme, "buffer_count": 3},
     }
     top = {"accumulation_schedule": schedule}
-    kept = _Kept()
+    tiers: list[Any] = []
+
+    def keep_params(**parts: Any) -> OffloadedParams:
+        tiers.append(zero_offload.create_param_tier(**parts))
+        return tiers[0]
+
     engine = zero_core.build(
         make_tower(DEPTH, WIDTH),
         Case(3, dtype, micro_batches, zero=zero, top=top).config(),
         process_group=ranks,
-        param_tier=kept.make_params,
-        state_tier=kept.make_states,
+        param_tier=keep_params,
     )
-    return engine, kept
+    return engine, [*tiers, engine.sharded_state.tier]
+
+
+def _traffic(tiers: list[Any]) -> list[tuple[int, int]]:
+    """Return the bytes read and written so far, of parameters and of states."""
+    params, states = tiers
+    of_states = states.file_traffic()  # it writes parameters, too
+    return [params.file_traffic(), of_states]
 
 
 def _batches(rank: int) -> Iterator[Tensor]:
@@ -112,23 +92,6 @@ def _updated(segment: Segment, rank: int) -> int:
     return sum(b - a for a, b in used)
 
 
-def _check(ranks: SimulatedRanks, folder: Path, dtype: str, micro_batches: int) -> None:
-    """Nothing waits between two steps: forwards begin while states are updated."""
-    found = {}
-    for schedule, passes in (("horizontal", micro_batches), ("vertical", 1)):
-        engine, kept = _build(folder, dtype, micro_batches, schedule, ranks)
-        batches = _batches(ranks.rank)
-        found[schedule] = [engine.train_batch(batches).item() for _ in range(WARMUP)]
-        before = kept.traffic()
-        found[schedule] += [engine.train_batch(batches).item() for _ in range(STEPS)]
-        for first, last, step in zip(
-            before, kept.traffic(), _closed_form(engine, passes), strict=True
-        ):
-            assert [b - a for a, b in zip(first, last, strict=True)] == [STEPS * n for n in step]
-        engine.close()
-    assert found["vertical"] == found["horizontal"]
-
-
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", BLOCK_NUMEL)
@@ -140,43 +103,53 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("world_size", "dtype"),
     [(1, "fp32"), pytest.param(2, "fp32", marks=pytest.mark.slow), (2, "bf16")],
 )
+@on_ranks()
 def test_a_step_moves_the_bytes_of_the_closed_form(
-    world_size: int, dtype: str, micro_batches: int, tmp_path: Path
+    ranks: SimulatedRanks, dtype: str, micro_batches: int, tmp_path: Path
 ) -> None:
-    simulate(_check, world_size, tmp_path, dtype, micro_batches)
+    """Nothing waits between two steps: forwards begin while states are updated."""
+    found = {}
+    for schedule, passes in (("horizontal", micro_batches), ("vertical", 1)):
+        engine, tiers = _build(tmp_path, dtype, micro_batches, schedule, ranks)
+        batches = _batches(ranks.rank)
+        found[schedule] = [engine.train_batch(batches).item() for _ in range(WARMUP)]
+        before = _traffic(tiers)
+        found[schedule] += [engine.train_batch(batches).item() for _ in range(STEPS)]
+        for first, last, step in zip(
+            before, _traffic(tiers), _closed_form(engine, passes), strict=True
+        ):
+            assert [b - a for a, b in zip(first, last, strict=True)] == [STEPS * n for n in step]
+        engine.close()
+    assert found["vertical"] == found["horizontal"]
 
 
 def test_the_system_moves_whole_blocks_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """System calls move each block of a file rounded up, or in full where they bypass nothing."""
-    moved = {"read": 0, "written": 0}
+    moved = {"preadv": 0, "pwritev": 0}
 
-    def counting(call: Callable[..., int], name: str) -> Callable[..., int]:
-        def run(fd: int, views: Sequence[Any], offset: int) -> int:
-            found = call(fd, views, offset)
-            moved[name] += found
-            return found
+    def count(name: str, call: Callable[..., int], *args: Any) -> int:
+        found = call(*args)
+        moved[name] += found
+        return found
 
-        return run
-
-    engine, kept = _build(tmp_path, "fp32", 4, "vertical")
+    engine, tiers = _build(tmp_path, "fp32", 4, "vertical")
     batches = _batches(0)
     for _ in range(WARMUP):
         engine.train_batch(batches)
-    kept.traffic()
-    monkeypatch.setattr(os, "preadv", counting(os.preadv, "read"))
-    monkeypatch.setattr(os, "pwritev", counting(os.pwritev, "written"))
+    _traffic(tiers)
+    for name in moved:
+        monkeypatch.setattr(os, name, partial(count, name, getattr(os, name)))
     engine.train_batch(batches)
-    kept.traffic()
-    params, states = kept.files()
+    _traffic(tiers)
 
     def rounded(file: BlockFile) -> list[int]:
         return [-(-size // ALIGNMENT) * ALIGNMENT for size in file.block_bytes]
 
-    units, all_states = rounded(params), sum(rounded(states))
+    units, all_states = rounded(tiers[0].file.blocks), sum(rounded(tiers[1].file))
     root, *blocks = units
-    assert moved["written"] == sum(units) + all_states
+    assert moved["pwritev"] == sum(units) + all_states
     found = sum(blocks[-BUFFERS:-1])
-    assert moved["read"] == root + 2 * sum(blocks) - blocks[-1] - found + all_states
+    assert moved["preadv"] == root + 2 * sum(blocks) - blocks[-1] - found + all_states
     engine.close()

@@ -1,7 +1,8 @@
-"""Offload on the device that is not there, with random delays: the bits of the CPU, one device."""
+"""Offload on the device that is not there, with random delays: bits, waits, and one device."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import cpu_adam
 import zero_core
 from zero_core.errors import ConfigError
 from zero_core.testing import (
@@ -25,114 +25,101 @@ from zero_engine.report import charts
 from zero_engine.report.compose import bounds
 from zero_engine.report.measured import measure
 from zero_engine.report.run import read_run
-from zero_offload import OffloadedOptimizer, create_tier
+from zero_offload import OffloadedOptimizer
 
 STEPS = 4
 MOVED = {0: 0.6, 1: 0.2}
 """Ratios that ``"auto"`` is told to try after these steps: what it measures depends on the load."""
 
 
-def _case(in_backward: bool, ratio: Any, end: str = "last", **keys: Any) -> Case:
-    block = {"device": "cpu", "ratio": ratio, "host_share": end}
-    top: dict[str, Any] = {"check_grad_overflow": not in_backward}
-    if ratio != 1.0:
-        # A device updates by torch's AdamW, not by the host's kernel. NAdam is torch's on both.
-        top["optimizer"] = {"type": "NAdam", "params": {"lr": 1e-2}}
-    return Case(
-        dtype="bf16",
-        zero={"offload_optimizer": block},
-        clipping=0.0 if in_backward else 0.5,
-        top=top,
-        **keys,
-    )
+UNCHECKED = {"check_grad_overflow": False}
+NADAM = {"optimizer": {"type": "NAdam", "params": {"lr": 1e-2}}}
+"""Is torch's on the host, too. A device does not update AdamW by the host's kernel."""
+SLOW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
 
 
-def _speculating(clipping: float, zero: dict[str, Any] | None = None, **keys: Any) -> Case:
-    """Return a case with clipping whose units are updated in backward, and undone if need be."""
-    offload = {"device": "cpu", "update_in_backward": True, **keys.pop("offload", {})}
-    return Case(
-        dtype="bf16", zero={"offload_optimizer": offload, **(zero or {})}, clipping=clipping, **keys
-    )
+def _case(
+    stage: int,
+    clipping: float = 0.5,
+    accumulation: int = 1,
+    *,
+    dtype: str = "bf16",
+    top: dict[str, Any] | None = None,
+    width: int = 11,
+    params: str = "none",
+    **offload: Any,
+) -> Case:
+    zero = {
+        "offload_optimizer": {"device": "cpu", **offload},
+        "offload_param": {"device": params},
+    }
+    return Case(stage, dtype, accumulation, clipping, zero=zero, top=top or {}, width=width)
 
 
-AUTO = _case(False, "auto", stage=2)
+_early = partial(_case, update_in_backward=True)
+_upload = partial(_case, lossless_upload=True, width=200, top=SLOW)  # large enough for differences
+AUTO = _case(2, top=NADAM, ratio="auto")
 CASES = [
-    _case(True, 1.0, stage=1),
-    _case(False, 1.0, stage=2, accumulation=2),
-    _case(True, 1.0, stage=3),
-    _case(True, 0.4, stage=3),
-    _case(False, 0.4, "first", stage=2),
+    _case(1, 0.0, top=UNCHECKED),
+    _case(2, accumulation=2),
+    _case(3, 0.0, top=UNCHECKED),
+    _case(3, 0.0, top={**UNCHECKED, **NADAM}, ratio=0.4),
+    _case(2, top=NADAM, ratio=0.4, host_share="first"),
     AUTO,
-    _speculating(1e9, stage=3),
-    _speculating(0.5, stage=2, accumulation=2),
-    _speculating(8.0, stage=1, offload={"undo_buffer_size": 9000}),
-    _speculating(8.0, {"offload_param": {"device": "cpu"}}, stage=3),
-    _speculating(8.0, stage=2, offload={"state_dtype": "int8"}),
-    _speculating(
-        8.0, {"offload_param": {"device": "cpu"}}, stage=3, offload={"state_dtype": "bfloat16"}
-    ),
+    _early(3, 1e9),
+    _early(2, 0.5, 2),
+    _early(1, 8.0, undo_buffer_size=9000),
+    _case(3, 0.1, 2, params="cpu", device="none"),
+    _case(3, params="cpu"),
+    _early(3, 8.0, params="cpu"),
+    _early(2, 8.0, state_dtype="int8"),
+    _early(3, 8.0, params="cpu", state_dtype="bfloat16"),
 ]
-
-
-def _upload(dtype: str = "bf16", clipping: float = 0.5, top: Any = None, **keys: Any) -> Case:
-    """Return a case whose new values go up as differences, of a model large enough for them."""
-    block = {"device": "cpu", "lossless_upload": True, **keys.pop("offload", {})}
-    return Case(
-        dtype=dtype,
-        zero={"offload_optimizer": block},
-        clipping=clipping,
-        top={"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}, **(top or {})},
-        width=200,
-        **keys,
-    )
-
-
 UPLOADS = [
-    _upload(stage=1),
+    _upload(1),
     _upload(
-        "fp16", stage=2, accumulation=2, top={"fp16": {"enabled": True, "initial_scale_power": 4}}
+        2, 0.5, 2, dtype="fp16", top={**SLOW, "fp16": {"enabled": True, "initial_scale_power": 4}}
     ),
-    _upload("fp32", stage=3),
-    _upload(stage=3, clipping=0.0, top={"check_grad_overflow": False}),
-    _upload(stage=2, offload={"state_dtype": "int8"}),
-    _upload(stage=2, clipping=8.0, offload={"update_in_backward": True}),
+    _upload(3, dtype="fp32"),
+    _upload(3, 0.0, top={**SLOW, **UNCHECKED}),
+    _upload(2, state_dtype="int8"),
+    _upload(2, 8.0, update_in_backward=True),
 ]
 
 
 def train(ranks: Any, case: Case) -> tuple[dict[str, torch.Tensor], set[int], int]:
-    """Return the values, how many elements the host updated, and the bytes up after a step."""
-    made: list[Any] = []
-    is_begun_early = "update_in_backward" in case.zero["offload_optimizer"]
+    """Return the values, how many elements the host updated, and the bytes up after a step.
 
-    def keep_tier(**keys: Any) -> Any:
-        if is_begun_early or case in UPLOADS:  # torch's updates cannot be undone
-            keys["adam_kernel"] = cpu_adam
-        made.append(create_tier(**keys))
-        return made[-1]
+    A step lets the caller's thread wait for the device once.
+    """
+    engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+    tier: Any = engine.sharded_state.tier
 
-    engine = zero_core.build(
-        make_model(case.width), case.config(), process_group=ranks, state_tier=keep_tier
-    )
-    shares, sent = set(), [0]
+    def waits() -> list[str]:
+        is_late = ranks.device.type == "late"
+        stacks = late_device.counters(ranks.device.index).stacks if is_late else ()
+        return [stack for _, stack in stacks if "engine.py" in stack]
+
+    shares, sent = set(), []
     for step in range(STEPS):
-        for micro in range(case.accumulation):
-            inputs = batch(step, micro, ranks.rank)
-            loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
-            engine.backward(loss)
+        batches = [batch(step, micro, ranks.rank) for micro in range(case.accumulation)]
+        batches = [{**inputs, "ids": inputs["ids"].to(ranks.device)} for inputs in batches]
+        before = waits()
+        for inputs in batches:
+            engine.backward(engine(**inputs)["loss"])
             engine.step()
-        shares.add(sum(tier.host_numel for tier in made))
+        assert len(waits()) <= len(before) + 1, (case, waits()[len(before) :])
+        shares.add(getattr(tier, "host_numel", 0))
         if case in UPLOADS:
             engine.full_state_dict()  # waits
-            sent.append(made[0].bytes_h2d)
+            sent.append(tier.bytes_h2d)
         if case == AUTO and step in MOVED:
-            for tier in made:
-                tier.controller.ratio = MOVED[step]
+            tier.controller.ratio = MOVED[step]
     values = {name: value.cpu() for name, value in engine.full_state_dict().items()}
     engine.close()
-    if is_begun_early and case not in UPLOADS:
-        parts = [part.tier for tier in made for part in tier.report()]
-        assert any(part.num_kept + part.num_undone for part in parts if part is not None)
-    return values, shares, sent[-1] - sent[1 % len(sent)]
+    if "update_in_backward" in case.zero["offload_optimizer"]:
+        assert any(p.tier.num_kept + p.tier.num_undone for p in tier.report() if p.is_host)
+    return values, shares, sent[-1] - sent[0] if sent else 0
 
 
 def _run(world_size: int, cases: list[Case]) -> None:
@@ -140,6 +127,7 @@ def _run(world_size: int, cases: list[Case]) -> None:
     for seed, case in enumerate(cases):
         expected = simulate(train, world_size, case)
         late_device.set_delays(seed=seed, kernel_s=2e-5, copy_s=1e-3)
+        late_device.reset_counters(with_stacks=True)
         found = simulate(train, world_size, case, device="late")
         late_device.set_delays()
         for (values, shares, sent), (exact, _, whole) in zip(found, expected, strict=True):
@@ -149,7 +137,7 @@ def _run(world_size: int, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_offload_has_the_bits_of_the_cpu(world_size: int) -> None:
+def test_offload_waits_once_a_step_and_has_the_bits_of_the_cpu(world_size: int) -> None:
     run_alone(_run, world_size, CASES)
 
 
@@ -162,16 +150,8 @@ def test_lossless_uploads_have_the_bits_of_the_cpu_and_send_less(
     run_alone(_run, world_size, UPLOADS[number : number + 1])
 
 
-def test_a_run_is_built_with_the_installed_codec_and_says_that_a_cpu_sends_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    engine = zero_core.build(make_model(11), _upload(stage=2).config())
-    engine.close()
-    assert "lossless_upload has no effect: the model is computed on the CPU" in caplog.text
-
-
 def test_an_optimizer_of_whole_parameters_is_refused() -> None:
-    config = _upload(stage=0, top={"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}).config()
+    config = _upload(0, top={"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}).config()
     with pytest.raises(ConfigError, match=r"lossless_upload = True with .*Muon is not served"):
         zero_core.build(make_model(11), config)
 
@@ -181,12 +161,11 @@ def test_a_plan_expects_fewer_bytes_up_at_a_lower_learning_rate() -> None:
         model = make_model(200)
     up = []
     for rate in (1e-3, 1e-5, 1e-6):
-        case = _upload(stage=2, top={"optimizer": {"type": "AdamW", "params": {"lr": rate}}})
+        case = _upload(2, top={"optimizer": {"type": "AdamW", "params": {"lr": rate}}})
         plan = zero_core.plan(model, case.config(), 2)
         up.append(sum(t.host_link_bytes for t in plan.traffic if t.collective == "to_device"))
         kept = plan.memory.host["published weights"]
-    case = Case(dtype="bf16", stage=2, zero={"offload_optimizer": {"device": "cpu"}}, width=200)
-    plan = zero_core.plan(model, case.config(), 2)
+    plan = zero_core.plan(model, _case(2, width=200).config(), 2)
     whole = sum(t.host_link_bytes for t in plan.traffic if t.collective == "to_device")
     assert whole / 8 > up[2]
     assert whole / 2 > up[0] > up[1] > up[2]
@@ -211,8 +190,7 @@ def test_no_thread_touches_another_device() -> None:
 
 
 def _train_recorded(ranks: Any, folder: Path) -> None:
-    case = _case(False, 1.0, stage=2)
-    engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+    engine = zero_core.build(make_model(), _case(2).config(), process_group=ranks)
     engine.record(folder, detail_every=2)
     train_unread(engine, ranks.rank, ranks.device, steps=10)
 

@@ -13,7 +13,7 @@ from torch import nn
 import cpu_adam
 import zero_core
 import zero_offload
-from zero_core.testing import Case, SimulatedRanks, seeded, simulate, train
+from zero_core.testing import Case, SimulatedRanks, on_ranks, train
 
 TIMEOUT_S = 120.0
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -65,36 +65,33 @@ def _build_gated(kernel: GatedAdam, **top: Any) -> zero_core.Engine:
     return _build(kernel, Chain(), Case(zero=HOST, top=top))
 
 
-def test_the_next_forward_begins_while_the_last_unit_is_still_updated() -> None:
+@pytest.mark.parametrize(
+    ("work", "ran"), [(lambda e: e(torch.ones(2, 8)), [0, 1]), (lambda e: e.close(), [])]
+)
+def test_forward_and_close_wait_for_the_last_unit_alone(work: Any, ran: list[int]) -> None:
     kernel = GatedAdam(gate_at=2)  # one call for each block
     engine = _build_gated(kernel)
-    x = torch.ones(2, 8)
-    engine.backward(engine(x))
-    engine.step()
+    train(engine, [torch.ones(2, 8)])
     assert kernel.reached.wait(TIMEOUT_S)
     engine.module.ran.clear()
     engine.module.ran_second.clear()
-    forward = threading.Thread(target=lambda: engine(x), daemon=True)
-    forward.start()
-    assert engine.module.ran_second.wait(TIMEOUT_S)
-    forward.join(0.1)
-    assert forward.is_alive()
-    assert engine.module.ran == [0, 1]
+    thread = threading.Thread(target=work, args=[engine], daemon=True)
+    thread.start()
+    assert not ran or engine.module.ran_second.wait(TIMEOUT_S)
+    thread.join(0.1)
+    assert thread.is_alive()
+    assert engine.module.ran == ran
     kernel.gate.set()
-    forward.join(TIMEOUT_S)
-    assert engine.module.ran == [0, 1, 2]
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert engine.module.ran == [0, 1, 2][: 3 * len(ran)]
 
 
 def test_without_anything_to_call_it_off_a_unit_is_updated_while_backward_goes_on() -> None:
     kernel = GatedAdam(gate_at=-1)
     engine = _build_gated(kernel, check_grad_overflow=False)
-    counts: list[int] = []
-    first = engine.module.blocks[0].weight
-    first.register_post_accumulate_grad_hook(lambda p: counts.append(kernel.num_calls))
-    loss = engine(torch.ones(2, 8))
-    kernel.reached.clear()
-    engine.backward(loss)
     tier: Any = engine.sharded_state.tier
+    engine.backward(engine(torch.ones(2, 8)))
     tier.wait_params(0, tier.geometry.numel)
     assert kernel.num_calls == 3, "all are updated before step()"
     engine.step()
@@ -127,21 +124,6 @@ def test_what_an_update_in_backward_forbids_is_refused_with_the_cure(
     assert "update_in_backward to false" in str(caught.value) or call is _set_lr
 
 
-def test_closing_the_engine_waits_for_the_host() -> None:
-    kernel = GatedAdam(gate_at=2)
-    engine = _build_gated(kernel)
-    engine.backward(engine(torch.ones(2, 8)))
-    engine.step()
-    assert kernel.reached.wait(TIMEOUT_S)
-    closing = threading.Thread(target=engine.close, daemon=True)
-    closing.start()
-    closing.join(0.1)
-    assert closing.is_alive()
-    kernel.gate.set()
-    closing.join(TIMEOUT_S)
-    assert not closing.is_alive()
-
-
 class SlowAdam:
     """The real kernel on a slow host."""
 
@@ -164,32 +146,33 @@ class Skipping(Chain):
         return self.blocks[2](self.norm(torch.tanh(self.blocks[0](x)))).square().mean()
 
 
-def _be_late(ranks: SimulatedRanks) -> None:
-    for stage in (1, 2, 3):
-        with seeded(0):
-            model = Skipping()
-        kernel = SlowAdam() if ranks.rank else cpu_adam
-        engine = _build(kernel, model, Case(stage, zero=HOST), ranks)
-        train(engine, [torch.randn(4, 8) for _ in range(3)])
-        assert engine.full_state_dict()["blocks.2.weight"].isfinite().all()
-        engine.close()
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_rank_whose_host_is_late_keeps_the_order_of_exchanges(
+    ranks: SimulatedRanks, stage: int
+) -> None:
+    kernel = SlowAdam() if ranks.rank else cpu_adam
+    engine = _build(kernel, Skipping(), Case(stage, zero=HOST), ranks)
+    train(engine, [torch.randn(4, 8) for _ in range(3)])
+    assert engine.full_state_dict()["blocks.2.weight"].isfinite().all()
+    engine.close()
 
 
-def test_a_rank_whose_host_is_late_keeps_the_order_of_exchanges() -> None:
-    simulate(_be_late, 2)
-
-
-def _count_bytes(ranks: SimulatedRanks, stage: int, ratio: float) -> None:
+@pytest.mark.parametrize("ratio", [1.0, 0.3])
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 3), (2, 3), (3, 1), (3, 3)])
+@on_ranks()
+def test_two_bytes_go_down_and_two_come_up_per_offloaded_parameter(
+    ranks: SimulatedRanks, stage: int, ratio: float
+) -> None:
     zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
     engine = zero_core.build(Chain(), Case(stage, "bf16", zero=zero).config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier
     up = tier.bytes_h2d
     train(engine, [torch.ones(2, 8)] * 3)
     tier.wait_params(0, tier.geometry.numel)
-    offloaded = round(ratio * tier.geometry.numel)
-    split = tier.geometry.numel - offloaded
+    split = tier.geometry.numel - round(ratio * tier.geometry.numel)
     updated = sum(max(0, p.stop - max(p.start, split)) for p in tier.geometry.pieces)
-    assert tier.bytes_d2h == 3 * 2 * offloaded
+    assert tier.bytes_d2h == 3 * 2 * (tier.geometry.numel - split)
     assert tier.bytes_h2d - up == 3 * 2 * updated
     report = engine.memory_report()
     largest = max(s.padded_numel for s in engine.layout.segments)
@@ -197,11 +180,3 @@ def _count_bytes(ranks: SimulatedRanks, stage: int, ratio: float) -> None:
     # At stage 1 every rank has all gradients. Else none stays: two units' at most are there.
     assert stage == 1 or held <= 4 * (2 * largest) * 2, report
     engine.close()
-
-
-@pytest.mark.parametrize("ratio", [1.0, 0.3])
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 3), (2, 3), (3, 1), (3, 3)])
-def test_two_bytes_go_down_and_two_come_up_per_offloaded_parameter(
-    stage: int, world_size: int, ratio: float
-) -> None:
-    simulate(_count_bytes, world_size, stage, ratio)

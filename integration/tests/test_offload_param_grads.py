@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    batch,
-    make_model,
-    simulate,
-)
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks
 
 STEPS = 2
+NADAM = {"optimizer": {"type": "NAdam", "params": {"lr": 1e-2}}}
+"""Is updated by torch on the host and on the device."""
 
 
 def _edit(model: nn.Module) -> None:
@@ -31,43 +25,30 @@ def _edit(model: nn.Module) -> None:
     third.grad.data.clamp_(min=0.0)
 
 
-def _follows_ddp(ranks: SimulatedRanks, accumulation: int) -> None:
-    case = Case(
-        accumulation=accumulation,
-        zero={"offload_optimizer": {"device": "cpu", "update_in_backward": False}},
-    )
-    wanted = make_model()
-    ddp = SimulatedDDP(wanted, ranks)
-    trained = [p for p in wanted.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY)
+def _edits(ranks: SimulatedRanks, accumulation: int, *, is_on_host: bool) -> tuple[Any, Any]:
+    host = {"offload_optimizer": {"device": "cpu", "update_in_backward": False}}
+    case = Case(accumulation=accumulation, zero=host if is_on_host else {}, top=NADAM)
     engine = zero_core.build(make_model(), case.config(), process_group=ranks)
+    norms = []
     for step in range(STEPS):
         for micro in range(accumulation):
-            inputs = batch(step, micro, ranks.rank)
-            (ddp(**inputs)["loss"] / accumulation).backward()
-            engine.backward(engine(**inputs)["loss"])
+            engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
             if micro < accumulation - 1:
                 engine.step()
-        ddp.average_gradients()
-        if ranks.rank == 0:
-            assert any(p.grad is not None for p in engine.module.parameters())
-        for model in (wanted, engine.module):
-            _edit(model)
-        grads = [p.grad for p in trained if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads).item()
-        optimizer.step()
-        optimizer.zero_grad()
+        _edit(engine.module)
         engine.step()
-        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4)
-    full = engine.full_state_dict()
-    values = {name: full[name] for name, _ in wanted.named_parameters()}
-    torch.testing.assert_close(values, dict(wanted.named_parameters()), rtol=1e-4, atol=2e-5)
+        norms.append(engine.get_global_grad_norm())
+    return norms, engine.full_state_dict()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_changes_count_where_the_tier_copies_gradients(world_size, accumulation):
-    simulate(_follows_ddp, world_size, accumulation)
+@on_ranks()
+def test_changes_count_as_on_the_device_where_the_tier_copies_gradients(
+    ranks: SimulatedRanks, accumulation: int
+) -> None:
+    found, expected = (_edits(ranks, accumulation, is_on_host=each) for each in (True, False))
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_gradient_that_an_update_in_backward_has_used_is_told_as_missing(caplog):

@@ -6,9 +6,7 @@ Activations are a few KiB here, so the peak is the engine's own.
 from __future__ import annotations
 
 import gc
-import json
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,31 +70,25 @@ def measure(ranks: Any, settings: dict[str, Any], root: float) -> list[int]:
     return [peak, *held]
 
 
-def _measure_all(world_size: int, folder: str) -> None:
+def _check_peaks(world_size: int) -> None:
     late_device.load()
-    jobs = JOBS_OF[world_size]
-    rows = []
-    for job in jobs:
+    for settings, root in JOBS_OF[world_size]:
         gc.collect()  # what a cycle of the engine before still holds
-        rows.append(simulate(measure, world_size, *job, device="late"))
-    Path(folder, "rows").write_text(json.dumps(rows))
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_peak_is_what_was_planned(world_size: int, tmp_path: Path) -> None:
-    run_alone(_measure_all, world_size, str(tmp_path))
-    rows = json.loads((tmp_path / "rows").read_text())
-    for (settings, root), ranks in zip(JOBS_OF[world_size], rows, strict=True):
+        ranks = simulate(measure, world_size, settings, root, device="late")
         with torch.device("meta"):
-            memory = zero_core.plan(
-                RootAndBlocks(WIDTH, NUM_BLOCKS, root), settings, world_size
-            ).memory
+            model = RootAndBlocks(WIDTH, NUM_BLOCKS, root)
+        memory = zero_core.plan(model, settings, world_size).memory
         planned, exchanged = memory.device_bytes, memory.device.get("exchange buffers", 0)
         for peak, built, *held in ranks:
             assert abs(peak / planned - 1) <= TOLERANCE, (settings, root, peak, planned)
             assert max(held) == held[0], (settings, root, held)
             # Activations of the last step, and what reductions receive into, come after build.
             assert held[0] - built <= exchanged + TOLERANCE * planned / 10, (settings, held, built)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_peak_is_what_was_planned(world_size: int) -> None:
+    run_alone(_check_peaks, world_size)
 
 
 def _pinned_in_a_step(ranks: Any, settings: dict[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 
 import zero_core
 from zero_core import Engine, plugins
-from zero_core.testing import LR, Case, SimulatedRanks, batch, make_model, simulate
+from zero_core.testing import LR, Case, SimulatedRanks, batch, make_model, on_ranks
+from zero_core.testing.training import assert_same
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -31,32 +33,22 @@ class Declared(torch.optim.AdamW):
     update_rule = "adam"
 
 
-def _adamw(kind: type[torch.optim.AdamW], **options: Any) -> Make:
-    return lambda params: kind(params, lr=1e-2, weight_decay=0.1, **options)
-
-
 HOST = {"offload_optimizer": {"device": "cpu"}}
 ADAMW = ("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
+TORCH = torch.optim
 OBJECTS: dict[str, tuple[Make, tuple[str, dict[str, Any]]]] = {
-    "AdamW": (_adamw(torch.optim.AdamW), ADAMW),
-    "fused AdamW": (_adamw(torch.optim.AdamW, fused=True), ADAMW),
-    "AdamW that says so": (_adamw(Declared), ADAMW),
-    "Adam": (
-        lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
-        ("Adam", {"lr": 1e-2, "adam_w_mode": False, "weight_decay": 0.1}),
-    ),
-    "Adagrad": (
-        lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.01),
-        ("Adagrad", {"lr": 1e-2, "initial_accumulator_value": 0.01}),
-    ),
-    "SGD": (
-        lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-        ("SGD", {"lr": 1e-2, "momentum": 0.9}),
-    ),
-    "Lion": (
-        lambda params: zero_core.Lion(params, lr=1e-3, weight_decay=0.1),
-        ("Lion", {"lr": 1e-3, "weight_decay": 0.1}),
-    ),
+    "AdamW": (partial(TORCH.AdamW, **ADAMW[1]), ADAMW),
+    "fused AdamW": (partial(TORCH.AdamW, fused=True, **ADAMW[1]), ADAMW),
+    "AdamW that says so": (partial(Declared, **ADAMW[1]), ADAMW),
+    "Adam": (partial(TORCH.Adam, **ADAMW[1]), ("Adam", {"adam_w_mode": False, **ADAMW[1]})),
+    **{
+        name: (partial(kind, **options), (name, options))
+        for name, kind, options in (
+            ("Adagrad", TORCH.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.01}),
+            ("SGD", TORCH.SGD, {"lr": 1e-2, "momentum": 0.9}),
+            ("Lion", zero_core.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
+        )
+    },
 }
 
 
@@ -87,35 +79,37 @@ def _values(engine: Engine, rank: int, counts: tuple[int, ...] = (1, 1, 1)) -> A
     return engine.full_state_dict(dtype=torch.float32)
 
 
-def _as_named(ranks: SimulatedRanks, name: str, stage: int, dtype: str) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (3, "bf16")])
+@on_ranks(2)
+def test_an_object_has_the_bits_of_the_same_optimizer_by_name(
+    ranks: SimulatedRanks, name: str, stage: int, dtype: str
+) -> None:
     make, named = OBJECTS[name]
     engine = _of_object(make, stage, dtype, process_group=ranks)
     other = _build(stage, dtype, named=named, process_group=ranks)
     assert _kernels(engine) == {True}
-    found, expected = (_values(each, ranks.rank) for each in (engine, other))
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    assert_same(_values(engine, ranks.rank), _values(other, ranks.rank))
     for each in (engine, other):
         each.close()
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", OBJECTS)
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (3, "bf16")])
-def test_an_object_has_the_bits_of_the_same_optimizer_by_name(name, stage, dtype):
-    simulate(_as_named, 2, name, stage, dtype)
-
-
 @pytest.mark.parametrize(
     "make",
-    [_adamw(Subclass), _adamw(torch.optim.AdamW, amsgrad=True)],
+    [Subclass, partial(TORCH.AdamW, amsgrad=True)],
     ids=["a subclass", "amsgrad"],
 )
 def test_what_no_kernel_is_known_to_compute_is_torchs(make):
     assert _kernels(_of_object(make, 1, "fp32")) == {False}
 
 
-def _adds_up(ranks: SimulatedRanks, dtype: str) -> None:
-    """No micro-steps are configured: the tier keeps gradients, and the loop declares boundaries."""
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@on_ranks(2)
+def test_declared_micro_steps_add_up_where_none_are_configured(
+    ranks: SimulatedRanks, dtype: str
+) -> None:
+    """The tier keeps gradients, and the loop declares boundaries."""
     counts = (3, 1, 2)
 
     def values(case: Case) -> Any:
@@ -125,28 +119,22 @@ def _adds_up(ranks: SimulatedRanks, dtype: str) -> None:
 
     expected = values(Case(2, dtype, accumulation=3, zero=HOST))
     found = values(Case(2, dtype, zero=HOST))
-    if dtype == "fp32":  # on the device, which is held against DDP
-        torch.testing.assert_close(expected, values(Case(2, accumulation=3)), rtol=0.0, atol=1e-6)
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    if dtype == "fp32":
+        assert_same(found, expected)
     else:
         # Configured micro-steps are rounded one by one, declared ones once they are added.
         gaps = [(found[name] - value).abs().mean() for name, value in expected.items()]
         assert max(gaps) < LR / 50
     engine = _build(3, dtype, process_group=ranks)
-    torch.testing.assert_close(_values(engine, ranks.rank, counts), found, rtol=0.0, atol=0.0)
+    assert_same(_values(engine, ranks.rank, counts), found)
     before = engine.memory_report()
     _values(engine, ranks.rank, counts)
     assert engine.memory_report() == before  # no buffer is lost
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_declared_micro_steps_add_up_where_none_are_configured(dtype):
-    simulate(_adds_up, 2, dtype)
-
-
 def test_without_a_kernel_torch_computes_an_object_and_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setattr(plugins, "has_part", lambda group, name: False)
     with caplog.at_level(logging.INFO, "zero_core"):
-        engine = _of_object(_adamw(torch.optim.AdamW), 1, "fp32")
+        engine = _of_object(TORCH.AdamW, 1, "fp32")
     assert _kernels(engine) == {False}
     assert "'cpu' with an object of AdamW: torch's own update runs on the host" in caplog.text

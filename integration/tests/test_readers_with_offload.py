@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, simulate
+from zero_core.testing import Case, SimulatedRanks, on_ranks
 from zero_core.testing.readers import AFTER, BEFORE, Watched, check_truth, read_everywhere
 
 SHARDED = "parameter blocks.1.inner.weight was read where stage 3 holds only"
 EARLY = "parameter blocks.1.inner.weight was read between backward and step()"
 
 
-def _tells_the_truth(
+@pytest.mark.parametrize("further", [{}, {"update_in_backward": True}], ids=["late", "early"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_each_reader_has_the_value_or_an_error_at_each_moment(
     ranks: SimulatedRanks, stage: int, dtype: str, further: dict[str, Any]
 ) -> None:
     offload = {"device": "cpu", "ratio": 0.5 if dtype == "bf16" else 1.0}
@@ -29,10 +33,3 @@ def _tells_the_truth(
     if is_early and stage < 3:
         refusals["before the step"] = EARLY
     check_truth(found, refusals)
-
-
-@pytest.mark.parametrize("further", [{}, {"update_in_backward": True}], ids=["late", "early"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", range(4))
-def test_each_reader_has_the_value_or_an_error_at_each_moment(stage, dtype, further):
-    simulate(_tells_the_truth, 2, stage, dtype, further)

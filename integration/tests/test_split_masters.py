@@ -66,11 +66,8 @@ def test_ranks_steps_loads_and_exports_round_ties_alike(
     config = Case(stage, "bf16", zero=places, top={"optimizer": optimizer}).config()
     exact = {name: param.detach() for name, param in _tied().named_parameters()}
 
-    def build(ranks: SimulatedRanks) -> Any:
-        return zero_core.build(_tied(), config, process_group=ranks)
-
     def train(ranks: SimulatedRanks) -> list[dict[str, Tensor]]:
-        engine = build(ranks)
+        engine, resumed = (zero_core.build(_tied(), config, process_group=ranks) for _ in range(2))
         found = [_weights(engine)]
         engine.step()
         found.append(engine.full_state_dict())
@@ -81,12 +78,10 @@ def test_ranks_steps_loads_and_exports_round_ties_alike(
         found.append(_weights(engine))
         engine.step()
         engine.save_checkpoint(tmp_path / "saved")
-        resumed = build(ranks)
         resumed.load_checkpoint(tmp_path / "saved")
         found.append(_weights(resumed))
         resumed.step()
-        unwrapped = resumed.unwrap()
-        found.append({name: param.detach() for name, param in unwrapped.named_parameters()})
+        found.append({name: p.detach() for name, p in resumed.unwrap().named_parameters()})
         return found
 
     views = [view for of_rank in simulate(train, world_size) for view in of_rank]

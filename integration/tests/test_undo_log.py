@@ -14,10 +14,10 @@ from torch import Tensor
 
 import zero_core
 from tests.support.host_optimizers import OPTIMIZERS
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, make_tower, rows, simulate
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": OPTIMIZERS["AdamW"]}}
-SIZE = {"device": "cpu", "undo_buffer_size": 1 << 20}
+BY_DEFAULT = {"update_in_backward": None, "undo_buffer_size": 1 << 20}
 
 
 def config_of(
@@ -50,69 +50,46 @@ def count(engine: zero_core.Engine, what: str) -> int:
 
 
 def bits_of(engine: zero_core.Engine) -> dict[str, Tensor]:
-    """Return the bits of all that this rank has: states, the shards' values, and scalars."""
+    """Return the bits of this rank's states and of its shards' values."""
     tier: Any = engine.sharded_state.tier
     found = {name: tier.read_state(name, 0, tier.geometry.numel) for name in tier.state_names()}
     for flat in engine.sharded_state.params:
         found[f"shard {flat.segment.index}"] = flat.read_shard().clone()
-    for i in range(len(tier.geometry.pieces)):
-        scalars = tier.read_scalars(i)
-        found[f"scalars {i}"] = torch.tensor([scalars[k] for k in sorted(scalars)])
     return {name: value.contiguous().view(torch.uint8) for name, value in found.items()}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def _kept(ranks: SimulatedRanks, offload: dict[str, Any]) -> int:
-    engine = build(config_of(2, clipping=1e9, **offload), ranks)
+def num_kept(**offload: Any) -> int:
+    """Return how many elements of three steps the log has had, which nothing has undone."""
+    engine = build(config_of(2, clipping=1e9, **offload))
     for step in range(3):
         backward(engine, step)
         engine.step()
-    found = count(engine, "kept")
     assert count(engine, "undone") == 0
+    found = count(engine, "kept")
     engine.close()
     return found
 
 
 def test_units_beyond_the_size_of_the_log_and_the_devices_are_updated_late() -> None:
     nothing, some, more, all_ = (
-        simulate(_kept, 2, {"undo_buffer_size": size})[0] for size in (1, 4_000, 9_000, None)
+        num_kept(undo_buffer_size=size) for size in (1, 8_000, 18_000, None)
     )
     assert 0 == nothing < some < more < all_
-    none, third = (simulate(_kept, 2, {"ratio": ratio})[0] for ratio in (0.0, 0.3))
-    assert 0 == none < third < all_
+    assert 0 == num_kept(ratio=0.0) < num_kept(ratio=0.3) < all_
 
 
-def _take_nan(ranks: SimulatedRanks, dtype: str) -> None:
-    found = []
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_whatever_is_done_between_backward_and_step_sees_no_update(
+    ranks: SimulatedRanks, stage: int, tmp_path: Path
+) -> None:
+    """Saves, reads of states, clipping by hand, changed settings and gradients."""
+    found: list[list[dict[str, Tensor]]] = []
     for is_early in (False, True):
-        top = {"check_grad_overflow": False}
-        engine = build(config_of(3, dtype, 1e9, top, update_in_backward=is_early), ranks)
-        for step in range(5):
-            backward(engine, step, torch.nan if (step, ranks.rank) == (2, 0) else 1.0)
-            engine.step()
-        assert engine.skipped_steps == 0
-        found.append(bits_of(engine))
-        engine.close()
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_nan_has_the_same_bits_where_no_step_is_skipped(dtype: str) -> None:
-    simulate(_take_nan, 2, dtype)
-
-
-def _between(ranks: SimulatedRanks, folder: str) -> None:
-    found = []
-    for is_early in (False, True):
-        own = f"{folder}/{is_early}"
-        engine = build(config_of(2, "bf16", 1e9, update_in_backward=is_early), ranks)
-        for step in range(6):
+        own = tmp_path / str(is_early)
+        engine = build(config_of(stage, "bf16", 1e9, update_in_backward=is_early), ranks)
+        for step in range(7):
             backward(engine, step)
-            tier: Any = engine.sharded_state.tier
-            assert (tier.parts[0].tier._speculation is not None) == is_early
             if step == 1:
                 assert engine.states.get_full("blocks.0.up.weight", "exp_avg") is not None
             elif step == 2:
@@ -121,71 +98,19 @@ def _between(ranks: SimulatedRanks, folder: str) -> None:
                 engine.optimizer.param_groups[0]["lr"] = 0.03
             elif step == 4:
                 engine.save_checkpoint(own, "step-4")
+            elif step == 5 and stage == 0:
+                grad = engine.module.get_parameter("blocks.1.up.weight").grad
+                assert grad is not None
+                grad.mul_(0.25)
             engine.step()
         engine.save_checkpoint(own, "end")
         found.append([bits_of(engine)])
         for tag in ("step-4", "end"):
             engine.load_checkpoint(own, tag)
             found[-1].append(bits_of(engine))
+        assert bool(count(engine, "undone")) == is_early
         engine.close()
-    for late, early in zip(*found, strict=True):
-        assert_same(early, late)
-
-
-def test_whatever_is_done_between_backward_and_step_sees_no_update(tmp_path: Path) -> None:
-    """Saves, reads of states, clipping by hand and changed settings."""
-    simulate(_between, 2, str(tmp_path))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_an_error_in_backward_leaves_the_state_as_it_was(dtype: str) -> None:
-    def fail(grad: Tensor) -> None:
-        raise ArithmeticError("broken on purpose")
-
-    engine = zero_core.build(make_tower(), config_of(dtype=dtype))
-    x = rows(0, 0).to(engine.config.compute_dtype or torch.float32)
-    for _ in range(2):
-        engine.backward(engine(x))
-        engine.step()
-    before = bits_of(engine)
-    engine.module.blocks[1].register_forward_hook(
-        lambda module, args, out: out.register_hook(fail) and None
-    )
-    with pytest.raises(ArithmeticError):
-        engine.backward(engine(x))
-    after = bits_of(engine)
-    assert count(engine, "undone"), "units were updated"
-    assert_same(after, before)
-    engine.close()
-
-
-def test_param_grad_may_be_read_and_changed() -> None:
-    found = []
-    for is_early in (False, True):
-        engine = build(config_of(0, update_in_backward=is_early))
-        for step in range(4):
-            backward(engine, step)
-            param = engine.module.get_parameter("blocks.1.up.weight")
-            assert param.grad is not None
-            if step == 2:
-                param.grad.mul_(0.25)
-            engine.step()
-        found.append(bits_of(engine))
-        engine.close()
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_parameters_keep_their_values_until_the_step(dtype: str) -> None:
-    engine = build(config_of(1, dtype))
-    shards = [flat.read_shard().clone() for flat in engine.sharded_state.params]
-    backward(engine, 0)
-    tier: Any = engine.sharded_state.tier
-    assert tier.undo_bytes == engine.memory_report()["undo log"]
-    for flat, shard in zip(engine.sharded_state.params, shards, strict=True):
-        assert torch.equal(flat.read_shard(), shard)
-    engine.step()
-    engine.close()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_what_cannot_be_undone_is_refused(tmp_path: Path) -> None:
@@ -200,9 +125,7 @@ def test_what_cannot_be_undone_is_refused(tmp_path: Path) -> None:
 
 def test_with_a_size_of_the_log_steps_begin_in_backward(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="zero_core.step.update")
-    config = config_of(clipping=1e-3)
-    config["zero_optimization"]["offload_optimizer"] = SIZE
-    engine = build(config)
+    engine = build(config_of(clipping=1e-3, **BY_DEFAULT))
     assert "updated in backward, with" in caplog.text
     backward(engine, 0)
     engine.step()
@@ -212,9 +135,7 @@ def test_with_a_size_of_the_log_steps_begin_in_backward(caplog: pytest.LogCaptur
 
 
 def test_without_a_size_of_the_log_the_default_waits_for_the_decision() -> None:
-    config = config_of()
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    engine = build(config)
+    engine = build(config_of(update_in_backward=None))
     assert "undo log" not in engine.memory_report()
     engine.close()
 
