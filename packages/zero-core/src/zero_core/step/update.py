@@ -1,4 +1,4 @@
-"""When the state tier updates: after the step's decision, ahead of it, or in backward.
+"""Policies by which the state tier updates: after the decision, ahead of it, or in backward.
 
 [Note: update ahead]
 A host that reads the sum of the step's facts before it enqueues the update leaves the device
@@ -94,8 +94,7 @@ class UpdatePolicy:
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
-        """Enqueue the update: see `AheadTier`."""
-        raise NotImplementedError
+        """Enqueue the update: see `AheadTier`. Called where `can_step_ahead` alone."""
 
     @property
     def is_ahead(self) -> bool:
