@@ -95,7 +95,7 @@ class Choice:
 
     @property
     def needs(self) -> str:
-        """Its bytes in words."""
+        """The bytes in words."""
         found = f"{format_bytes(self.device_bytes)} on the device"
         if self.host_bytes:
             found += f" and {format_bytes(self.host_bytes)} on the host per rank"
