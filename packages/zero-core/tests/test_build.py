@@ -71,8 +71,6 @@ def test_a_state_tier_is_told_the_name_of_each_piece(stage):
 class _FormerTier:
     """A tier of an earlier protocol, which lacks ``owns_grads``."""
 
-    keeps_grads = True
-
     def __init__(self, tier: StateTier) -> None:
         for name in vars(StateTier):
             if not name.startswith("_") and name != "owns_grads":
@@ -84,8 +82,7 @@ def test_a_state_tier_that_lacks_members_is_refused_with_their_names():
         return _FormerTier(device_tier(**further))
 
     config = {**BASE, **ADAMW}
-    named = "_FormerTier lacks members of .*StateTier: owns_grads .`keeps_grads` is `owns_grads` no"
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=r"_FormerTier lacks members of .*StateTier: owns_grads$"):
         zero_core.build(make_model(), config, state_tier=former)
     with pytest.raises(ConfigError, match=r"lacks .*: owns_grads, offer_grad, .*check_states$"):
         zero_core.build(make_model(), config, state_tier=lambda **_: object())

@@ -201,10 +201,9 @@ def _all_know_it(ranks: SimulatedRanks) -> None:
             facts.mark("used", {0})
             facts.mark("left out", left_out)
 
-    facts.fillers.append(Rank())
     for sets, is_agreed in (([{1, 2}] * 3, True), ([{1}, {2}, {1}], False)):
         left_out = sets[ranks.rank]
-        facts.start_sum(torch.zeros(1, dtype=torch.float64))
+        facts.start_sum([Rank()], torch.zeros(1, dtype=torch.float64))
         assert facts.is_unanimous("left out") is is_agreed
         assert facts.counts("used") == [3.0]
 

@@ -171,7 +171,6 @@ class Runtime:
         self._backwards = [f"backward of {unit!r}" for unit in self.units]
         self._sink = sink
         self._facts = facts
-        facts.fillers.append(self)
         self._params_with_grad = sink.params_with_grad
         self._has_sharded_params = has_sharded_params
         has_peers = communicator.world_size > 1
@@ -734,7 +733,7 @@ class Runtime:
 
     def _agree(self) -> None:
         self.drain()
-        self._sink.agree()
+        self._sink.agree(self)
 
     def fill(self, facts: Facts) -> None:
         """Put in what this rank's backwards have shown: see `zero_core.runtime.order`."""

@@ -14,7 +14,7 @@ sums of all ranks after it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -50,11 +50,7 @@ class Filler(Protocol):
 
 
 class Facts:
-    """One float64 vector per step. See the notes above.
-
-    Attributes:
-        fillers: asked in order before each sum.
-    """
+    """One float64 vector per step. See the notes above."""
 
     def __init__(
         self,
@@ -66,7 +62,6 @@ class Facts:
         norms: Norms,
     ) -> None:
         """``norms`` are those of the gradient, whose sums the vector has behind the slots."""
-        self.fillers: list[Filler] = []
         self._communicator = communicator
         self._device = device
         self._meter = meter
@@ -103,7 +98,7 @@ class Facts:
         self._sent[self._slots[_HASH]] = hashed
         self._sent[self._slots[_SQUARED_HASH]] = hashed.square()
 
-    def start_sum(self, square_sums: Tensor) -> None:
+    def start_sum(self, fillers: Iterable[Filler], square_sums: Tensor) -> None:
         """Ask the fillers, and start to sum over all ranks. Every rank must call it.
 
         ``square_sums`` are those of this rank's shards, on the device: see `Norms.add_squares`.
@@ -111,7 +106,7 @@ class Facts:
         self._wait()  # the upload of sums that nobody has read
         sent, total = self._sent, self._total
         sent.zero_()
-        for filler in self.fillers:
+        for filler in fillers:
             filler.fill(self)
         total.copy_(sent, non_blocking=True)
         total[self._first_sum :] = square_sums

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from zero_core.sharded.facts import Filler
 from zero_core.sharded.grads import FlatGrads, SequentialGrads
 from zero_core.sharded.unit import Unit
 
@@ -68,10 +69,10 @@ class GradientSink(Protocol):
     def reopen(self) -> None:
         """Note that more is to be added to the gradient. All ranks agree on its statistics anew."""
 
-    def agree(self) -> None:
+    def agree(self, filler: Filler) -> None:
         """Start to sum the step's facts over all ranks. Every rank must call it.
 
-        Nothing is done if they are known of the gradient as it is.
+        Nothing is done if they are known of the gradient as it is. ``filler`` has facts besides.
         """
 
     def void_update(self) -> None:

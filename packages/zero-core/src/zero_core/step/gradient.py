@@ -23,7 +23,7 @@ from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier
 from zero_core.sharded.edits import Edits
-from zero_core.sharded.facts import Facts
+from zero_core.sharded.facts import Facts, Filler
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
@@ -91,7 +91,6 @@ class StepGradient:
         self._config = config
         self._norm_kind = norms_of(config)
         self.facts = facts
-        facts.fillers.append(self)
         self._agreement = StepAgreement(state, train)
         self._is_agreed = False  # the statistics are those of the gradient as it was reduced
         self._changed_square_sum: Tensor | None = None  # with the changes made to param.grad
@@ -229,7 +228,7 @@ class StepGradient:
             set_grad(param, None)
         return bool(left)
 
-    def agree(self) -> None:
+    def agree(self, filler: Filler) -> None:
         self.param_grads.take_assigned()
         changes = self.param_grads.find_changes()
         (self._changed_late if self._is_agreed else self._changed).update(changes)
@@ -239,7 +238,7 @@ class StepGradient:
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self._grads.values():
                 grads.wait()
-            self.facts.start_sum(self._square_sums(self._norms))
+            self.facts.start_sum((self, filler), self._square_sums(self._norms))
             self.param_grads.agreed()
             self._is_agreed = True
         if self._take_changes(changes):
