@@ -309,7 +309,7 @@ class TestShapesThatChangeInPlace:
             lambda param: setattr(param, "data", param.data.t()),
             lambda param: setattr(param, "data", param.data[:2]),
             lambda param: param.requires_grad_(False).resize_(2, 5),
-            lambda param: param.requires_grad_(False).resize_(8, 5),
+            lambda param: param.requires_grad_(False).resize_(8, 5).zero_(),
             lambda param: setattr(param, "data", param.data.view(torch.bfloat16)),
         ],
     )
