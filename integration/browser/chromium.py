@@ -49,9 +49,7 @@ PROBE = """
       back: getComputedStyle(document.body).backgroundColor,
       text: getComputedStyle(document.body).color,
       axis: getComputedStyle(document.querySelector(".role-axis-label text")).fill,
-      compared: [...document.querySelectorAll("section")].filter(
-        (section) => section.querySelector("h2")?.textContent === "A and B, axis by axis"
-      ).flatMap((section) => [
+      shown: [...document.querySelectorAll("section")].flatMap((section) => [
         ...[...section.querySelectorAll("table")].map((table) => [...table.rows].map(
           (row) => [...row.cells].map((cell) => cell.innerText))),
         ...[...section.querySelectorAll(".chart")].map((chart) => [
@@ -89,8 +87,7 @@ def check_page(page: Path, folder: Path, theme: str, width: int) -> list[list[li
         width: of the page, in pixels.
 
     Returns:
-        What compares two runs, as it is shown: rows of each table, and title and labels of each
-        chart.
+        What is shown: rows of each table, and title and labels of each chart.
     """
     probed, frame = folder / "probed.html", folder / "frame.html"
     text = page.read_text(encoding="utf-8")
@@ -110,8 +107,8 @@ def check_page(page: Path, folder: Path, theme: str, width: int) -> list[list[li
     assert (_brightness(found["back"]) < 0.3) is (theme == "dark")
     for name in ("text", "axis"):
         assert abs(_brightness(found[name]) - _brightness(found["back"])) > 0.35
-    compared: list[list[list[str]]] = found["compared"]
-    return compared
+    shown: list[list[list[str]]] = found["shown"]
+    return shown
 
 
 def _look(frame: Path, profile: Path) -> dict[str, Any]:

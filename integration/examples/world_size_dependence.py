@@ -26,7 +26,7 @@ class BranchingByRank(nn.Module):
 
 
 def compute(model, batch):
-    """Return the outputs of all modules and the gradients of all parameters, by name."""
+    """Return the tensors that innermost modules return, and parameters' gradients, by name."""
     found = {}
     torch.manual_seed(0)  # as the engine does before each micro-batch
     handles = [
@@ -39,11 +39,11 @@ def compute(model, batch):
         handle.remove()
     for name, param in model.named_parameters():
         found[f"the gradient of {name}"], param.grad = param.grad, None
-    return found
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def first_difference(one, other):
-    differs = (name for name in one if not torch.equal(one[name], other[name]))
+    differs = (n for n in one if n not in other or not torch.equal(one[n], other[n]))
     return next(differs, None)
 
 

@@ -50,7 +50,7 @@ def planned(config: dict[str, Any], world_size: int = 2, **how: Any) -> Any:
     with torch.device("meta"):
         model = Blocks()
         x = torch.zeros(config["train_micro_batch_size_per_gpu"], TOKENS, WIDTH)
-    return plan(model, config, world_size, example_inputs=[x], **how)
+    return plan(model, config, world_size, **{"example_inputs": [x], **how})
 
 
 def calibration(**curves: Curve) -> Calibration:
@@ -188,6 +188,15 @@ def test_of_choices_as_fast_the_one_with_the_least_memory_is_named() -> None:
     close = [c for c in found.choices if not c.ratio and c.sample_s * (1 - WORTH) <= least_s]
     sizes = [c.device_bytes for c in close]
     assert found.best.device_bytes == min(sizes) < max(sizes)
+
+
+def test_without_inputs_rates_say_nothing_and_the_smallest_change_that_fits_is_best() -> None:
+    limit = planned(make_config(3), example_inputs=None).configured.device_bytes
+    config = make_config(0)
+    plain = planned(config, example_inputs=None, device_memory=limit)
+    found = planned(config, example_inputs=None, device_memory=limit, calibration=calibration())
+    assert (found.best.stage, found.best.step_time) == (plain.best.stage, None)
+    assert found.advice == plain.advice
 
 
 def test_rates_of_another_kind_of_machine_are_refused() -> None:

@@ -68,8 +68,8 @@ def test_a_state_tier_is_told_the_name_of_each_piece(stage):
     engine.close()
 
 
-class _FormerTier:
-    """A tier of an earlier protocol, which lacks ``owns_grads``."""
+class _LackingTier:
+    """A tier that lacks ``owns_grads``."""
 
     def __init__(self, tier: StateTier) -> None:
         for name in vars(StateTier):
@@ -79,10 +79,12 @@ class _FormerTier:
 
 def test_a_state_tier_that_lacks_members_is_refused_with_their_names():
     def former(*, names, config, adam_kernel, device_tier, **further):
-        return _FormerTier(device_tier(**further))
+        return _LackingTier(device_tier(**further))
 
     config = {**BASE, **ADAMW}
-    with pytest.raises(ConfigError, match=r"_FormerTier lacks members of .*StateTier: owns_grads$"):
+    with pytest.raises(
+        ConfigError, match=r"_LackingTier lacks members of .*StateTier: owns_grads$"
+    ):
         zero_core.build(make_model(), config, state_tier=former)
     with pytest.raises(ConfigError, match=r"lacks .*: owns_grads, offer_grad, .*check_states$"):
         zero_core.build(make_model(), config, state_tier=lambda **_: object())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.former_checkpoints import rewrite
+from support.changed_checkpoints import rewrite
 from torch import nn
 
 import zero_core

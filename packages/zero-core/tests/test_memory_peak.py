@@ -85,6 +85,7 @@ def _check(dtype: str, rows: int) -> None:
     ).memory.device_bytes
     print(f"{dtype}, {rows} rows: peak {found['peak'] / planned:.3f} of the plan, {found}")
     assert 0.95 < found["peak"] / planned < 1.05
+    # A leak of a block grows by more; what the allocator keeps on a busy machine by less.
     assert found["late"] - found["early"] < 0.02 * planned, found
 
 

@@ -62,6 +62,9 @@ class _Odd(Tower):
             for block in (*self.blocks[2:], *self.blocks[:2]):
                 for part in block:
                     x = part(x)
+        elif self.way == "twice in one":
+            x = checkpoint(self._run, x, (0, 1, 0), use_reentrant=False)
+            x = checkpoint(self._run, x, (2, 3), use_reentrant=False)
         else:
             x = checkpoint(self._run, x, (2, 0), use_reentrant=True)
             x = checkpoint(self.blocks[2], x, use_reentrant=True)
@@ -314,7 +317,10 @@ USES = {
         f"tower, recomputes {how}": Use(partial(make_tower, recompute=how), _recomputable)
         for how in ("none", "blocks", "reentrant", "pairs")
     },
-    **{way: Use(_of(_Odd, way), _recomputable) for way in ("shared", "in parts", "in pairs")},
+    **{
+        way: Use(_of(_Odd, way), _recomputable)
+        for way in ("shared", "in parts", "in pairs", "twice in one")
+    },
     "skipped blocks": Use(make_tower, _skipping, steps=8),
     "parts left out": Use(_of(_Branches), _branching, steps=7),
     "parts left out, recomputed": Use(_of(_Branches), _branching, RECOMPUTED, steps=7),
@@ -387,6 +393,31 @@ def _drawn(seed: int) -> tuple[Callable[[], nn.Module], Callable[[int, int], Inp
 @on_ranks(3)
 def test_each_rank_may_leave_out_blocks_of_its_own(ranks: SimulatedRanks, seed: int) -> None:
     check_like_ddp(ranks, *_drawn(seed), steps=5)
+
+
+@on_ranks(3)
+def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks: SimulatedRanks) -> None:
+    def losses_of(model: Any, end: Callable[[], object]) -> Any:
+        for number, left_out in enumerate([(3, None), (None, 3), (1, 3), (0, 2)]):
+            loss = torch.zeros(())
+            for block in left_out:
+                used = [b for b in range(4) if b != block or ranks.rank == 0]
+                loss = loss + model(rows(number, ranks.rank), used)
+            loss.backward()
+            end()
+            yield loss.item()
+
+    ddp = SimulatedDDP(make_tower(), ranks)
+    params = ddp.module.parameters()
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def end() -> None:
+        ddp.average_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine = zero_core.build(make_tower(), Case(3).config(), process_group=ranks)
+    assert list(losses_of(engine, engine.step)) == list(losses_of(ddp, end))
 
 
 def _check_branches(ranks: Ranks) -> None:

@@ -445,7 +445,7 @@ def test_a_hugging_face_configuration_without_transformers_names_the_package(
 def test_what_needs_a_package_that_is_missing_is_named_and_not_counted(
     stage: int, zero: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero_core.plugins.entry_points", lambda **kwargs: ())
+    monkeypatch.setattr("zero_core.parts.entry_points", lambda **kwargs: ())
     config = make_config(stage, "bf16")
     alone = zero_core.plan(wide_blocks(2, 256), config, 4, device_memory=10**9)
     config["zero_optimization"] |= zero

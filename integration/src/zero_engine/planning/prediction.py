@@ -6,7 +6,7 @@ of their use, forward and backward; a unit's reduction starts when its gradients
 waited for a unit later. Inputs of blocks that wait on the host are copied down in forward, and up
 one turn ahead in backward, as are gradients of tied weights before the root's backward. Then ranks
 agree, and the device and the host update their parts. The host updates in backward where nothing
-can cancel the step (`zero_core.step.gradient`). A unit's next forward waits for its update. Three
+can cancel the step (`zero_core.step.update`). A unit's next forward waits for its update. Three
 steps are simulated (`zero_engine.planning.schedule`), and the last one is taken.
 
 With the vertical schedule (`zero_core.vertical.schedule`) one pass has all micro-batches of a step,

@@ -79,7 +79,7 @@ def plan(
             "measure it with zero-engine doctor --measure --disk FOLDER, or plan without rates"
         )
     planner = make_planner(model, config, machine, example_inputs)
-    if rates is None:
+    if rates is None or planner.trace(planner.configured.micro_batch) is None:
         return _without_times(planner.plan(allow_rounding=allow_rounding))
     return Search(planner, rates).plan(allow_rounding=allow_rounding)
 

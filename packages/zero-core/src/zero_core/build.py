@@ -269,7 +269,7 @@ def build(
             installed = hooks.install(runtime, modules, resolved, host_inputs)
             vertical = None
             wanted = resolved.accumulation_schedule
-            if is_training and wanted == "auto":
+            if is_training and wanted == "auto" and ranks.rank == 0:
                 chosen = "vertical: %s" if resolved.is_vertical else "horizontal: no %s"
                 _log.info("accumulation_schedule: auto chose " + chosen, "gathers are saved")
             if is_training and (wanted == "vertical" or resolved.is_vertical):

@@ -39,7 +39,8 @@ from zero_core.errors import (
     UnusedParameterError,
 )
 from zero_core.object_methods import ObjectMethods
-from zero_core.plugins import REPORTS, load_part
+from zero_core.parts import load_part
+from zero_core.plugins import REPORTS
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import Recorder, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from zero_core.blueprint import Blueprint
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.meter import Meter
 from zero_core.config import Config, load_config
-from zero_core.errors import ConfigError, MissingPartError
+from zero_core.errors import ConfigError
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.factory import (
@@ -33,6 +32,7 @@ from zero_core.optim.factory import (
 )
 from zero_core.optim.muon import tag_matrices
 from zero_core.optim.whole_tier import WholeTier
+from zero_core.parts import has_part, load_part, missing_part
 from zero_core.protocols import (
     Collectives,
     CollectivesFactory,
@@ -56,9 +56,6 @@ KERNELS = "zero_core.adam_kernels"
 UPLOAD_CODECS = "zero_core.upload_codecs"
 FOOTPRINTS = "zero_core.footprints"
 REPORTS = "zero_core.reports"
-
-# The index serves another project under that name.
-_NOT_ON_THE_INDEX = {"zero-engine": "./integration"}
 
 
 def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> Config:
@@ -104,21 +101,7 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
 
 def _check_installed(group: str, name: str, asked_by: str, distribution: str) -> None:
     if not has_part(group, name):
-        raise _missing(asked_by, distribution)
-
-
-def _missing(asked_by: str, distribution: str) -> MissingPartError:
-    return MissingPartError(
-        f"{asked_by} needs the package {distribution}, which is not installed: "
-        f"{install_command(distribution)}"
-    )
-
-
-def install_command(distribution: str, *flags: str) -> str:
-    """The command that installs a package of this repository."""
-    folder = _NOT_ON_THE_INDEX.get(distribution)
-    command = " ".join(("pip install", *flags, folder or distribution))
-    return command if folder is None else f"{command} in a checkout"
+        raise missing_part(asked_by, distribution)
 
 
 def _check_folder(key: str, folder: str) -> None:
@@ -127,31 +110,6 @@ def _check_folder(key: str, folder: str) -> None:
         raise ConfigError(f"{key} = {folder!r}: there is no such folder; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{key} = {folder!r} is not writable for this user: change its mode")
-
-
-def has_part(group: str, name: str) -> bool:
-    return bool(entry_points(group=group, name=name))
-
-
-def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any:
-    """Load the object behind entry point ``name`` of ``group``.
-
-    An error says which configuration key ``asked_by`` it and the ``distribution`` that has it.
-
-    Raises:
-        MissingPartError: it is not installed, or does not import.
-    """
-    found = list(entry_points(group=group, name=name))
-    if not found:
-        raise _missing(asked_by, distribution)
-    try:
-        return found[0].load()
-    except ImportError as error:
-        raise MissingPartError(
-            f"{asked_by} needs the package {distribution}, which is installed but does not "
-            f"import: {error}; try: "
-            f"{install_command(distribution, '--force-reinstall')}"
-        ) from error
 
 
 def call_factory(make: Any, *args: Any, **kwargs: Any) -> Any:

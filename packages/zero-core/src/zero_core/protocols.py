@@ -553,7 +553,7 @@ class AheadTier(StateTier, Protocol):
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether this tier's optimizer can do it. It does not change."""
+        """Whether this tier's optimizer can do it, with the groups that it has now."""
 
     def step_ahead(
         self,

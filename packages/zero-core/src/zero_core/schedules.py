@@ -13,14 +13,14 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from zero_core.errors import ConfigError, MissingPartError
+from zero_core.errors import ConfigError
+from zero_core.parts import load_part
 
 _log = logging.getLogger(__name__)
 
@@ -139,12 +139,12 @@ class WarmupLR(IterationSchedule):
         # At least 2: the logarithm of 1 is 0.
         self.warmup_num_steps = max(2, whole("warmup_num_steps", warmup_num_steps, least=0))
         self.warmup_type = warmup_type
-        highest: Any = warmup_max_lr
-        if highest is None:  # copies: a rate that is a tensor is set in place
-            own = [group["lr"] for group in self.optimizer.param_groups]
-            highest = [rate.clone() if isinstance(rate, Tensor) else rate for rate in own]
         self.min_lrs = per_group(self.optimizer, "warmup_min_lr", warmup_min_lr)
-        self.max_lrs = per_group(self.optimizer, "warmup_max_lr", highest)
+        if warmup_max_lr is None:  # copies: a rate that is a tensor is set in place
+            own = [group["lr"] for group in self.optimizer.param_groups]
+            self.max_lrs = [rate.clone() if isinstance(rate, Tensor) else rate for rate in own]
+        else:
+            self.max_lrs = per_group(self.optimizer, "warmup_max_lr", warmup_max_lr)
         if last_batch_iteration == -1:
             self.step(-1)
 
@@ -279,13 +279,13 @@ def _find(name: str) -> Callable[..., Schedule]:
     if name in SCHEDULERS:
         return SCHEDULERS[name]
     if name in _OF_ZERO_ENGINE:
-        for point in entry_points(group="zero_core.schedules", name=name):
-            made: Callable[..., Schedule] = point.load()
-            return made
-        raise MissingPartError(
-            f"scheduler.type = {name!r} needs the package zero-engine, which is not installed: "
-            "pip install ./integration in a checkout"
+        made: Callable[..., Schedule] = load_part(
+            "zero_core.schedules",
+            name,
+            asked_by=f"scheduler.type = {name!r}",
+            distribution="zero-engine",
         )
+        return made
     if name in _NEEDS_OBJECTS:
         raise ConfigError(
             f"scheduler.type = {name!r} cannot be given in a configuration: "

@@ -61,8 +61,7 @@ class OffloadOptimizerConfig(_Block):
     """Most host bytes that a rank page-locks for transfers. None sets no limit."""
     update_in_backward: bool | None = None
     """Update each unit in backward. None does so where nothing can cancel the step, or where
-    ``undo_buffer_size`` is given, few steps are cancelled or clipped and it is faster, and without
-    ``memory_checkpoint``."""
+    ``undo_buffer_size`` is given, and without ``memory_checkpoint``."""
     undo_buffer_size: PositiveInt | None = None
     """Most bytes of host memory per rank for the undo log of units updated in backward, where the
     step may still be clipped or cancelled. Units beyond it are updated after backward. None has

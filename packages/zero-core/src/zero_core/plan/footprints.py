@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zero_core.config import Config, ZeroConfig
 from zero_core.errors import MissingPartError
-from zero_core.plugins import FOOTPRINTS, call_factory, load_part
+from zero_core.parts import load_part
+from zero_core.plugins import FOOTPRINTS, call_factory
 
 
 class GatherFootprint(Protocol):

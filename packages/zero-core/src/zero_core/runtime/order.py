@@ -34,7 +34,8 @@ of forward, before backward goes through the last of them: what is recomputed is
 a gradient of it is ready.
 A unit that backward passes over (it returned its input, say) is *skipped*: other ranks may need it,
 and this rank gathers it in the same order. So is one that the forward gathered ahead and *passed
-by*: it stands in the trail, too.
+by*: it stands in the trail, too. Not so within a checkpoint of several blocks, and where blocks are
+computed again for several forwards of one backward: there ranks must run the same blocks.
 
 [Note: blocks that need no gradient]
 Backward does not go into a block whose output needs no gradient, as below the first trainable one.
@@ -276,7 +277,10 @@ class BackwardOrder:
 
     def _trail_of(self, unit: int, forward: Forward | None) -> _Trail | None:
         for trail in reversed(self._trails):
-            is_it = unit in trail.units if forward is None else trail.forward() is forward
+            if forward is None:
+                is_it = unit in trail.units and unit not in trail.passed
+            else:
+                is_it = trail.forward() is forward
             if is_it:
                 return trail
         return None
@@ -287,8 +291,9 @@ class BackwardOrder:
         A checkpoint computes its units in the order of forward. Frozen ones show no gradient.
         """
         if self._recomputed is not None and self._recomputed[0] is trail:
+            again = {trail.units[position] for position in self._recomputed[1]}
+            first = min(i for i, used in enumerate(trail.units) if used in again)
             position = trail.last_position(unit)
-            first = min(self._recomputed[1])
             self._is_recomputed_ready |= position is not None and position < first
 
     def _leave_recomputed(self) -> None:
@@ -307,8 +312,9 @@ class BackwardOrder:
         older: list[_Trail] | None = None
         while len(trail.units) > stop:
             unit = trail.units.pop()
+            was_passed = unit in trail.passed  # of an older forward, perhaps, it was entered
             trail.passed.discard(unit)
-            if unit not in self._entered:
+            if was_passed or unit not in self._entered:
                 self._entered.add(unit)
                 yield unit
             if self._num_missing.get(unit, 0) > 0 and unit not in trail.units:

@@ -11,7 +11,7 @@
    micro-step, if the tier adds them up. Steps 3 and 4 are called by `Reductions`.
 5. ``engine.step()``: `Runtime.complete_gradient`, then `StepGradient.decide` and ``apply``, which
    has the tier update the shards. `Runtime.values_changed` makes gathered values stale. On a device
-   the update is enqueued earlier: see [Note: update ahead] in `zero_core.step.gradient`.
+   the update is enqueued earlier: see [Note: update ahead] in `zero_core.step.update`.
 
 [Note: order]
 Units are gathered forward in the order of the module tree and backward in reverse; reductions run

@@ -152,13 +152,16 @@ class Facts:
     @property
     def square_sum(self) -> float:
         """Square of the gradient's 2-norm, loss scale included."""
-        self._known(_HASH)
+        self._await()
         return float(self._read[self._first_sum])
 
     def _known(self, name: str) -> Tensor:
+        self._await()
+        return self._read[self._slots[name]]
+
+    def _await(self) -> None:
         self._wait()
         self._is_known = True
-        return self._read[self._slots[name]]
 
     # ---------------------------------------------------------- on the device
 

@@ -71,13 +71,11 @@ class UpdatePolicy:
     Attributes:
         begins_early: whether updates begin before the step is decided, in backward.
         is_final: whether such an update stays, whatever comes.
-        can_step_ahead: whether `step_ahead` may be called.
         undo_bytes: host memory of an undo log.
     """
 
     begins_early: ClassVar[bool] = False
     is_final: ClassVar[bool] = False
-    can_step_ahead: ClassVar[bool] = False
     undo_bytes = 0
 
     def __init__(self, tier: StateTier, train: TrainState) -> None:
@@ -89,6 +87,11 @@ class UpdatePolicy:
 
         Returns whether they have new values.
         """
+        return False
+
+    @property
+    def can_step_ahead(self) -> bool:
+        """Whether `step_ahead` may be called."""
         return False
 
     def step_ahead(
@@ -122,12 +125,14 @@ class UpdatePolicy:
 class AheadPolicy(UpdatePolicy):
     """See [Note: update ahead]."""
 
-    can_step_ahead = True
-
     def __init__(self, tier: AheadTier, train: TrainState) -> None:
         super().__init__(tier, train)
         self._ahead_tier = tier
         self._ahead: Sequence[int] = ()  # pieces whose update was enqueued
+
+    @property
+    def can_step_ahead(self) -> bool:
+        return self._ahead_tier.can_step_ahead  # a load may bring groups with other kernels
 
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
@@ -238,6 +243,6 @@ def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: i
                 "offloaded units are updated after backward: no kernel of this optimizer can be "
                 "undone"
             )
-    if isinstance(tier, AheadTier) and tier.can_step_ahead:
+    if isinstance(tier, AheadTier):
         return AheadPolicy(tier, train)
     return UpdatePolicy(tier, train)

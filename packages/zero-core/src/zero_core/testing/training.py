@@ -99,7 +99,7 @@ def check_like_ddp(
     """Train ``make()`` with the engine and with DDP, and compare losses and values.
 
     Args:
-        ranks: simulated; with up to two of them the bits are those of torch's DDP.
+        ranks: simulated; with up to two of them `SimulatedDDP` has the bits of torch's DDP.
         make: the model, drawn alike each time.
         draw: inputs of (micro-step, rank), or None for a rank without data.
         case: configuration of the engine, in fp32 and without clipping.

@@ -1,0 +1,51 @@
+"""Parts of other packages, which announce themselves by entry points."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from zero_core.errors import MissingPartError
+
+# The index serves another project under that name.
+_NOT_ON_THE_INDEX = {"zero-engine": "./integration"}
+
+
+def missing_part(asked_by: str, distribution: str) -> MissingPartError:
+    """Return the error for a ``distribution`` that is not installed."""
+    return MissingPartError(
+        f"{asked_by} needs the package {distribution}, which is not installed: "
+        f"{install_command(distribution)}"
+    )
+
+
+def install_command(distribution: str, *flags: str) -> str:
+    """The command that installs a package of this repository."""
+    folder = _NOT_ON_THE_INDEX.get(distribution)
+    command = " ".join(("pip install", *flags, folder or distribution))
+    return command if folder is None else f"{command} in a checkout"
+
+
+def has_part(group: str, name: str) -> bool:
+    return bool(entry_points(group=group, name=name))
+
+
+def load_part(group: str, name: str, *, asked_by: str, distribution: str) -> Any:
+    """Load the object behind entry point ``name`` of ``group``.
+
+    An error says which configuration key ``asked_by`` it and the ``distribution`` that has it.
+
+    Raises:
+        MissingPartError: it is not installed, or does not import.
+    """
+    found = list(entry_points(group=group, name=name))
+    if not found:
+        raise missing_part(asked_by, distribution)
+    try:
+        return found[0].load()
+    except ImportError as error:
+        raise MissingPartError(
+            f"{asked_by} needs the package {distribution}, which is installed but does not "
+            f"import: {error}; try: "
+            f"{install_command(distribution, '--force-reinstall')}"
+        ) from error
