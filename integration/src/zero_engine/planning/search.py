@@ -54,11 +54,10 @@ def plan(
 ) -> TimedPlan:
     """Compute what `zero_core.plan` does, and with a ``calibration`` the time of a step.
 
-    The best choice is then the fastest that fits. Times need ``example_inputs``.
+    The best choice is then the fastest that fits. Times need ``example_inputs``. The other
+    parameters are those of `zero_core.plan`.
 
     Args:
-        model, config, world_size, device_memory, host_memory, ranks_per_node, example_inputs: see
-            `zero_core.plan`; so are ``device_type``, ``allow_rounding`` and ``nvme_path``.
         calibration: speeds of the machine.
 
     Raises:
