@@ -382,12 +382,9 @@ class Restoring:
             for param in state.tier.updated_params():
                 spec = state.layout.params[param]
                 if self._sources[spec.name] == MASTER:
-                    state.tier.write_whole_state(param, self._whole_state(spec))
-
-    def _whole_state(self, spec: ParamSpec) -> Mapping[str, Any]:
-        """Return the state of a whole parameter, empty before its first update."""
-        saved = self._manifest.whole_states.get(spec.name)
-        return {} if saved is None else restore(saved.state, self._reader, saved.file)
+                    saved = self._manifest.whole_states.get(spec.name)  # None: never updated
+                    whole = {} if saved is None else restore(saved.state, self._reader, saved.file)
+                    state.tier.write_whole_state(param, whole)
 
     @property
     def _restores_rng(self) -> bool:

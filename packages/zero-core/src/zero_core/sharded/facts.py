@@ -50,7 +50,11 @@ class Filler(Protocol):
 
 
 class Facts:
-    """One float64 vector per step. See the notes above."""
+    """One float64 vector per step. See the notes above.
+
+    Attributes:
+        is_known: whether the host has read the sum.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class Facts:
         if self._has_stream:
             self._read = torch.zeros(numel, dtype=torch.float64, pin_memory=True)
         self._event: torch.Event | None = None  # of a copy to the host that it has not read
-        self._is_known = False
+        self.is_known = False
 
     # ------------------------------------------------------- before the sum
 
@@ -116,7 +120,7 @@ class Facts:
         if self._has_stream:
             self._read.copy_(total, non_blocking=True)
             self._event = torch.accelerator.current_stream(self._device).record_event()
-        self._is_known = False
+        self.is_known = False
 
     def _wait(self) -> None:
         if self._event is not None:
@@ -124,11 +128,6 @@ class Facts:
             self._event = None  # not before: Ctrl-C may come meanwhile
 
     # ----------------------------------- after the sum, the same on all ranks
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the host has read the sum."""
-        return self._is_known
 
     def counts(self, name: str) -> list[float]:
         """Return the sums of a slot."""
@@ -161,7 +160,7 @@ class Facts:
 
     def _await(self) -> None:
         self._wait()
-        self._is_known = True
+        self.is_known = True
 
     # ---------------------------------------------------------- on the device
 
