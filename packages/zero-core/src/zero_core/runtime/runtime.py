@@ -402,9 +402,10 @@ class Runtime:
 
     def _end_tail(self, *, is_saved: bool) -> None:
         """End the outermost forward. A backward follows if it ``is_saved``."""
-        if is_saved:
-            self._note_passed(len(self.units))
-        if self._tail is not None and is_saved:
+        if not is_saved:
+            return
+        self._note_passed(len(self.units))
+        if self._tail is not None:
             self._use_tail()
             self._order.use(self._tail.index)
 
