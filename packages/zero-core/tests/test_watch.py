@@ -15,6 +15,7 @@ import pytest
 from support.board import Board
 
 import zero_core
+from zero_core.core.extension import EndedStep
 from zero_core.testing import Case, make_tower, rows, train
 from zero_core.watch import beats
 from zero_core.watch import watch as watches
@@ -246,7 +247,8 @@ def test_heartbeat_file_has_the_last_step(tmp_path: Path, monkeypatch: pytest.Mo
     for local_rank in ("1", "0"):
         assert not path.exists()  # the node's first rank writes it
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        HeartbeatFile().beat(3, rank=8)
+        for file in HeartbeatFile.wanted(rank=8):
+            file.stepped(EndedStep(3, "", [], 1, {}))
     assert json.loads(path.read_text())["rank"] == 8
     engine = zero_core.build(make_tower(1), Case().config())
     train(engine, [rows(0, 0), rows(1, 0)])

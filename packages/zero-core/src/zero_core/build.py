@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._libc import release_free_pages
 from zero_core.blueprint import Blueprint
-from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
@@ -22,13 +21,15 @@ from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
 from zero_core.config import Config, load_config
+from zero_core.core.extension import Extension, Extensions
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
+from zero_core.extensions import make_extensions
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
 from zero_core.layout.buffers import CommonBuffers
-from zero_core.lifecycle import Ownership, check_is_free
+from zero_core.lifecycle import Ownership, Removable, check_is_free
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
 from zero_core.protocols import (
@@ -50,10 +51,15 @@ from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
+from zero_core.step.micro_batches import MicroBatches
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.states import StateAccess
-from zero_core.vertical.schedule import VerticalSchedule
+from zero_core.vertical.schedule import (
+    AutoMicroBatches,
+    VerticalMicroBatches,
+    VerticalSchedule,
+)
 from zero_core.watch.place import OUTSIDE
 from zero_core.watch.under_way import under_way
 
@@ -249,9 +255,9 @@ def build(
                     optimizer, resolved.scheduler.type, resolved.scheduler.params
                 )
             train = TrainState(resolved, optimizer.param_groups, schedule, rank=ranks.rank)
-            seeds = None
-            if is_invariant and is_training:
-                seeds = MicroBatchSeeds(model, train, resolved.seed or 0, ranks)
+            installed: list[Removable] = []
+            if is_invariant and is_training:  # its hook runs behind those of the runtime
+                installed.append(MicroBatchSeeds(model, train, resolved.seed or 0, ranks))
             sizes = len(layout.params), len(layout.units)
             facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(resolved))
             gradient = StepGradient(state, communicator, train, resolved, facts)
@@ -266,23 +272,16 @@ def build(
             modules = [module for _, module, _ in found.units]
             on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
             host_inputs = HostInputs(ranks.device) if on_host else None
-            installed = hooks.install(runtime, modules, resolved, host_inputs)
-            vertical = None
-            wanted = resolved.accumulation_schedule
-            if is_training and wanted == "auto" and ranks.rank == 0:
-                chosen = "vertical: %s" if resolved.is_vertical else "horizontal: no %s"
-                _log.info("accumulation_schedule: auto chose " + chosen, "gathers are saved")
-            if is_training and (wanted == "vertical" or resolved.is_vertical):
-                blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
-                vertical = VerticalSchedule(blocks, runtime, train, state, host_inputs)
-                installed += vertical.handles
-            copies = None
-            if is_training and resolved.memory_checkpoint is not None:
-                copies = make_memory_checkpoints(
-                    state, train, resolved.memory_checkpoint, ranks, per_node
+            installed += hooks.install(runtime, modules, resolved, host_inputs)
+            found_extensions: list[Extension] = []
+            if is_training:
+                found_extensions = make_extensions(
+                    resolved, state, train, runtime, facts, ranks, per_node
                 )
+            extensions = Extensions(found_extensions)
+            installed += found_extensions
             device_states = DeviceStates(
-                memory, runtime, state, (tier, used, transport), gradient.edits, copies
+                memory, runtime, state, (tier, used, transport), gradient.edits, extensions
             )
             states = StateAccess(state, gradient, runtime, device_states)
             parts = EngineParts(
@@ -305,14 +304,24 @@ def build(
                     optimizer, train, gradient, runtime, meter, state.param_names
                 )
                 installed += [gradient.param_grads.serve(), gradient.edits.begin()]
+                micro_batches = MicroBatches(train, control.place, ranks.device)
+                wanted = resolved.accumulation_schedule
+                if wanted == "auto" and ranks.rank == 0:
+                    chosen = "vertical: %s" if resolved.is_vertical else "horizontal: no %s"
+                    _log.info("accumulation_schedule: auto chose " + chosen, "gathers are saved")
+                if wanted == "vertical" or resolved.is_vertical:
+                    blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
+                    vertical = VerticalSchedule(blocks, runtime, train, state, host_inputs)
+                    installed += vertical.handles
+                    kind = AutoMicroBatches if wanted == "auto" else VerticalMicroBatches
+                    micro_batches = kind(vertical, train, control.place, ranks.device)
                 engine: ShardedModel = Engine(
                     parts,
                     optimizer=driven,
                     gradient=gradient,
-                    seeds=seeds,
-                    copies=copies,
+                    micro_batches=micro_batches,
                     patches=patches,
-                    vertical=vertical,
+                    extensions=extensions,
                 )
             else:
                 engine = ShardedModel(parts)

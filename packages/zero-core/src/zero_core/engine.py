@@ -10,9 +10,8 @@ between is in `zero_core.runtime.runtime` (gather and reduce) and in the state t
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
@@ -25,37 +24,25 @@ from torch import Tensor, nn
 
 from zero_core._torch import cast_floats
 from zero_core.checkpoint.background.saver import OnPending, PendingSave
-from zero_core.checkpoint.files import holds_checkpoint, newest_step
-from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
+from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.patches.document import WeightPatch
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
+from zero_core.core.extension import EndedStep, Extensions
 from zero_core.errors import (
-    AccumulationScheduleError,
-    CheckpointError,
-    ConfigError,
     RankMismatchError,
     UnusedParameterError,
 )
 from zero_core.object_methods import ObjectMethods
-from zero_core.parts import load_part
-from zero_core.plugins import REPORTS
 from zero_core.protocols import MicroBatchLoss
-from zero_core.record.recorder import Recorder, Subject
+from zero_core.record.recorder import StepRecords, Subject
 from zero_core.runtime.device_states import BACKWARD_PARTS, FORWARD_PARTS, NO_PARTS
 from zero_core.sharded_model import EngineParts, ShardedModel
 from zero_core.step.gradient import StepGradient
 from zero_core.step.interrupts import DeferredInterrupt
+from zero_core.step.micro_batches import MicroBatches
 from zero_core.step.optimizer import EngineOptimizer
-from zero_core.step.replicas import check_replicas
-from zero_core.step.seeds import MicroBatchSeeds
-from zero_core.step.update import updates_in_backward
-from zero_core.vertical.random_numbers import RandomStates
-from zero_core.vertical.schedule import VerticalSchedule
-from zero_core.watch.heartbeat import HeartbeatFile
-
-_log = logging.getLogger(__name__)
 
 
 class Engine(ShardedModel):
@@ -74,39 +61,31 @@ class Engine(ShardedModel):
         *,
         optimizer: EngineOptimizer,
         gradient: StepGradient,
-        seeds: MicroBatchSeeds | None = None,
-        copies: MemoryCheckpoints | None = None,
+        micro_batches: MicroBatches,
         patches: PatchWriter,
-        vertical: VerticalSchedule | None = None,
+        extensions: Extensions,
     ) -> None:
-        """Called by `zero_core.build`.
-
-        ``seeds`` are there with ``world_size_invariant``, ``copies`` with ``memory_checkpoint``,
-        ``vertical`` if the accumulation schedule is that or may become it.
-        """
+        """Called by `zero_core.build`."""
         super().__init__(parts)
-        if parts.config.check_replicas_every and updates_in_backward(parts.config):
-            raise ConfigError(
-                "check_replicas_every: values are compared before the update, and units are "
-                "updated in backward: set zero_optimization.offload_optimizer.update_in_backward "
-                "to false"
-            )
         self.optimizer = optimizer
         self.should_defer_sigint = True
         self._gradient = gradient
-        self._why_skipped = ""
-        self._seeds = seeds
-        self._recorder: Recorder | None = None
-        self._heartbeat = HeartbeatFile()
-        self._snapshots = copies
+        self._micro_batches = micro_batches
         self._patches = patches
-        self._vertical = vertical
-        self._random = RandomStates(self.device)
-        if copies is not None:
-            self.remove_at_end([copies])
+        self._extensions = extensions
+        self._records = StepRecords(
+            Subject(
+                parts.config,
+                parts.state,
+                parts.train,
+                parts.meter,
+                self.place,
+                parts.memory,
+                parts.communicator,
+            ),
+            extensions,
+        )
         self.remove_at_end([optimizer.guard])
-        if seeds is not None:
-            self.remove_at_end([seeds])
         if parts.config.zero_optimization.stage:  # at stage 0 the module's own drops it
             drop = partial(_drop_gradient, weakref.ref(self), self.module)
             self.remove_at_end([ObjectMethods("zero_grad", [(self.module, drop)])])
@@ -114,8 +93,8 @@ class Engine(ShardedModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Floating inputs are cast to the compute dtype, if one is set."""
         self._device_states.check("a forward", FORWARD_PARTS)
-        if self._recorder is not None:
-            self._recorder.note_inputs(args, kwargs)
+        for follow in self._extensions.called:
+            follow(args, kwargs)
         args, kwargs = cast_floats((args, kwargs), self._compute_dtype)
         with self.autocast():
             return self.module(*args, **kwargs)
@@ -126,8 +105,8 @@ class Engine(ShardedModel):
         ``over`` is the number of micro-steps in this step; None stands for the configuration's.
         """
         self._device_states.check("backward()", BACKWARD_PARTS)
-        if self._recorder is not None:
-            self._recorder.note_loss(loss)
+        for follow in self._extensions.scaled:
+            follow(loss)
         return self._train.scale(loss, over)
 
     def backward(self, loss: Tensor, *, over: int | None = None, **kwargs: Any) -> None:
@@ -139,7 +118,7 @@ class Engine(ShardedModel):
         Raises:
             AccumulationScheduleError: with the vertical schedule: `train_batch` runs backward.
         """
-        self._check_horizontal("backward()")
+        self._micro_batches.check_apart("backward()")
         with self.place.during("backward"):
             self.scale(loss, over=over).backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -162,7 +141,7 @@ class Engine(ShardedModel):
                 trainable parameter got no gradient on a rank. All ranks raise it.
             AccumulationScheduleError: with the vertical schedule: `train_batch` steps.
         """
-        self._check_horizontal("step()")
+        self._micro_batches.check_apart("step()")
         self._end_micro_step(client_state)
 
     def zero_grad(self) -> None:
@@ -193,19 +172,13 @@ class Engine(ShardedModel):
 
     def _step(self, client_state: Mapping[str, Any] | None) -> None:
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        skipped, micro_steps = self.skipped_steps, self._train.accumulation.count + 1
+        micro_steps = self._train.accumulation.count + 1
         with self.place.during("step()"):
-            self._update()
+            why_skipped = self._update()
         self.place.num_steps = self.global_steps
-        self._heartbeat.beat(self.global_steps, self.rank)
-        if self._recorder is not None:
-            is_taken = self.skipped_steps == skipped
-            why = "" if is_taken else self._why_skipped
-            self._recorder.end_step(
-                is_taken=is_taken, why_skipped=why, lr=rates, micro_steps=micro_steps
-            )
-        if self._snapshots is not None:
-            self._snapshots.start(client_state or {})
+        ended = EndedStep(self.global_steps, why_skipped, rates, micro_steps, client_state or {})
+        for follow in self._extensions.stepped:
+            follow(ended)
 
     def train_batch(
         self,
@@ -254,9 +227,14 @@ class Engine(ShardedModel):
         compute = compute_loss or self._loss_of
         seed = torch.initial_seed()  # before a micro-batch seeds the generators
         num_steps = self.global_steps
+
+        def scaled(batch: Any) -> tuple[Tensor, Tensor]:
+            loss = compute(batch)
+            return loss, self.scale(loss, over=over)
+
         try:
-            with self._random.kept():
-                losses = self._run_micro_batches(found, compute, over, seed)
+            with self._micro_batches.random.kept():
+                losses = self._micro_batches.run(found, scaled, seed=seed)
                 self._end_micro_step(client_state)
         except BaseException:
             if self.global_steps == num_steps:
@@ -265,45 +243,6 @@ class Engine(ShardedModel):
             raise
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()
-
-    def _run_micro_batches(
-        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None, seed: int
-    ) -> list[Tensor]:
-        if not self._is_vertical:
-            return self._run_horizontally(batches, compute, over, seed)
-        try:
-            return self._run_vertically(batches, compute, over, seed)
-        except AccumulationScheduleError as error:
-            if self.config.accumulation_schedule != "auto":
-                raise
-            _log.warning("accumulation_schedule: auto chose horizontal: %s", error)
-            self._vertical = None
-            return self._run_horizontally(batches, compute, over, seed)
-
-    def _run_vertically(
-        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None, seed: int
-    ) -> list[Tensor]:
-        def scaled(batch: Any) -> tuple[Tensor, Tensor]:
-            loss = compute(batch)
-            return loss, self.scale(loss, over=over)
-
-        assert self._vertical is not None
-        with self.place.during("train_batch()"):
-            return self._vertical.run(batches, scaled, seed=seed)
-
-    def _run_horizontally(
-        self, batches: Sequence[Any], compute: MicroBatchLoss, over: int | None, seed: int
-    ) -> list[Tensor]:
-        losses = []
-        for number, batch in enumerate(batches):
-            if number:
-                self._end_micro_step(None)
-            self._random.seed(seed, self.micro_steps)
-            loss = compute(batch)
-            with self.place.during("backward"):
-                self.scale(loss, over=over).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-        return losses
 
     def _loss_of(self, batch: Any) -> Tensor:
         if isinstance(batch, Mapping):
@@ -318,49 +257,36 @@ class Engine(ShardedModel):
             )
         return loss
 
-    @property
-    def _is_vertical(self) -> bool:
-        return self._vertical is not None and self.gradient_accumulation_steps > 1
-
-    def _check_horizontal(self, call: str) -> None:
-        if self._is_vertical and self.config.accumulation_schedule == "vertical":
-            raise AccumulationScheduleError(
-                f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
-                "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
-            )
-
-    def _update(self) -> None:
-        """Update the parameters, or skip the step on all ranks."""
+    def _update(self) -> str:
+        """Update the parameters, or skip the step on all ranks and return why."""
         self._guard.check()
         self.optimizer.check_groups()
-        if self._snapshots is not None:
-            self._snapshots.check_open()
-            self._snapshots.wait()
-        every = self.config.check_replicas_every
-        if every and self.world_size > 1 and (self.global_steps + 1) % every == 0:
-            check_replicas(self.sharded_state, self.global_steps + 1)
+        for follow in self._extensions.before_update:
+            follow(self.global_steps + 1)
         self._runtime.check_last_backward()
         self.place.unfinished = "step()"  # other ranks update once they have this one's statistics
         try:
             self._runtime.start_agreement()
-            self._check_all_used()
+            for check in self._extensions.agreed:
+                check()
             self.optimizer.update_ahead()
             self._runtime.complete_gradient()
             decision = self._gradient.decide()
         except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
             self.place.unfinished = ""
             raise
+        why_skipped = "" if decision.is_taken else self._gradient.explain_skip()
         self.optimizer.overflow = not decision.is_taken
         if decision.is_taken:
             self.optimizer.engine_step()
             self._train.step_taken()
         else:
             self._meter.end_step()
-            self._why_skipped = self._gradient.explain_skip()
-            self._train.step_skipped(self._why_skipped)
+            self._train.step_skipped(why_skipped)
         self._runtime.discard()
         self._train.end_step()
         self.place.unfinished = ""
+        return why_skipped
 
     def memory_report(self) -> dict[str, int]:
         """Return bytes on this rank by kind, without activations and the state tier's memory.
@@ -381,8 +307,8 @@ class Engine(ShardedModel):
         others' loss by world size / ranks with data. Buffers that are broadcast remain those of
         rank 0. ``over`` as in `backward`. ``step`` follows: see `idle_step`.
         """
-        if self._recorder is not None:
-            self._recorder.note_idle()
+        for follow in self._extensions.idled:
+            follow()
         self._idle_forward()
         nothing = torch.zeros((), device=self.device, requires_grad=True)
         nothing.register_hook(self._runtime.idle_backward)  # type: ignore[no-untyped-call]
@@ -395,34 +321,9 @@ class Engine(ShardedModel):
         `idle_backward` and `step`: the counterpart of one forward, backward and step elsewhere. It
         updates this rank's part of the parameters.
         """
-        self._check_horizontal("idle_step()")
+        self._micro_batches.check_apart("idle_step()")
         self.idle_backward(over=over)
         self.step()
-
-    def _check_all_used(self) -> None:
-        """Raise if ``ignore_unused_parameters`` is false and a rank did not use a parameter.
-
-        All ranks know what each has used, so all raise. A rank without any gradient had no data.
-        """
-        zero = self.config.zero_optimization
-        if zero.ignore_unused_parameters or zero.stage not in (1, 2):
-            return
-        self._runtime.complete_gradient()  # before an update is enqueued
-        facts = self._gradient.facts
-        num_active, num_ranks = max(1, facts.counts("with gradient")[0]), facts.counts("used")
-        missed = [
-            f"{spec.name} on {num_active - num:.0f} of {num_active:.0f} ranks"
-            for spec, num in zip(self.layout.params, num_ranks, strict=True)
-            if num < num_active and spec.is_trainable
-            if self.module.get_parameter(spec.name).requires_grad
-        ]
-        if missed:
-            raise UnusedParameterError(
-                f"rank {self.rank}, step {self.global_steps + 1}: {len(missed)} trainable "
-                f"parameters got no gradient ({', '.join(missed[:4])}), and "
-                "zero_optimization.ignore_unused_parameters is false: set it to true to leave them "
-                "alone in such a step, or use every one in the loss"
-            )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether this micro-step, and each from now on, is the last one of its step.
@@ -471,7 +372,7 @@ class Engine(ShardedModel):
             raise ValueError(f"max_norm and norm_type must be > 0: {max_norm}, {norm_type}")
         self._device_states.check("clip_grad_norm_()")
         self._gradient.policy.check_unused("reading, setting or clipping gradients")
-        self._device_states.wait_for_reader()
+        self._device_states.before_write()
         with self.place.during("clip_grad_norm_()"):
             self._runtime.complete_gradient()
             return self._gradient.clip(max_norm, norm_type)
@@ -521,31 +422,9 @@ class Engine(ShardedModel):
             ConfigError: the folder cannot be written to, or is a URL.
         """
         self._device_states.check("record()", NO_PARTS)
-        try:
-            place = local_path(folder, "a record of steps")
-        except CheckpointError as error:
-            raise ConfigError(f"record: {error}") from None
-        if self._recorder is not None:
-            self._recorder.remove()
-        subject = Subject(
-            self.config,
-            self.sharded_state,
-            self._train,
-            self._meter,
-            self.place,
-            self._memory,
-            self._communicator,
-            [unit.name for unit in self.layout.units],
-            self._meter.links.ranks_per_node,
-        )
-        try:
-            self._recorder = Recorder(
-                subject, place, max_bytes=max_bytes, detail_every=detail_every
-            )
-        except OSError as error:
-            raise ConfigError(f"record: {folder} cannot be written: {error.strerror}") from error
-        self.remove_at_end([self._recorder])
-        return self._recorder
+        recorder = self._records.start(folder, max_bytes=max_bytes, detail_every=detail_every)
+        self.remove_at_end([recorder])
+        return recorder
 
     def report(self, path: str | Path) -> Path:
         """Write an HTML page about the steps that all ranks have recorded so far.
@@ -559,14 +438,7 @@ class Engine(ShardedModel):
             ConfigError: nothing is recorded: `record` comes first.
             MissingPartError: the package zero-engine, which draws it, is not installed.
         """
-        if self._recorder is None:
-            raise ConfigError(
-                "report: no step has been recorded: call engine.record(folder) before the first "
-                "one, or set step_records.folder in the configuration"
-            )
-        self._recorder.flush()
-        write = load_part(REPORTS, "html", asked_by="engine.report()", distribution="zero-engine")
-        return Path(write(self._recorder.folder, Path(path)))
+        return self._records.report(Path(path))
 
     # ---------------------------------------------------------------- keeping
 
@@ -676,8 +548,8 @@ class Engine(ShardedModel):
         began = perf_counter()
         with super()._saving(call, drops_partial=drops_partial):
             yield
-        if self._recorder is not None:
-            self._recorder.note("saved", call, perf_counter() - began)
+        for follow in self._extensions.saved:
+            follow(call, perf_counter() - began)
 
     def close(self) -> None:
         """End as `ShardedModel.close`, once the save under way has ended on this rank.
@@ -704,10 +576,8 @@ class Engine(ShardedModel):
             self.place.check_finished(f"load_checkpoint(without={sorted(without)})")
         began = perf_counter()
         found = self._load_checkpoint(directory, tag, without)
-        if self._snapshots is not None:
-            self._snapshots.forget()
-        if self._recorder is not None:
-            self._recorder.note("loaded", str(found[0]), perf_counter() - began)
+        for follow in self._extensions.loaded:
+            follow(str(found[0]), perf_counter() - began)
         return found
 
     def resume(
@@ -733,13 +603,10 @@ class Engine(ShardedModel):
         """
         self._device_states.check_here("resume()", NO_PARTS)
         control, place = self.sharded_state.control, location_of(directory)
-        if self._snapshots is not None:
-            self._snapshots.open(place)
-            snapshot = self._snapshots.find(last_step)
-            rows = control.gather_bytes(str(newest_step(place)).encode())
-            if snapshot is not None and snapshot.step >= max(map(int, rows)):
+        for find in self._extensions.newer_state:
+            if (restore := find(place, last_step)) is not None:
                 with self.rewriting():
-                    return self._snapshots.restore(snapshot)
+                    return restore()
         is_here = control.together(
             "checkpoint: find", lambda: holds_checkpoint(location_of(directory))
         )

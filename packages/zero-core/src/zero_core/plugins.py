@@ -55,7 +55,6 @@ PARAM_TIERS = "zero_core.param_tiers"
 KERNELS = "zero_core.adam_kernels"
 UPLOAD_CODECS = "zero_core.upload_codecs"
 FOOTPRINTS = "zero_core.footprints"
-REPORTS = "zero_core.reports"
 
 
 def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> Config:

@@ -227,7 +227,7 @@ class ShardedModel:
                 at stage 3 without ``modifier_rank``.
         """
         self._device_states.check("gathered()")
-        self._device_states.wait_for_reader()
+        self._device_states.before_write()
         if params is None:
             return self._gathering.all_params(modifier_rank)
         return self._gathering.some_params(params, modifier_rank)
@@ -460,7 +460,7 @@ class ShardedModel:
         Gradients so far are dropped.
         """
         self._device_states.check_here("writing shards and states")
-        self._device_states.wait_for_reader()
+        self._device_states.before_write()
         self._runtime.release_all()
         yield
         self._runtime.discard()

@@ -24,10 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero_core.checkpoint.storage.location import local_path
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import Meter
 from zero_core.config import Config
+from zero_core.core.extension import EndedStep, Extension, Extensions
+from zero_core.errors import CheckpointError, ConfigError
 from zero_core.optim.train_state import TrainState
+from zero_core.parts import load_part
 from zero_core.protocols import DeviceMemory, TimedTier
 from zero_core.record.environment import describe_environment
 from zero_core.record.records import (
@@ -44,6 +48,9 @@ from zero_core.watch.place import OUTSIDE, UPDATE, Place
 from zero_core.watch.step_clock import Span, StepClock, StepMarks
 
 _log = logging.getLogger(__name__)
+
+REPORTS = "zero_core.reports"
+"""Entry points of functions that draw a page from a folder of records."""
 
 _FIRST_DETAILS = (1, 3)
 """Steps of a run whose course is recorded besides every ``detail_every``-th."""
@@ -64,8 +71,6 @@ class Subject(NamedTuple):
     place: Place
     memory: Memory
     communicator: Communicator
-    units: Sequence[str]
-    ranks_per_node: int
 
 
 @dataclass
@@ -85,7 +90,7 @@ class _Pending:
     copies: Sequence[tuple[str, torch.Event, torch.Event]]
 
 
-class Recorder:
+class Recorder(Extension):
     """Writer of one rank's records. As a context it ends with it, and says by which error.
 
     A program's end ends it too, and an error that nothing has caught is recorded. A rank that is
@@ -138,13 +143,13 @@ class Recorder:
 
     # -------------------------------------------------------------- of a step
 
-    def note_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Keep the shape of the first tensor among a forward's arguments."""
         found = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         if found is not None:
             self._input_shape = list(found.shape)
 
-    def note_loss(self, loss: Tensor) -> None:
+    def scaled(self, loss: Tensor) -> None:
         """Keep a micro-step's loss, before it is scaled. Nothing is waited for."""
         self._num_backwards += 1
         if loss.numel() != 1 or self._is_closed:
@@ -156,21 +161,12 @@ class Recorder:
             kept = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
             self._losses.append(kept.copy_(value.reshape(()), non_blocking=True))
 
-    def note_idle(self) -> None:
+    def idled(self) -> None:
         """Note a micro-step without data."""
         self._num_idle += 1
 
-    def end_step(
-        self, *, is_taken: bool, why_skipped: str, lr: Sequence[float | Tensor], micro_steps: int
-    ) -> None:
-        """Record the step that has just ended.
-
-        Args:
-            is_taken: whether parameters were updated.
-            why_skipped: otherwise, the reason.
-            lr: learning rates.
-            micro_steps: as the engine counts them; a program may run several backwards in one.
-        """
+    def stepped(self, ended: EndedStep) -> None:
+        """Record the step that has just ended."""
         if self._is_closed:
             return
         now = time.perf_counter()
@@ -183,15 +179,16 @@ class Recorder:
         held = self._memory.held()
         if self._is_detailed:
             self._memory_trail.append((now - self._begun, held, place.doing))
-        micro_steps = max(micro_steps, self._num_backwards + self._num_idle)
+        # A program may run several backwards in one.
+        micro_steps = max(ended.micro_steps, self._num_backwards + self._num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
         pending = _Pending(
             record={
-                "step": train.global_steps,
+                "step": ended.number,
                 "at": time.time(),
                 "seconds": now - self._begun,
-                "is_taken": is_taken,
-                "why_skipped": why_skipped,
+                "is_taken": not ended.why_skipped,
+                "why_skipped": ended.why_skipped,
                 "grad_norm": train.grad_norm,
                 "loss_scale": train.scaler.scale,
                 "micro_steps": micro_steps,
@@ -207,7 +204,7 @@ class Recorder:
                 "peak_bytes": self._memory.peak(held),
             },
             losses=self._losses,
-            rates=[rate.clone() if isinstance(rate, Tensor) else rate for rate in lr],
+            rates=[rate.clone() if isinstance(rate, Tensor) else rate for rate in ended.rates],
             marks=None if clock is None else self._clock.take(),
             is_detailed=self._is_detailed,
             begun_at=self._begun_at,
@@ -291,8 +288,13 @@ class Recorder:
 
     # --------------------------------------------------------------- besides
 
-    def note(self, what: str, text: str = "", seconds: float = 0.0) -> None:
-        """Record an event."""
+    def saved(self, call: str, seconds: float) -> None:
+        self._note("saved", call, seconds)
+
+    def loaded(self, folder: str, seconds: float) -> None:
+        self._note("loaded", folder, seconds)
+
+    def _note(self, what: str, text: str, seconds: float) -> None:
         if self._is_closed:
             return
         self._write_pending()
@@ -354,12 +356,12 @@ class Recorder:
         return RunRecord(
             rank=state.control.rank,
             world_size=state.control.world_size,
-            ranks_per_node=subject.ranks_per_node,
+            ranks_per_node=subject.meter.links.ranks_per_node,
             started_at=time.time(),
             first_step=subject.train.global_steps,
             num_parameters=sum(p.numel for p in layout.params),
             num_trainable=sum(p.numel for p in layout.params if p.is_trainable),
-            units=subject.units,
+            units=[unit.name for unit in layout.units],
             shares={"device": numel - on_host, "host": on_host},
             config=config.model_dump(mode="json"),
             environment=describe_environment(self._device),
@@ -577,3 +579,51 @@ def _model_config(module: nn.Module) -> dict[str, Any]:
         return dict(json.loads(json.dumps(found, default=str)))
     except (AttributeError, TypeError, ValueError):  # foreign: any other model's attributes
         return {}
+
+
+class StepRecords:
+    """Records of an engine's steps: what `zero_core.Engine.record` and ``report`` do."""
+
+    def __init__(self, subject: Subject, extensions: Extensions) -> None:
+        """Recorders of ``subject`` are put among ``extensions``."""
+        self._subject = subject
+        self._extensions = extensions
+        self._recorder: Recorder | None = None
+
+    def start(self, folder: str | Path, *, max_bytes: int, detail_every: int) -> Recorder:
+        """Record from now on, in ``folder`` alone.
+
+        Raises:
+            ConfigError: it cannot be written to, or is a URL.
+        """
+        try:
+            place = local_path(folder, "a record of steps")
+        except CheckpointError as error:
+            raise ConfigError(f"record: {error}") from None
+        if self._recorder is not None:
+            self._recorder.remove()
+            self._extensions.discard(self._recorder)
+        try:
+            self._recorder = Recorder(
+                self._subject, place, max_bytes=max_bytes, detail_every=detail_every
+            )
+        except OSError as error:
+            raise ConfigError(f"record: {folder} cannot be written: {error.strerror}") from error
+        self._extensions.add_first(self._recorder)
+        return self._recorder
+
+    def report(self, path: Path) -> Path:
+        """Draw what all ranks have recorded so far.
+
+        Raises:
+            ConfigError: nothing is recorded.
+            MissingPartError: zero-engine is not installed.
+        """
+        if self._recorder is None:
+            raise ConfigError(
+                "report: no step has been recorded: call engine.record(folder) before the first "
+                "one, or set step_records.folder in the configuration"
+            )
+        self._recorder.flush()
+        write = load_part(REPORTS, "html", asked_by="engine.report()", distribution="zero-engine")
+        return Path(write(self._recorder.folder, path))

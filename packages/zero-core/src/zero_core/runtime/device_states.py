@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core._torch import storage_of
+from zero_core.core.extension import Extensions
 from zero_core.protocols import DeviceMemory
 from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.edits import Edits
@@ -80,13 +81,6 @@ class _HostCopy:
         return found.set_(self._storage, 0, (self._nbytes,), (1,))
 
 
-class StateReader(Protocol):
-    """A reader of states beside forwards and backwards, which do not write them."""
-
-    def wait(self) -> None:
-        """Wait until it has read them."""
-
-
 class DeviceStates:
     """Offloads parts of an engine's device memory, and knows which are away."""
 
@@ -97,14 +91,14 @@ class DeviceStates:
         state: ShardedState,
         holders: Sequence[object],
         edits: Edits,
-        reader: StateReader | None = None,
+        extensions: Extensions,
     ) -> None:
         """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`.
 
-        ``reader`` is waited for before states are written.
+        ``extensions`` are told before states are written.
         """
         self.edits = edits
-        self._reader = reader
+        self._extensions = extensions
         self._memory = memory
         self._runtime = runtime
         self._state = state
@@ -118,10 +112,10 @@ class DeviceStates:
         """Parts that are on the host."""
         return frozenset(self._away)
 
-    def wait_for_reader(self) -> None:
-        """Wait until states may be written. `step`, loads and access by name call it."""
-        if self._reader is not None:
-            self._reader.wait()
+    def before_write(self) -> None:
+        """Wait until states may be written. Loads and access by name call it."""
+        for follow in self._extensions.before_write:
+            follow()
 
     def end(self, call: str) -> None:
         """Note that ``call`` has ended the engine, the first one if there are several."""
@@ -162,7 +156,7 @@ class DeviceStates:
         """Do as `check` for ``what`` reads master weights, which have all that was written then."""
         self.check(what)
         if self.edits.is_pending:
-            self.wait_for_reader()
+            self.before_write()
             self.edits.apply()
 
     def _explain(self, what: str, needed: frozenset[StatePart]) -> str:
@@ -186,7 +180,7 @@ class DeviceStates:
             return
         device = self._state.device
         is_accelerator = device.type != "cpu"
-        self.wait_for_reader()
+        self.before_write()
         self._runtime.settle()
         self._state.tier.wait_params(0, max((p.stop for p in self._state.pieces), default=0))
         self._state.quiesce()

@@ -6,24 +6,51 @@ from collections import Counter
 
 import torch
 
-from zero_core.errors import RankMismatchError
+from zero_core.config import Config
+from zero_core.core.extension import Extension
+from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.update import updates_in_backward
 from zero_core.watch.beats import count_ranks
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_NAMED = 4
 
 
-@torch.no_grad()
-def check_replicas(state: ShardedState, step: int) -> None:
-    """Refuse parameters whose values differ between ranks, at stages 0 to 2. All must call it.
+class ReplicaCheck(Extension):
+    """Refuses a step if parameters differ between ranks, at stages 0 to 2.
 
     Ranks compare a sum of each parameter's bits, which any change of a single bit changes.
-
-    Raises:
-        RankMismatchError: on all ranks, with the parameters and the ranks that are not of the
-            majority.
     """
+
+    def __init__(self, state: ShardedState, config: Config) -> None:
+        """Check the model of ``state`` as often as ``config`` asks for.
+
+        Raises:
+            ConfigError: units are updated before that.
+        """
+        if updates_in_backward(config):
+            raise ConfigError(
+                "check_replicas_every: values are compared before the update, and units are "
+                "updated in backward: set zero_optimization.offload_optimizer.update_in_backward "
+                "to false"
+            )
+        self._state = state
+        self._every = config.check_replicas_every
+
+    def before_update(self, number: int) -> None:
+        """Compare, if it is due.
+
+        Raises:
+            RankMismatchError: on all ranks, with the parameters and the ranks that are not of the
+                majority.
+        """
+        if number % self._every == 0 and self._state.control.world_size > 1:
+            _compare(self._state, number)
+
+
+@torch.no_grad()
+def _compare(state: ShardedState, step: int) -> None:
     held_by = {id(p): p for p in state.module.parameters()}
     params = [held_by[id(p)] for flat in state.params for p in flat.params if id(p) in held_by]
     sums = torch.stack(

@@ -354,7 +354,7 @@ class StateAccess:
 
     def _find(self, name: str, what: str, *, is_local: bool = False) -> tuple[Segment, Slot]:
         self._device_states.check_states("access to states by name")
-        self._device_states.wait_for_reader()
+        self._device_states.before_write()
         plain = plain_name(name)
         if plain not in self._home:
             raise KeyError(f"no parameter {name!r}")

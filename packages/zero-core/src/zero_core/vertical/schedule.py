@@ -26,9 +26,10 @@ the first step looks for: micro-batches would find each other's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,18 +43,14 @@ from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.unit import Unit
+from zero_core.step.micro_batches import MicroBatches, RandomStates, ScaledLoss
 from zero_core.vertical.attributes import TensorAttributes
 from zero_core.vertical.partial_grads import HostGradients, PartialGrads
-from zero_core.vertical.random_numbers import RandomStates
 from zero_core.vertical.segments import SegmentCrossing, Segments
 from zero_core.vertical.turns import Turns
+from zero_core.watch.place import Place
 
-
-class ScaledLoss(Protocol):
-    """Computes the loss of a micro-batch."""
-
-    def __call__(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the loss of ``batch``, and what backward begins with: the scaled loss."""
+_log = logging.getLogger(__name__)
 
 
 class _MicroBatch(Turns):
@@ -398,3 +395,44 @@ class VerticalSchedule:
             f"rank {self._runtime.rank}: accumulation_schedule = 'vertical', micro-batch "
             f"{one.number}: {why}; use 'horizontal' for this model"
         )
+
+
+class VerticalMicroBatches(MicroBatches):
+    """Runs the micro-batches of a step by the vertical schedule, if the step has several."""
+
+    def __init__(
+        self, schedule: VerticalSchedule, train: TrainState, place: Place, device: torch.device
+    ) -> None:
+        super().__init__(train, place, device)
+        self._schedule = schedule
+
+    def check_apart(self, call: str) -> None:
+        if self._train.accumulation.steps > 1:
+            raise AccumulationScheduleError(
+                f"{call}: with accumulation_schedule = 'vertical' the micro-batches of a step are "
+                "computed together: call engine.train_batch(batches), or set it to 'horizontal'"
+            )
+
+    def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
+        if len(batches) == 1:
+            return super().run(batches, loss_of, seed=seed)
+        with self._place.during("train_batch()"):
+            return self._schedule.run(batches, loss_of, seed=seed)
+
+
+class AutoMicroBatches(VerticalMicroBatches):
+    """Uses the vertical schedule until a model turns out not to permit it."""
+
+    _is_vertical = True
+
+    def check_apart(self, call: str) -> None:
+        """Permit ``call``: either schedule gives the same bits."""
+
+    def run(self, batches: Sequence[Any], loss_of: ScaledLoss, *, seed: int) -> list[Tensor]:
+        if self._is_vertical:
+            try:
+                return super().run(batches, loss_of, seed=seed)
+            except AccumulationScheduleError as error:
+                _log.warning("accumulation_schedule: auto chose horizontal: %s", error)
+                self._is_vertical = False
+        return MicroBatches.run(self, batches, loss_of, seed=seed)

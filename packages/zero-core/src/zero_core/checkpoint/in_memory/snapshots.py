@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zero_core._libc import use_one_core
+from zero_core.checkpoint.files import newest_step
 from zero_core.checkpoint.in_memory.place import Place, check_launcher
 from zero_core.checkpoint.in_memory.recovery import Snapshot, find_newest, open_snapshot
 from zero_core.checkpoint.in_memory.ring import Ring
@@ -34,6 +35,7 @@ from zero_core.comm.groups import backend_on
 from zero_core.comm.queues import HostQueues
 from zero_core.comm.topology import Ranks
 from zero_core.config import MemoryCheckpointConfig
+from zero_core.core.extension import EndedStep, Extension
 from zero_core.errors import ConfigError
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import WholeStateTier, Work
@@ -68,7 +70,7 @@ class _Small:
     is_read: threading.Event
 
 
-class MemoryCheckpoints:
+class MemoryCheckpoints(Extension):
     """Snapshots of one engine: made after a step, found and restored after a restart."""
 
     def __init__(
@@ -130,25 +132,27 @@ class MemoryCheckpoints:
         self._slots = [Slot(folder) for folder in slot_folders(self._place.folder)]
         self._restart()
 
-    def check_open(self) -> None:
-        """Refuse a step before `open`.
+    def before_update(self, number: int) -> None:
+        """Wait for the snapshot under way: states are about to be written.
 
         Raises:
-            RuntimeError: with what to do.
+            RuntimeError: `newer_state` has not been called.
+            CheckpointError: the snapshot failed.
         """
         if self._place is None:
             raise RuntimeError(
                 "memory_checkpoint keeps copies for engine.resume(directory): call it after "
                 "build(), before the first step"
             )
+        self.before_write()
 
-    def start(self, client_state: Mapping[str, Any]) -> None:
-        """Start to make a snapshot, if it is due. Every rank must call it after a step.
+    def stepped(self, ended: EndedStep) -> None:
+        """Start to make a snapshot, if it is due.
 
         Raises:
-            CheckpointError: ``client_state`` cannot be stored.
+            CheckpointError: the client state cannot be stored.
         """
-        if self._train.global_steps % self._every:
+        if ended.number % self._every:
             return
         state, place = self._state, self._place
         assert place is not None, "checked before the step"
@@ -168,14 +172,14 @@ class MemoryCheckpoints:
             frame = {
                 **frame_of(state),
                 "progress": encode(self._train.state_dict(), "progress"),
-                "client_state": encode(client_state, "client_state"),
+                "client_state": encode(ended.client_state, "client_state"),
             }
         else:
-            encode(client_state, "client_state")
+            encode(ended.client_state, "client_state")
         is_here = device.type == "cpu"
         small = _Small(
             serial=self._serial,
-            step=self._train.global_steps,
+            step=ended.number,
             frame=frame,
             random=generators,
             python_random=random.getstate(),
@@ -189,8 +193,8 @@ class MemoryCheckpoints:
         self._under_way = self._queue.launch(partial(self._make, small), is_reduction=False)
         self._is_read = small.is_read
 
-    def wait(self) -> None:
-        """Wait for the snapshot under way, before states are written.
+    def before_write(self) -> None:
+        """Wait for the snapshot under way.
 
         Raises:
             CheckpointError: it failed.
@@ -281,23 +285,24 @@ class MemoryCheckpoints:
 
     # --------------------------------------------------------------- restoring
 
-    def find(self, last_step: int | None) -> Snapshot | None:
-        """Return the newest snapshot up to ``last_step`` that is whole over all ranks.
+    def newer_state(
+        self, directory: Location, last_step: int | None
+    ) -> Callable[[], dict[str, Any]] | None:
+        """Open the folder for ``directory``, and find the newest snapshot that is whole.
 
-        Every rank must call it.
+        Returns what restores it, where shards and states may be written. It raises
+        `CheckpointError` if the snapshot belongs to another model, or a rank failed.
         """
-        assert self._place is not None, "open() comes first"
-        return find_newest(self._state, self._place.folder, last_step)
+        self.open(directory)
+        assert self._place is not None
+        found = find_newest(self._state, self._place.folder, last_step)
+        rows = self._state.control.gather_bytes(str(newest_step(directory)).encode())
+        if found is None or found.step < max(map(int, rows)):
+            return None
+        return partial(self._restore, found)
 
-    def restore(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Restore a snapshot that `find` has found, and return the client state.
-
-        Every rank must call it, where shards and states may be written.
-
-        Raises:
-            CheckpointError: it belongs to another model, or a rank failed.
-        """
-        assert self._place is not None, "open() comes first"
+    def _restore(self, snapshot: Snapshot) -> dict[str, Any]:
+        assert self._place is not None, "it was open"
         state, control = self._state, self._state.control
         reader = open_snapshot(state, self._place.folder, snapshot)
         control.together("memory_checkpoint: check", lambda: check_fits(state, reader, self._train))
@@ -306,7 +311,7 @@ class MemoryCheckpoints:
         self._serial, self._is_continued = snapshot.serial, True
         return client_state
 
-    def forget(self) -> None:
+    def loaded(self, folder: str, seconds: float) -> None:
         """Let the next snapshot replace all others: the states were loaded from elsewhere."""
         if self._place is not None:
             self._restart()

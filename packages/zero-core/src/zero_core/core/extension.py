@@ -1,0 +1,119 @@
+"""Extensions of an engine: parts that follow a training without being part of its walk.
+
+An extension overrides the methods of `Extension` whose events it follows. An engine calls those
+methods alone: an event that nobody follows costs the loop over an empty tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class EndedStep:
+    """One step that has ended on this rank.
+
+    Attributes:
+        number: optimizer steps so far, this one included.
+        why_skipped: why parameters were not updated, or an empty string.
+        rates: learning rates of the step, by parameter group.
+        micro_steps: the step's micro-steps.
+        client_state: what the program gave to `zero_core.Engine.step`.
+    """
+
+    number: int
+    why_skipped: str
+    rates: Sequence[float | Tensor]
+    micro_steps: int
+    client_state: Mapping[str, Any]
+
+
+class Extension:
+    """Base of extensions. Every event is ignored unless a subclass overrides it.
+
+    An event takes place on all ranks alike if the engine's call must be made on all ranks.
+    """
+
+    def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The program calls the engine with these arguments, before they are cast."""
+
+    def scaled(self, loss: Tensor) -> None:
+        """A backward of ``loss`` follows, which is not scaled yet."""
+
+    def idled(self) -> None:
+        """A micro-step without data begins."""
+
+    def before_update(self, number: int) -> None:
+        """Step ``number`` is about to be decided. What is raised here leaves values as they are."""
+
+    def agreed(self) -> None:
+        """The step's gradient is reduced, and the ranks have exchanged what they know of it.
+
+        All ranks may raise the same `UnusedParameterError` here: the step can be repeated.
+        """
+
+    def stepped(self, ended: EndedStep) -> None:
+        """A step has ended."""
+
+    def remove(self) -> None:
+        """End with the engine, on this rank alone."""
+
+    def before_write(self) -> None:
+        """States are about to be written outside of a step: by a load, or by name."""
+
+    def saved(self, call: str, seconds: float) -> None:
+        """The engine's ``call`` has saved a checkpoint, or begun to."""
+
+    def loaded(self, folder: str, seconds: float) -> None:
+        """States were loaded from ``folder``."""
+
+    def newer_state(
+        self, directory: Any, last_step: int | None
+    ) -> Callable[[], dict[str, Any]] | None:
+        """Return what restores a state that is as new as the newest checkpoint in ``directory``.
+
+        It returns the client state. None: there is no such state. Every rank must call both.
+        ``last_step``: no later state counts.
+        """
+        return None
+
+
+class Extensions:
+    """The extensions of one engine: for each event, the methods that follow it, in order."""
+
+    def __init__(self, extensions: Sequence[Extension] = ()) -> None:
+        self._all = list(extensions)
+        self._bind()
+
+    def add_first(self, extension: Extension) -> None:
+        """Add an extension in front: its events precede those of the others."""
+        self._all.insert(0, extension)
+        self._bind()
+
+    def discard(self, extension: Extension) -> None:
+        """Call ``extension`` no more."""
+        self._all = [one for one in self._all if one is not extension]
+        self._bind()
+
+    def _bind(self) -> None:
+        every, base = self._all, Extension
+        self.called = [one.called for one in every if type(one).called is not base.called]
+        self.scaled = [one.scaled for one in every if type(one).scaled is not base.scaled]
+        self.idled = [one.idled for one in every if type(one).idled is not base.idled]
+        self.before_update = [
+            one.before_update for one in every if type(one).before_update is not base.before_update
+        ]
+        self.before_write = [
+            one.before_write for one in every if type(one).before_write is not base.before_write
+        ]
+        self.agreed = [one.agreed for one in every if type(one).agreed is not base.agreed]
+        self.stepped = [one.stepped for one in every if type(one).stepped is not base.stepped]
+        self.saved = [one.saved for one in every if type(one).saved is not base.saved]
+        self.loaded = [one.loaded for one in every if type(one).loaded is not base.loaded]
+        self.newer_state = [
+            one.newer_state for one in every if type(one).newer_state is not base.newer_state
+        ]

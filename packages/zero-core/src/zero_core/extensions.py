@@ -1,0 +1,42 @@
+"""The extensions of an engine, from its configuration: what `zero_core.build` attaches."""
+
+from __future__ import annotations
+
+from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
+from zero_core.comm.topology import Ranks
+from zero_core.config import Config
+from zero_core.core.extension import Extension
+from zero_core.optim.train_state import TrainState
+from zero_core.runtime.runtime import Runtime
+from zero_core.sharded.facts import Facts
+from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.replicas import ReplicaCheck
+from zero_core.step.unused import UnusedParameters
+from zero_core.watch.heartbeat import HeartbeatFile
+
+
+def make_extensions(
+    config: Config,
+    state: ShardedState,
+    train: TrainState,
+    runtime: Runtime,
+    facts: Facts,
+    ranks: Ranks,
+    per_node: int,
+) -> list[Extension]:
+    """Return what follows a training, in the order of their events. Every rank must call it.
+
+    Raises:
+        ConfigError: the ranks cannot do what is asked for.
+    """
+    zero = config.zero_optimization
+    found: list[Extension] = [*HeartbeatFile.wanted(ranks.rank)]
+    if config.memory_checkpoint is not None:
+        found.append(
+            make_memory_checkpoints(state, train, config.memory_checkpoint, ranks, per_node)
+        )
+    if config.check_replicas_every:
+        found.append(ReplicaCheck(state, config))
+    if not zero.ignore_unused_parameters and zero.stage in (1, 2):
+        found.append(UnusedParameters(state, runtime, facts, train))
+    return found
