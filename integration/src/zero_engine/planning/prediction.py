@@ -1,7 +1,7 @@
 """Time of an optimizer step from the rates of a machine.
 
 [Note: one step]
-The program of `zero_core.runtime.runtime`, for a rank like all others: units are gathered one ahead
+The program of `zero_core.runtime.passes`, for a rank like all others: units are gathered one ahead
 of their use, forward and backward; a unit's reduction starts when its gradients are there and is
 waited for a unit later. Inputs of blocks that wait on the host are copied down in forward, and up
 one turn ahead in backward, as are gradients of tied weights before the root's backward. Then ranks

@@ -43,7 +43,8 @@ from zero_core.runtime import hooks
 from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.param_guard import warn_frozen
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
+from zero_core.runtime.units import UnitSet
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.memory import Memory
@@ -256,39 +257,38 @@ def build(
                 )
             train = TrainState(resolved, optimizer.param_groups, schedule, rank=ranks.rank)
             installed: list[Removable] = []
-            if is_invariant and is_training:  # its hook runs behind those of the runtime
+            if is_invariant and is_training:  # its hook runs behind those of the passes
                 installed.append(MicroBatchSeeds(model, train, resolved.seed or 0, ranks))
             sizes = len(layout.params), len(layout.units)
             facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(resolved))
             gradient = StepGradient(state, communicator, train, resolved, facts)
-            runtime = Runtime(
+            unit_set = UnitSet(
                 units,
                 communicator,
-                gradient,
-                facts,
                 has_sharded_params=memory.has_sharded_params,
                 quantized=found.quantized,
             )
+            passes = Passes(unit_set, communicator, gradient, facts)
             modules = [module for _, module, _ in found.units]
             on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
             host_inputs = HostInputs(ranks.device) if on_host else None
-            installed += hooks.install(runtime, modules, resolved, host_inputs)
+            installed += hooks.install(passes, modules, resolved, host_inputs)
             found_extensions: list[Extension] = []
             if is_training:
                 found_extensions = make_extensions(
-                    resolved, state, train, runtime, facts, ranks, per_node
+                    resolved, state, train, passes, facts, ranks, per_node
                 )
             extensions = Extensions(found_extensions)
             installed += found_extensions
             device_states = DeviceStates(
-                memory, runtime, state, (tier, used, transport), gradient.edits, extensions
+                memory, passes, state, (tier, used, transport), gradient.edits, extensions
             )
-            states = StateAccess(state, gradient, runtime, device_states)
+            states = StateAccess(state, gradient, passes, device_states)
             parts = EngineParts(
                 resolved,
                 ownership,
                 state,
-                runtime,
+                passes,
                 states,
                 device_states,
                 train,
@@ -301,7 +301,7 @@ def build(
             if is_training:
                 patches = PatchWriter(state)
                 driven = EngineOptimizer(
-                    optimizer, train, gradient, runtime, meter, state.param_names
+                    optimizer, train, gradient, passes, meter, state.param_names
                 )
                 installed += [gradient.param_grads.serve(), gradient.edits.begin()]
                 micro_batches = MicroBatches(train, control.place, ranks.device)
@@ -311,7 +311,7 @@ def build(
                     _log.info("accumulation_schedule: auto chose " + chosen, "gathers are saved")
                 if wanted == "vertical" or resolved.is_vertical:
                     blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
-                    vertical = VerticalSchedule(blocks, runtime, train, state, host_inputs)
+                    vertical = VerticalSchedule(blocks, passes, train, state, host_inputs)
                     installed += vertical.handles
                     kind = AutoMicroBatches if wanted == "auto" else VerticalMicroBatches
                     micro_batches = kind(vertical, train, control.place, ranks.device)
@@ -348,7 +348,7 @@ def build(
                     tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
             if is_training:
                 patches.start()
-            runtime.publish()  # what a tier has rounded otherwise
+            unit_set.publish()  # what a tier has rounded otherwise
             engine.publish()
             for flat in params:
                 flat.forget_marks()

@@ -5,7 +5,7 @@
     engine.step()
 
 ``step`` is called after every micro-step and acts at accumulation boundaries. What happens in
-between is in `zero_core.runtime.runtime` (gather and reduce) and in the state tier (update).
+between is in `zero_core.runtime.passes` (gather and reduce) and in the state tier (update).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Engine(ShardedModel):
         if not self.is_gradient_accumulation_boundary():
             self._train.end_micro_step()
             return
-        if not self._runtime.should_sync:
+        if not self._passes.backward.should_sync:
             raise RuntimeError(
                 "step() while gradients are not reduced: leave no_sync(), or "
                 "set_requires_gradient_sync(True)"
@@ -216,7 +216,8 @@ class Engine(ShardedModel):
         """
         self._device_states.check("train_batch()", NO_PARTS)
         accumulation, steps = self._train.accumulation, self.gradient_accumulation_steps
-        if accumulation.count or accumulation.override is not None or not self._runtime.should_sync:
+        is_whole = self._passes.backward.should_sync and accumulation.override is None
+        if accumulation.count or not is_whole:
             raise RuntimeError(
                 "train_batch() runs a whole step: call it after step(), outside of no_sync(), and "
                 "without set_gradient_accumulation_boundary()"
@@ -239,7 +240,7 @@ class Engine(ShardedModel):
         except BaseException:
             if self.global_steps == num_steps:
                 accumulation.forget()
-                self._runtime.abandon_backward()
+                self._passes.backward.abandon()
             raise
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         return torch.stack(losses).to(wide).mean()
@@ -263,14 +264,14 @@ class Engine(ShardedModel):
         self.optimizer.check_groups()
         for follow in self._extensions.before_update:
             follow(self.global_steps + 1)
-        self._runtime.check_last_backward()
+        self._passes.backward.check_last()
         self.place.unfinished = "step()"  # other ranks update once they have this one's statistics
         try:
-            self._runtime.start_agreement()
+            self._passes.backward.start_agreement()
             for check in self._extensions.agreed:
                 check()
             self.optimizer.update_ahead()
-            self._runtime.complete_gradient()
+            self._passes.backward.complete_gradient()
             decision = self._gradient.decide()
         except (RankMismatchError, UnusedParameterError):  # on all ranks, before any update
             self.place.unfinished = ""
@@ -283,7 +284,7 @@ class Engine(ShardedModel):
         else:
             self._meter.end_step()
             self._train.step_skipped(why_skipped)
-        self._runtime.discard()
+        self._passes.backward.discard()
         self._train.end_step()
         self.place.unfinished = ""
         return why_skipped
@@ -311,7 +312,7 @@ class Engine(ShardedModel):
             follow()
         self._idle_forward()
         nothing = torch.zeros((), device=self.device, requires_grad=True)
-        nothing.register_hook(self._runtime.idle_backward)  # type: ignore[no-untyped-call]
+        nothing.register_hook(self._passes.idle_backward)  # type: ignore[no-untyped-call]
         self._device_states.check("idle_backward()", BACKWARD_PARTS)
         self._train.scale(nothing, over).backward()  # type: ignore[no-untyped-call]
 
@@ -352,7 +353,7 @@ class Engine(ShardedModel):
         self._device_states.check("set_requires_gradient_sync()", NO_PARTS)
         if not requires_gradient_sync:
             self._check_local_sums()
-        self._runtime.set_should_sync(requires_gradient_sync)
+        self._passes.backward.set_should_sync(requires_gradient_sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradient of the step by its p-norm and return the norm before, unscaled.
@@ -374,7 +375,7 @@ class Engine(ShardedModel):
         self._gradient.policy.check_unused("reading, setting or clipping gradients")
         self._device_states.before_write()
         with self.place.during("clip_grad_norm_()"):
-            self._runtime.complete_gradient()
+            self._passes.backward.complete_gradient()
             return self._gradient.clip(max_norm, norm_type)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -388,7 +389,7 @@ class Engine(ShardedModel):
         """
         self._device_states.check("no_sync()", NO_PARTS)
         self._check_local_sums()
-        return self._runtime.no_sync()
+        return self._passes.backward.no_sync()
 
     def _check_local_sums(self) -> None:
         if self.config.world_size_invariant:

@@ -7,7 +7,7 @@ from zero_core.comm.topology import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import Extension
 from zero_core.optim.train_state import TrainState
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.replicas import ReplicaCheck
@@ -19,7 +19,7 @@ def make_extensions(
     config: Config,
     state: ShardedState,
     train: TrainState,
-    runtime: Runtime,
+    passes: Passes,
     facts: Facts,
     ranks: Ranks,
     per_node: int,
@@ -38,5 +38,5 @@ def make_extensions(
     if config.check_replicas_every:
         found.append(ReplicaCheck(state, config))
     if not zero.ignore_unused_parameters and zero.stage in (1, 2):
-        found.append(UnusedParameters(state, runtime, facts, train))
+        found.append(UnusedParameters(state, passes.backward, facts, train))
     return found

@@ -40,7 +40,7 @@ from zero_core.runtime.device_states import FORWARD_PARTS, NO_PARTS, DeviceState
 from zero_core.runtime.gathered import GatheredParams
 from zero_core.runtime.module_units import Generation, ModuleUnits
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
 from zero_core.runtime.saved import Holding
 from zero_core.runtime.small_params import SmallParams
 from zero_core.schedules import Schedule, ScheduleFactory
@@ -72,7 +72,7 @@ class EngineParts:
     config: Config
     ownership: Ownership
     state: ShardedState
-    runtime: Runtime
+    passes: Passes
     states: StateAccess
     device_states: DeviceStates
     train: TrainState
@@ -108,7 +108,7 @@ class ShardedModel:
     def __init__(self, parts: EngineParts) -> None:
         """Called by `zero_core.build`."""
         self._ownership = parts.ownership
-        state, runtime = parts.state, parts.runtime
+        state, passes = parts.state, parts.passes
         self.config = parts.config
         self.sharded_state = state
         self.states = parts.states
@@ -120,16 +120,16 @@ class ShardedModel:
         self._compute_dtype = parts.config.compute_dtype
         self._train = parts.train
         self._device_states = parts.device_states
-        self._runtime = runtime
+        self._passes = passes
         self._memory = parts.memory
         self._communicator = parts.communicator
         self.place = parts.communicator.place
         self._transport = parts.transport
         self._meter = parts.meter
-        self._gathering = GatheredParams(runtime, state, parts.device_states.edits)
-        self._module_units = ModuleUnits(runtime)
+        self._gathering = GatheredParams(passes, state, parts.device_states.edits)
+        self._module_units = ModuleUnits(passes)
         self._buffers = buffers = BufferSync(
-            state.module, state.common_buffers, state.control, runtime
+            state.module, state.common_buffers, state.control, passes.backward
         )
         if parts.config.broadcast_buffers:
             buffers.attach()
@@ -196,7 +196,7 @@ class ShardedModel:
     def _idle_forward(self) -> None:
         self._device_states.check("a forward", FORWARD_PARTS)
         self._buffers.idle_forward()
-        self._runtime.idle_forward(self.module)
+        self._passes.forward.idle(self.module)
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode, as `torch.nn.Module.train`."""
@@ -461,11 +461,11 @@ class ShardedModel:
         """
         self._device_states.check_here("writing shards and states")
         self._device_states.before_write()
-        self._runtime.release_all()
+        self._passes.units.release_all()
         yield
-        self._runtime.discard()
+        self._passes.backward.discard()
         self._train.accumulation.forget()
-        self._runtime.values_replaced()
+        self._passes.units.values_replaced()
         self._device_states.edits.forget()
         self.place.unfinished = ""
 

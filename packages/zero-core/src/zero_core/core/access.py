@@ -9,7 +9,7 @@ deferred  The value is on its way, as after a step at stages 1 and 2. The first 
 refused   The value is not here, as between two uses at stage 3. A read raises, and names the cure.
 
 1. A read starts no collective: a line in the log of one rank would wait for the others for ever.
-   What is to be waited for is launched by `Runtime.publish`, on all ranks in one order, and never
+   What is to be waited for is launched by `UnitSet.publish`, on all ranks in one order, and never
    within a backward.
 2. A deferred or refused parameter is of a subclass of its class, whose ``__torch_function__`` torch
    calls before any operation on it. Objects, hooks and gradients do not change.

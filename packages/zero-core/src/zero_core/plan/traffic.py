@@ -1,6 +1,6 @@
 """Bytes that a rank sends in one optimizer step, by collective and by the links that they cross.
 
-Counted are the calls that `zero_core.runtime.runtime` makes when every unit is used once per
+Counted are the calls that `zero_core.runtime.passes` makes when every unit is used once per
 micro-step, in the order of the module tree, with gradients up to the first unit. ZeRO (arXiv
 1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward,
 those of the last block, of the root and of the tail once in all; gradients are reduced once per

@@ -20,20 +20,24 @@ from torch import Tensor, nn
 from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.comm.control import ControlGroup
 from zero_core.layout.buffers import CommonBuffers
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import BackwardPass
 
 
 class BufferSync:
     """Brings rank 0's buffers to every rank. See [Note: when buffers are broadcast]."""
 
     def __init__(
-        self, model: nn.Module, buffers: CommonBuffers, control: ControlGroup, runtime: Runtime
+        self,
+        model: nn.Module,
+        buffers: CommonBuffers,
+        control: ControlGroup,
+        backward: BackwardPass,
     ) -> None:
-        """Prepare. ``runtime`` knows whether this is within ``no_sync``."""
+        """Prepare. ``backward`` knows whether this is within ``no_sync``."""
         self._model = model
         self._buffers = buffers
         self._control = control
-        self._runtime = runtime
+        self._backward = backward
         self._is_due = True
         self.handles: list[Any] = []
         """Handles of the hooks that `attach` put on the model."""
@@ -68,7 +72,7 @@ class BufferSync:
             self._broadcast()
 
     def _leave_forward(self) -> None:
-        self._is_due = torch.is_grad_enabled() and self._runtime.should_sync
+        self._is_due = torch.is_grad_enabled() and self._backward.should_sync
 
     def _broadcast(self) -> None:
         for same in self._buffers.by_dtype().values():  # each time: a module may replace its own

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_core._torch import storage_of
 from zero_core.core.extension import Extensions
 from zero_core.protocols import DeviceMemory
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
@@ -87,7 +87,7 @@ class DeviceStates:
     def __init__(
         self,
         memory: Memory,
-        runtime: Runtime,
+        passes: Passes,
         state: ShardedState,
         holders: Sequence[object],
         edits: Edits,
@@ -100,7 +100,7 @@ class DeviceStates:
         self.edits = edits
         self._extensions = extensions
         self._memory = memory
-        self._runtime = runtime
+        self._passes = passes
         self._state = state
         self._holders = [holder for holder in holders if isinstance(holder, DeviceMemory)]
         self._away: dict[StatePart, list[_HostCopy]] = {}
@@ -141,7 +141,7 @@ class DeviceStates:
         """
         if self._ended_by is not None:
             raise RuntimeError(
-                f"rank {self._runtime.rank}: {what} of an engine that has ended, by "
+                f"rank {self._state.control.rank}: {what} of an engine that has ended, by "
                 f"{self._ended_by}: its model may have other values and another engine since. Go "
                 "on with the model as it is, or build another engine"
             )
@@ -149,7 +149,7 @@ class DeviceStates:
             raise RuntimeError(self._explain(what, needed))
         if needed is not ALL_PARTS:
             return
-        self._runtime.drain()
+        self._passes.units.drain()
         self.edits.find()
 
     def check_states(self, what: str) -> None:
@@ -162,8 +162,8 @@ class DeviceStates:
     def _explain(self, what: str, needed: frozenset[StatePart]) -> str:
         away = ", ".join(sorted(needed & self._away.keys()))
         return (
-            f"rank {self._runtime.rank}: {what} while {away} are offloaded: call reload_states() "
-            "first, on every rank, when the device has room for them"
+            f"rank {self._state.control.rank}: {what} while {away} are offloaded: call "
+            "reload_states() first, on every rank, when the device has room for them"
         )
 
     @torch.no_grad()
@@ -181,7 +181,7 @@ class DeviceStates:
         device = self._state.device
         is_accelerator = device.type != "cpu"
         self.before_write()
-        self._runtime.settle()
+        self._passes.settle()
         self._state.tier.wait_params(0, max((p.stop for p in self._state.pieces), default=0))
         self._state.quiesce()
         if is_accelerator:
@@ -197,7 +197,7 @@ class DeviceStates:
                 _HostCopy(one, is_kept=is_kept, pin_memory=pins) for one in storages[part]
             ]
         if StatePart.PARAMETERS in wanted:
-            self._runtime.vacate()
+            self._passes.units.vacate()
         self._away |= copies
         for copy in (copy for part in copies.values() for copy in part):
             copy.empty()
@@ -228,7 +228,7 @@ class DeviceStates:
         for refusal in self._refusals:
             refusal.remove()
         self._refusals.clear()
-        self._runtime.refuse_backwards(None)
+        self._passes.backward.refuse(None)
         if device.type != "cpu" and not non_blocking:
             torch.accelerator.synchronize(device)
 
@@ -260,4 +260,4 @@ class DeviceStates:
                 for module in self._state.module.modules()
             ]
         if BACKWARD_PARTS & self._away.keys():
-            self._runtime.refuse_backwards(self._explain("a backward", BACKWARD_PARTS))
+            self._passes.backward.refuse(self._explain("a backward", BACKWARD_PARTS))

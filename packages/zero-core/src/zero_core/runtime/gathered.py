@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import ParamSpec, Slot
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
@@ -56,8 +56,9 @@ class _FullParam(NamedTuple):
 class GatheredParams:
     """Implementation of `zero_core.Engine.gathered` and ``publish``."""
 
-    def __init__(self, runtime: Runtime, state: ShardedState, edits: Edits) -> None:
-        self._runtime = runtime
+    def __init__(self, passes: Passes, state: ShardedState, edits: Edits) -> None:
+        self._passes = passes
+        self._units = passes.units
         self._state = state
         self._edits = edits
         # Of each open context, versions of what it only reads, by id of the parameter.
@@ -75,20 +76,20 @@ class GatheredParams:
 
     def publish(self) -> None:
         """Make the parameters whose values are kept hold the current ones."""
-        for unit in self._runtime.units:
+        for unit in self._units.units:
             if all(flat.is_kept for flat in unit.params):
-                self._runtime.gather_exact(unit)
+                self._units.gather_exact(unit)
 
     @contextmanager
     def all_params(self, modifier_rank: int | None) -> Iterator[nn.Module]:
         """Gather every parameter within. A forward releases none."""
-        self._runtime.end_interrupted_forward()
+        self._passes.forward.end_interrupted()
         if modifier_rank is not None:
             self._check_same(modifier_rank, [])
-        self._runtime.release_all()
-        with self._runtime.full_params():
-            for unit in self._runtime.units:
-                self._runtime.gather_exact(unit)
+        self._units.release_all()
+        with self._units.full_params():
+            for unit in self._units.units:
+                self._units.gather_exact(unit)
             full = [_FullParam(f, i, f.params[i].data) for f, i in self._state.places.values()]
             with self._open(full, modifier_rank):
                 yield self._state.module
@@ -103,14 +104,13 @@ class GatheredParams:
             ValueError: one of them is not the engine's.
             RankMismatchError: they are to be changed, and other ranks gather others.
         """
-        self._runtime.end_interrupted_forward()
+        self._passes.forward.end_interrupted()
         wanted = list(params)
         if modifier_rank is not None:
             self._check_same(modifier_rank, wanted)
         places = self._find(wanted)
         copies: list[_FullParam] = []
-        runtime = self._runtime
-        with runtime.full_params() if runtime.has_full_params else nullcontext():
+        with self._units.full_params() if self._units.has_full_params else nullcontext():
             try:
                 full = [p for unit, own in places for p in self._gather(unit, own, copies)]
                 with self._open(full, modifier_rank):
@@ -121,7 +121,7 @@ class GatheredParams:
 
     @contextmanager
     def _open(self, full: list[_FullParam], modifier_rank: int | None) -> Iterator[None]:
-        if modifier_rank is not None and self._runtime.is_running:
+        if modifier_rank is not None and self._passes.is_running:
             raise RuntimeError(
                 "gathered(modifier_rank=...) within a forward or backward: change parameters "
                 "between steps"
@@ -141,7 +141,7 @@ class GatheredParams:
             if edit is not None:
                 edit.publish()
                 self._edits.forget(self._state.layout.params[p.slot.param].name for p in full)
-                self._runtime.values_replaced()
+                self._units.values_replaced()
                 known = {id(p.param): p.param._version for p in full}
                 for read in self._reading:
                     read.update((key, known[key]) for key in read.keys() & known.keys())
@@ -158,9 +158,9 @@ class GatheredParams:
     def _watching(self, full: Sequence[_FullParam]) -> AbstractContextManager[None]:
         """Have a graph that is made within, outside of a forward, outlive the values."""
         params = [p.param for p in full if isinstance(p.param, nn.Parameter)]
-        if not params or self._runtime.is_running or not torch.is_grad_enabled():
+        if not params or self._passes.is_running or not torch.is_grad_enabled():
             return nullcontext()
-        return self._runtime.saved.watching_gathered(params, self, self._runtime)
+        return self._units.saved.watching_gathered(params, self, self._passes.backward)
 
     @torch.no_grad()
     def _keep_replaced(self, full: Sequence[_FullParam]) -> None:
@@ -220,7 +220,7 @@ class GatheredParams:
         for place in self._state.places.values():
             if place in wanted:
                 found.setdefault(place[0].segment.unit, []).append(place)
-        return [(self._runtime.units[unit], found[unit]) for unit in sorted(found)]
+        return [(self._units.units[unit], found[unit]) for unit in sorted(found)]
 
     def _gather(
         self, unit: Unit, wanted: list[tuple[FlatParams, int]], copies: list[_FullParam]
@@ -229,7 +229,7 @@ class GatheredParams:
 
         A unit that is offloaded may have segments that are kept: these are not copied.
         """
-        is_needed = self._runtime.is_needed(unit)
+        is_needed = self._passes.is_needed(unit)
         copied = [not (is_needed or flat.is_kept) for flat, _ in wanted]
         # A copy of another context is held once more: that one may end before this one.
         missing = [
@@ -239,14 +239,14 @@ class GatheredParams:
         new: list[Tensor | None] = [None] * len(wanted)
         if any(missing) or not all(copied):
             if not is_needed:
-                self._runtime.release(unit)
-            self._runtime.gather_exact(unit)
+                self._units.release(unit)
+            self._units.gather_exact(unit)
             with torch.inference_mode(False):  # they may serve an initialization
                 for n, (flat, position) in enumerate(wanted):
                     if missing[n]:
                         new[n] = flat.params[position].data.clone()
             if not is_needed:
-                self._runtime.release(unit)
+                self._units.release(unit)
         for (flat, position), is_copied, copy in zip(wanted, copied, new, strict=True):
             if not is_copied:
                 yield _FullParam(flat, position, flat.params[position].data)

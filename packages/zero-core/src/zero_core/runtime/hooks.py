@@ -1,4 +1,4 @@
-"""Hooks on the model's modules and parameters that call the runtime. They have no state.
+"""Hooks on the model's modules and parameters that call the passes' driver. They have no state.
 
 [Note: the engine's hooks and others]
 Hooks that others put on a unit's module (weight normalisation is one) may read its parameters. So a
@@ -31,14 +31,14 @@ from zero_core.layout.discovery import Quantized
 from zero_core.layout.stored import Metadata, is_same_memory
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.module_units import ModuleUnits
+from zero_core.runtime.passes import Passes
 from zero_core.runtime.recompute import Recompute
-from zero_core.runtime.runtime import Runtime
 from zero_core.sharded.unit import Unit
 from zero_core.tiled.modules import TiledForwards
 
 
 def install(
-    runtime: Runtime,
+    passes: Passes,
     modules: Sequence[nn.Module],
     config: Config,
     host_inputs: HostInputs | None = None,
@@ -50,39 +50,38 @@ def install(
     """
     handles: list[Any] = []
     if config.tiled_compute is not None:
-        handles.append(TiledForwards(modules[0], config.tiled_compute, ModuleUnits(runtime)))
+        handles.append(TiledForwards(modules[0], config.tiled_compute, ModuleUnits(passes)))
     checkpointing = config.activation_checkpointing
     if checkpointing is not None and checkpointing.enabled:
-        blocks = [m for u, m in zip(runtime.units, modules, strict=True) if u.is_block]
+        blocks = [m for u, m in zip(passes.units.units, modules, strict=True) if u.is_block]
         is_on_cpu = checkpointing.cpu_checkpointing
-        handles.append(Recompute(blocks, runtime, host_inputs, is_on_cpu=is_on_cpu))
-    for unit, module in zip(runtime.units, modules, strict=True):
+        handles.append(Recompute(blocks, passes, host_inputs, is_on_cpu=is_on_cpu))
+    for unit, module in zip(passes.units.units, modules, strict=True):
         if not unit.is_tail:  # its module is the model, which the root's hooks are on
-            handles += _hook_unit(runtime, unit, module)
+            handles += _hook_unit(passes, unit, module)
         for number, grads in enumerate(unit.grads):
             for position, param in enumerate(grads.params):
-                handles.append(_hook_gradient(runtime, unit.index, number, position, param))
-    handles += _hook_components(runtime, modules)
-    _hook_parts(runtime, modules, handles)
-    return [*handles, runtime.part_hooks, _Interrupted(runtime)]
+                handles.append(_hook_gradient(passes, unit.index, number, position, param))
+    handles += _hook_components(passes, modules)
+    _hook_parts(passes, modules, handles)
+    return [*handles, passes.units.part_hooks, _Interrupted(passes)]
 
 
 class _Interrupted:
     """A forward that nobody ended: it ends with the hooks."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
 
     def remove(self) -> None:
-        self._runtime.abandon_forward()
+        self._passes.forward.abandon()
 
 
-def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[RemovableHandle]:
+def _hook_unit(passes: Passes, unit: Unit, module: nn.Module) -> list[RemovableHandle]:
     def release(module: nn.Module, args: Any, output: Any) -> None:
         if not is_in_backward():
-            if output is None and (error := sys.exception()) is not None:
-                runtime.forward_failed(unit, error)
-            runtime.leave_forward(unit, needs_grad=requires_grad(output))
+            error = sys.exception() if output is None else None
+            passes.driver.leave(unit, needs_grad=requires_grad(output), error=error)
 
     last = module.register_forward_hook(outside_graphs(release), always_call=True)
 
@@ -92,27 +91,27 @@ def _hook_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> list[Removabl
         if next(reversed(others)) != last.id:
             others.move_to_end(last.id)
         if is_in_backward():  # activation checkpointing computes the block again
-            runtime.enter_recompute(unit)
+            passes.backward.enter_recompute(unit)
         else:
-            runtime.enter_forward(unit, module)
+            passes.driver.enter(unit, module)
 
     return [module.register_forward_pre_hook(outside_graphs(gather), prepend=True), last]
 
 
 def _hook_gradient(
-    runtime: Runtime, index: int, number: int, position: int, param: nn.Parameter
+    passes: Passes, index: int, number: int, position: int, param: nn.Parameter
 ) -> Any:
     # torch hides these hooks of a tensor from the garbage collector: what one holds is never freed
-    # if it holds the tensor in turn. The hooks of modules keep the runtime as long as the model.
-    alive = weakref.ref(runtime)
+    # if it holds the tensor in turn. The hooks of modules keep the passes as long as the model.
+    alive = weakref.ref(passes)
 
     def take(param: nn.Parameter) -> None:
-        grad, runtime = get_grad(param), alive()
-        if grad is None or runtime is None:  # an autograd.Function returned none for it
+        grad, passes = get_grad(param), alive()
+        if grad is None or passes is None:  # an autograd.Function returned none for it
             return
         set_grad(param, None)
-        unit = runtime.units[index]
-        runtime.gradient_ready(unit, unit.grads[number], position, grad)
+        unit = passes.units.units[index]
+        passes.driver.gradient_ready(unit, unit.grads[number], position, grad)
 
     is_required = param.requires_grad
     param.requires_grad_(True)  # torch hooks no other; the hook stays when it is switched off
@@ -125,7 +124,7 @@ _Entries = dict[str, nn.Parameter]
 """Parameters of a module, by their names in it."""
 
 
-def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
+def _hook_components(passes: Passes, modules: Sequence[nn.Module]) -> list[RemovableHandle]:
     """Hook the modules of blocks whose components are gathered for each use.
 
     These are the modules that hold them, and the blocks, whose own forward may read them. After a
@@ -135,15 +134,15 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
     """
     units = {
         index: unit
-        for unit in runtime.blocks
+        for unit in passes.units.blocks
         for flat in unit.params
         if flat.segment.is_opaque and not flat.is_kept
         for index in map(id, flat.params)
     }
-    whole = {id(q.param): q for q in runtime.quantized}
+    whole = {id(q.param): q for q in passes.units.quantized}
     places = {
         id(p): (flat, position)
-        for unit in runtime.units
+        for unit in passes.units.units
         for flat in unit.params
         if flat.segment.is_opaque
         for position, p in enumerate(flat.params)
@@ -180,7 +179,7 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
 
     def hook(module: nn.Module, unit: Unit) -> None:
         def watch(module: nn.Module, args: Any, output: Any) -> None:
-            runtime.saved.watch_outputs(unit, output)
+            passes.units.saved.watch_outputs(unit, output)
 
         handles.append(module.register_forward_hook(outside_graphs(watch)))
 
@@ -201,14 +200,14 @@ def _hook_components(runtime: Runtime, modules: Sequence[nn.Module]) -> list[Rem
     return handles
 
 
-def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module], handles: list[Any]) -> None:
+def _hook_parts(passes: Passes, modules: Sequence[nn.Module], handles: list[Any]) -> None:
     """Hook the modules that hold a unit's parameters, for when they are called by themselves.
 
     Activation checkpointing of a part of a block does that in backward, a model that calls
-    ``block.attention`` in its own forward. The runtime has the hooks of blocks' parts, and
+    ``block.attention`` in its own forward. The units have the hooks of blocks' parts, and
     ``handles`` get the others.
     """
-    units = ModuleUnits(runtime)
+    units = ModuleUnits(passes)
     for module in modules[0].modules():
         if isinstance(module, ParametrizationList):
             continue  # a read of the parametrized weight calls it, and a read gathers nothing
@@ -220,19 +219,19 @@ def _hook_parts(runtime: Runtime, modules: Sequence[nn.Module], handles: list[An
                 own, is_one_graph = within, True
         for unit in own:
             if module is not modules[unit.index]:
-                hook = _part_hook(runtime, unit)
+                hook = _part_hook(passes, unit)
                 hook = outside_graphs(hook) if is_one_graph else unless_compiling(hook)
                 if unit.is_block:
-                    runtime.part_hooks.add(module, hook)
+                    passes.units.part_hooks.add(module, hook)
                 else:
                     handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
 
-def _part_hook(runtime: Runtime, unit: Unit) -> Any:
-    index, ready = unit.index, runtime.ready
+def _part_hook(passes: Passes, unit: Unit) -> Any:
+    index, ready = unit.index, passes.units.ready
 
     def gather(module: nn.Module, args: Any) -> None:
         if index not in ready:
-            runtime.enter_part(unit)
+            passes.forward.enter_part(unit)
 
     return gather

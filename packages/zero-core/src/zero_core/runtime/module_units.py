@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from zero_core.object_methods import ObjectMethods
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
 from zero_core.sharded.unit import Unit
 
 _GENERATE = "generate"
@@ -28,15 +28,16 @@ _GENERATE = "generate"
 class ModuleUnits:
     """Finds and gathers the units of modules, and sets when they are gathered and released."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, passes: Passes) -> None:
+        self._units = passes.units
+        self._forward = passes.forward
         self._units_of = {
             id(p): {unit.index}
-            for unit in runtime.units
+            for unit in passes.units.units
             for flat in unit.params
             for p in flat.params
         }
-        for whole in runtime.quantized:
+        for whole in passes.units.quantized:
             own = [self._units_of[id(component)] for component in whole.components]
             self._units_of[id(whole.param)] = set().union(*own)
 
@@ -50,17 +51,17 @@ class ModuleUnits:
             indices = set().union(*(self._units_of[id(p)] for p in module.parameters(recurse)))
         except KeyError:
             raise ValueError(f"{type(module).__name__} is not a module of this engine") from None
-        return [self._runtime.units[index] for index in sorted(indices)]
+        return [self._units.units[index] for index in sorted(indices)]
 
     def gather(self, module: nn.Module) -> None:
         """Gather the units of ``module``, of which a part may be called by itself."""
         for unit in self.of(module):
-            if unit.index not in self._runtime.ready:
-                self._runtime.enter_part(unit)
+            if unit.index not in self._units.ready:
+                self._forward.enter_part(unit)
 
     def is_gathered(self, module: nn.Module) -> bool:
         """Whether the parameters of ``module`` hold the current values."""
-        return all(unit.index in self._runtime.ready for unit in self.of(module))
+        return all(unit.index in self._units.ready for unit in self.of(module))
 
     def version(self, module: nn.Module) -> int:
         """Return a number that grows when the parameters of ``module`` get new values."""
@@ -69,8 +70,8 @@ class ModuleUnits:
     def set_resharded(self, modules: Iterable[nn.Module], *, is_resharded: bool) -> None:
         """Set whether a forward releases the units of ``modules`` when they have been used."""
         indices = {unit.index for module in modules for unit in self.of(module)}
-        before = self._runtime.unsharded
-        self._runtime.set_unsharded(before - indices if is_resharded else before | indices)
+        before = self._units.unsharded
+        self._units.set_unsharded(before - indices if is_resharded else before | indices)
 
     @contextmanager
     def keeping(self, max_numel: int) -> Iterator[None]:
@@ -79,17 +80,17 @@ class ModuleUnits:
         The root and the tail come first, which others may wait for, then blocks in their order.
         """
         kept, numel = set(), 0
-        for unit in sorted(self._runtime.units, key=lambda unit: unit.is_block):
+        for unit in sorted(self._units.units, key=lambda unit: unit.is_block):
             numel += sum(flat.segment.padded_numel for flat in unit.params)
             if numel > max_numel:
                 break
             kept.add(unit.index)
-        before = self._runtime.unsharded
-        self._runtime.set_unsharded(before | kept)
+        before = self._units.unsharded
+        self._units.set_unsharded(before | kept)
         try:
             yield
         finally:
-            self._runtime.set_unsharded(before)
+            self._units.set_unsharded(before)
 
     def set_prefetched(
         self, module: nn.Module, modules: Iterable[nn.Module], *, backward: bool
@@ -116,7 +117,7 @@ class ModuleUnits:
                 f"order on all ranks, so name those that follow it in {order}, which begin with "
                 f"unit {unit.index + step}"
             )
-        self._runtime.prefetch.set_depth(unit.index, len(found) or 1, backward=backward)
+        self._units.prefetch.set_depth(unit.index, len(found) or 1, backward=backward)
 
 
 class Generating(Protocol):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_core.object_methods import ObjectMethods
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
 from zero_core.sharded.unit import Unit
 
 
@@ -29,20 +29,20 @@ class Recompute(ObjectMethods):
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        runtime: Runtime,
+        passes: Passes,
         host_inputs: HostInputs | None,
         *,
         is_on_cpu: bool,
     ) -> None:
-        """Wrap ``blocks``, the modules of the runtime's blocks, in their order.
+        """Wrap ``blocks``, the modules of the passes' blocks, in their order.
 
         ``is_on_cpu``: a block's inputs wait in host memory, where ``host_inputs`` move those on an
         accelerator.
         """
         self._is_on_cpu = is_on_cpu
         self._host_inputs = host_inputs
-        self._runtime = runtime
-        pairs = zip(runtime.blocks, blocks, strict=True)
+        self._backward = passes.backward
+        pairs = zip(passes.units.blocks, blocks, strict=True)
         super().__init__(
             "forward", [(module, self._wrap(unit, module.forward)) for unit, module in pairs]
         )
@@ -67,5 +67,5 @@ class Recompute(ObjectMethods):
 
     @contextmanager
     def _recomputing(self, unit: Unit) -> Iterator[None]:
-        self._runtime.enter_recompute(unit)
+        self._backward.enter_recompute(unit)
         yield

@@ -149,18 +149,12 @@ class _HeldReferences:
 
 
 class Backward(Protocol):
-    """Begins the backwards of units. `zero_core.runtime.runtime.Runtime` is the one.
+    """Begins the backwards of units: `BackwardPass`, whose file imports this one."""
 
-    Attributes:
-        entered: the block that backward is in.
-    """
-
-    entered: Unit | None
-
-    def begin_backward(self) -> None:
+    def begin(self) -> None:
         """Begin a backward, unless one is open."""
 
-    def enter_backward(self, unit: Unit, forward: Forward | None) -> None:
+    def enter(self, unit: Unit, forward: Forward | None) -> None:
         """Gather ``unit`` for the backward of ``forward``."""
 
 
@@ -168,8 +162,8 @@ class SavedWeights:
     """Packs what autograd saves of gathered units. See [Note: saved tensors].
 
     Attributes:
-        gathered: what is packed, by the address of its buffer. The runtime takes out what it
-            releases.
+        gathered: what is packed, by the address of its buffer, until it is released.
+        entered: the block that backward is in, whose weights need no gather.
     """
 
     def __init__(self) -> None:
@@ -183,6 +177,7 @@ class SavedWeights:
         # By thread, as torch's stack of hooks is the thread's own.
         self._hooks: dict[int, AbstractContextManager[Any]] = {}
         self._is_autocast = False  # in this forward
+        self.entered: Unit | None = None
 
     def add(self, unit: Unit, flat: FlatParams) -> None:
         """Pack from now on what is saved of ``flat``, which has been gathered."""
@@ -302,8 +297,8 @@ class SavedWeights:
             return whole.as_strided(packed.shape, packed.stride, offset)
         unit, flat, dtype, offset, shape, stride, version, forward = packed
         _check_version(unit, flat, version)
-        if unit is not backward.entered:
-            backward.enter_backward(unit, forward)
+        if unit is not self.entered:
+            backward.enter(unit, forward)
         assert flat.full is not None
         full = flat.full if dtype is flat.full.dtype else flat.full.view(dtype)
         saved = full.as_strided(shape, stride, offset)
@@ -312,7 +307,7 @@ class SavedWeights:
         return saved.clone() if torch.is_grad_enabled() else saved
 
     def _unpack_reference(self, backward: Backward, reference: Reference) -> Tensor:
-        backward.begin_backward()
+        backward.begin()
         saved = self._references.read(reference)
         return saved.clone() if torch.is_grad_enabled() else saved
 
@@ -329,7 +324,7 @@ class SavedWeights:
         def enter(grad: Tensor) -> None:
             for flat, version in opaque:
                 _check_version(unit, flat, version)
-            backward.enter_backward(unit, forward)
+            backward.enter(unit, forward)
 
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:

@@ -15,7 +15,7 @@ from torch import Tensor
 from zero_core._torch import has_step_pre_hooks, mark_stepped
 from zero_core.comm.meter import Meter
 from zero_core.optim.train_state import TrainState
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
 from zero_core.step.gradient import StepGradient
 
 
@@ -33,7 +33,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         given: torch.optim.Optimizer,
         train: TrainState,
         gradient: StepGradient,
-        runtime: Runtime,
+        passes: Passes,
         meter: Meter,
         names: Mapping[int, str],
     ) -> None:
@@ -51,7 +51,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self._train = train
         self._gradient = gradient
-        self._runtime = runtime
+        self._passes = passes
         self._meter = meter
         self._may_step = False
         self.state = given.state
@@ -110,12 +110,12 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise RuntimeError("call engine.step(): the engine drives its optimizer")
         self._gradient.apply()
         self._meter.end_step()  # what is published counts for the next step
-        self._runtime.values_changed()
+        self._passes.units.values_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated since the last step, not the count of micro-steps."""
         self._gradient.policy.check_unused("dropping gradients")
-        self._runtime.discard()
+        self._passes.backward.discard()
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError(

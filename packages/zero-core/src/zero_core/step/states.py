@@ -28,7 +28,7 @@ from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.layout.discovery import plain_name
 from zero_core.protocols import WholeStateTier
 from zero_core.runtime.device_states import DeviceStates
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.step.gradient import StepGradient
@@ -43,15 +43,15 @@ class StateAccess:
         self,
         state: ShardedState,
         gradient: StepGradient,
-        runtime: Runtime,
+        passes: Passes,
         device_states: DeviceStates,
     ) -> None:
         """Give access to what ``state`` has sharded, and to the ``gradient`` of a step."""
         self._state = state
         self._device_states = device_states
         self._gradient = gradient
-        self._runtime = runtime
-        self._grads = {g.segment.index: g for unit in runtime.units for g in unit.grads}
+        self._passes = passes
+        self._grads = {g.segment.index: g for unit in passes.units.units for g in unit.grads}
         self._home: dict[str, tuple[Segment, Slot]] = {}
         for segment in state.layout.segments:
             for slot in segment.slots:
@@ -63,12 +63,12 @@ class StateAccess:
 
         It cannot within ``no_sync`` and where gradients have been dropped.
         """
-        return self._is_any(self.holds_gradient and self._runtime.is_last_backward)
+        return self._is_any(self.holds_gradient and self._passes.backward.is_last)
 
     @property
     def is_kept_unreduced(self) -> bool:
         """Whether backwards keep gradients on their rank at present, as within ``no_sync``."""
-        return not self._runtime.should_sync
+        return not self._passes.backward.should_sync
 
     def get_unreduced(self, name: str) -> Tensor | None:
         """Return this rank's own gradient of parameter ``name``, in its shape: a copy, no exchange.
@@ -273,7 +273,7 @@ class StateAccess:
             self._state.quiesce()  # others may still be gathering the old values
             edited = self._state.params[segment.index]
             edited.edit(slot.start, flat)
-            self._runtime.values_replaced([edited])
+            self._passes.units.values_replaced([edited])
         else:
             piece = self._state.piece_of(slot.param)
             part = flat[:0] if piece is None else flat[piece.offset :][: piece.stop - piece.start]
@@ -349,7 +349,7 @@ class StateAccess:
     def _complete_gradient(self) -> float:
         """Have the gradient reduced. Return the factor that brings it to its true scale."""
         self._gradient.policy.check_unused("reading, setting or clipping gradients")
-        self._runtime.complete_gradient()
+        self._passes.backward.complete_gradient()
         return self._gradient.factor
 
     def _find(self, name: str, what: str, *, is_local: bool = False) -> tuple[Segment, Slot]:
@@ -384,7 +384,7 @@ class StateAccess:
             assert piece is not None, "a part is that of a piece"
             self._state.tier.write_state(what, piece.start, part)
         if what == MASTER:
-            self._runtime.values_replaced([self._state.params[segment.index]])
+            self._passes.units.values_replaced([self._state.params[segment.index]])
 
     def _settable_shape(self, tier: WholeStateTier, param: int, what: str) -> tuple[int, ...]:
         """Return the shape of a whole state that is there. Every rank must call it.
@@ -417,7 +417,7 @@ class StateAccess:
             grads.replace(low - base, _widened(part[low - first : high - first]) / factor)
         else:  # the segment is offered again on every rank, as the ranks agree on it again
             grads.replace(0, part[:0])
-        self._runtime.gradient_replaced(grads, slot.param)
+        self._passes.backward.gradient_replaced(grads, slot.param)
 
 
 def _whole_state(tier: WholeStateTier, param: int, what: str) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zero_core.core.extension import Extension
 from zero_core.errors import UnusedParameterError
 from zero_core.optim.train_state import TrainState
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import BackwardPass
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -17,10 +17,10 @@ class UnusedParameters(Extension):
     """
 
     def __init__(
-        self, state: ShardedState, runtime: Runtime, facts: Facts, train: TrainState
+        self, state: ShardedState, backward: BackwardPass, facts: Facts, train: TrainState
     ) -> None:
         self._state = state
-        self._runtime = runtime
+        self._backward = backward
         self._facts = facts
         self._train = train
 
@@ -31,7 +31,7 @@ class UnusedParameters(Extension):
             UnusedParameterError: with the parameters.
         """
         state, facts = self._state, self._facts
-        self._runtime.complete_gradient()  # before an update is enqueued
+        self._backward.complete_gradient()  # before an update is enqueued
         num_active, num_ranks = max(1, facts.counts("with gradient")[0]), facts.counts("used")
         missed = [
             f"{spec.name} on {num_active - num:.0f} of {num_active:.0f} ranks"

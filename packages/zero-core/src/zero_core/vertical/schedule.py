@@ -39,13 +39,14 @@ from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.runtime import Runtime
+from zero_core.runtime.passes import Passes
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.sharded.unit import Unit
 from zero_core.step.micro_batches import MicroBatches, RandomStates, ScaledLoss
 from zero_core.vertical.attributes import TensorAttributes
 from zero_core.vertical.partial_grads import HostGradients, PartialGrads
+from zero_core.vertical.passes import TurnPasses
 from zero_core.vertical.segments import SegmentCrossing, Segments
 from zero_core.vertical.turns import Turns
 from zero_core.watch.place import Place
@@ -104,40 +105,40 @@ class VerticalSchedule:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        runtime: Runtime,
+        passes: Passes,
         train: TrainState,
         state: ShardedState,
         host_inputs: HostInputs | None,
     ) -> None:
-        """Hook ``modules``, those of the runtime's blocks. ``state``: the model's.
+        """Hook ``modules``, those of the passes' blocks. ``state``: the model's.
 
         ``host_inputs`` move the blocks' inputs to the host, if any does.
 
         Raises:
             AccumulationScheduleError: the model has no blocks.
         """
-        if not runtime.blocks:
+        if not passes.units.blocks:
             raise AccumulationScheduleError(
                 "accumulation_schedule = 'vertical' needs a sequence of blocks (an nn.ModuleList "
                 f"or nn.Sequential), and {type(state.module).__name__} has none: use 'horizontal'"
             )
         self._model = state.module
         self._names = state.param_names
-        self._runtime = runtime
+        self._passes = TurnPasses(passes, state.control.place)
+        self._rank = state.control.rank
         self._train = train
         self._has_common_buffers = state.control.world_size > 1 and bool(
             state.common_buffers.by_dtype()
         )
         self._device = state.device
-        self._blocks = runtime.blocks
+        self._blocks = passes.units.blocks
         self._modules = tuple(modules)
         self._versions: list[int] = []  # of the buffers of the block under way
-        self._root = runtime.units[0]
-        last = runtime.units[-1]
-        self._tail = last if last.is_tail else None
+        self._root = passes.units.units[0]
+        self._tail = passes.units.tail
         self._owners = {
             id(param): (unit, grads, position)
-            for unit in runtime.units
+            for unit in passes.units.units
             for grads in unit.grads
             for position, param in enumerate(grads.params)
         }
@@ -188,7 +189,7 @@ class VerticalSchedule:
             _MicroBatch(number, batch, loss_of, self._device, PartialGrads(host))
             for number, batch in enumerate(batches)
         ]
-        self._runtime.begin_turns(self._model, self)
+        self._passes.begin(self._model, self)
         if self._host_inputs is not None:
             self._host_inputs.begin_turns(len(batches))
         try:
@@ -200,14 +201,14 @@ class VerticalSchedule:
                     self._check_place(one, number)
             self._run_epilogues(micro_batches, seed)
             self._run_backward(micro_batches)
-            self._runtime.end_turns()
+            self._passes.end()
             self._attributes = None  # the model's code has been seen
         except BaseException:
             for one in micro_batches:
                 one.abandon()
             self._running = self._turn = None
             self._train.accumulation.enter_micro_step(0)
-            self._runtime.abandon_turns()
+            self._passes.abandon()
             raise
         finally:
             if self._host_inputs is not None:
@@ -251,9 +252,9 @@ class VerticalSchedule:
         for one in micro_batches:
             self._advance(one, seed)
             self._check_graph(one)  # a refusal comes before backward updates any unit
-            self._runtime.begin_backward_of_turns()
+            self._passes.begin_backward()
             self._go_backward(one, len(self._blocks) + 1, self._tail, one.take_scaled_loss())
-        self._runtime.end_forward_of_turns()
+        self._passes.end_forward()
 
     # --------------------------------------------------------------- backward
 
@@ -265,7 +266,7 @@ class VerticalSchedule:
             unit = self._blocks[segment - 1] if segment else self._root
             if segment and one is micro_batches[0]:
                 is_used = any(each.segments.needs_backward(segment) for each in micro_batches)
-                self._runtime.enter_turn(unit, is_used=is_used)
+                self._passes.enter_block(unit, is_used=is_used)
             other.segments.prefetch(following)
             self._go_backward(one, segment, unit)
 
@@ -276,15 +277,15 @@ class VerticalSchedule:
         self._train.accumulation.enter_micro_step(one.number)
         self._turn = one, unit
         if unit is not None:
-            self._runtime.begin_turn(unit)
+            self._passes.begin_turn(unit)
         with one.segments.partial.turn():
             one.segments.backward(segment, loss)
             if unit is self._root:
                 for param, grad in one.segments.partial.take_all():
-                    self._runtime.add_in_turn(*self._owners[param], grad)
+                    self._passes.add(*self._owners[param], grad)
         self._turn = None
         if unit is not None:
-            self._runtime.reduce_turn(unit)
+            self._passes.reduce(unit)
 
     def take(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         """Take the gradient of parameter ``position`` of a segment of ``unit``."""
@@ -293,7 +294,7 @@ class VerticalSchedule:
         param = id(grads.params[position])
         if unit is own:
             one.segments.partial.discard(param)
-            self._runtime.add_in_turn(unit, grads, position, grad)
+            self._passes.add(unit, grads, position, grad)
         else:  # of the root: `_check_params`
             one.segments.partial.put(param, grad)
 
@@ -392,7 +393,7 @@ class VerticalSchedule:
 
     def _refuse(self, one: _MicroBatch, why: str) -> AccumulationScheduleError:
         return AccumulationScheduleError(
-            f"rank {self._runtime.rank}: accumulation_schedule = 'vertical', micro-batch "
+            f"rank {self._rank}: accumulation_schedule = 'vertical', micro-batch "
             f"{one.number}: {why}; use 'horizontal' for this model"
         )
 

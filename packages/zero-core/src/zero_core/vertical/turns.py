@@ -13,7 +13,9 @@ from contextvars import copy_context
 
 import torch
 
-from zero_core.runtime.runtime import ForwardAbandoned
+
+class ForwardAbandoned(BaseException):
+    """Stops a micro-batch's forward, in its thread, after another micro-batch failed."""
 
 
 class Turns(ABC):

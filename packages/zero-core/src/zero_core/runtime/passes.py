@@ -1,0 +1,619 @@
+"""Forward and backward over all units: what is gathered, released and reduced, and when.
+
+`zero_core.runtime.hooks` calls in here; nothing in the model changes.
+
+[Note: the path of a gradient]
+1. `hooks` takes ``param.grad`` when autograd has it, and calls `BackwardPass.gradient_ready`.
+2. `FlatGrads.add` writes it to the segment's ``full_grad``.
+3. When its unit is complete and all units before it are: `FlatGrads.reduce`; one unit later:
+   `FlatGrads.finish`.
+4. At an accumulation boundary the sink (`StepGradient.add`) offers it to the state tier; in every
+   micro-step, if the tier adds them up. Steps 3 and 4 are called by `Reductions`.
+5. ``engine.step()``: `BackwardPass.complete_gradient`, then `StepGradient.decide` and ``apply``,
+   which has the tier update the shards. `UnitSet.values_changed` makes gathered values stale. On a
+   device the update is enqueued earlier: see [Note: update ahead] in `zero_core.step.update`.
+
+[Note: order]
+Units are gathered forward in the order of the module tree and backward in reverse; reductions run
+in that reverse order, the root last (`zero_core.runtime.order`). So every rank launches the same
+collectives in the same order even where ranks take different branches within a block. The first
+block's gather is launched before the root's is waited for.
+
+[Note: idle ranks]
+A rank that has no data while the others have takes part in their collectives: an idle forward uses
+the blocks and the tail as this rank's last forward did, with gradients or without as this one
+(before the first one: the blocks of the module tree), and an idle backward opens one that skips all
+of them. Both take the ways of a forward and a backward with data, so that all launches are in one
+order. Gradients count as zero, and averages are divided by all ranks, as
+`torch.distributed.algorithms.Join` does for DDP with ``divide_by_initial_world_size=True``, its
+default.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
+from zero_core.comm.communicator import Communicator
+from zero_core.runtime.order import BackwardOrder, Forward
+from zero_core.runtime.units import UnitSet
+from zero_core.sharded.facts import Facts
+from zero_core.sharded.grads import FlatGrads
+from zero_core.sharded.reductions import GradientSink, Reductions
+from zero_core.sharded.unit import Unit
+from zero_core.watch.place import OUTSIDE
+
+
+class _Running(NamedTuple):
+    """A hooked module whose forward is running, and the exception that its caller handles."""
+
+    unit: Unit
+    module: nn.Module
+    handled: BaseException | None
+
+
+class BackwardPass:
+    """The backwards of a step, up to its whole gradient.
+
+    Attributes:
+        is_open: whether a backward is under way, or was left by an exception.
+        order: of gathers and reductions.
+        reductions: of units' gradients.
+        should_sync: whether backwards reduce gradients: False within `no_sync`.
+    """
+
+    def __init__(
+        self, units: UnitSet, communicator: Communicator, sink: GradientSink, facts: Facts
+    ) -> None:
+        self._units = units
+        self._place = communicator.place
+        self._names = [f"backward of {unit!r}" for unit in units.units]
+        self._sink = sink
+        self._facts = facts
+        self._params_with_grad = sink.params_with_grad
+        has_peers = communicator.world_size > 1
+        self.reductions = Reductions(units.units, sink, units.ready, has_peers=has_peers)
+        self.order = BackwardOrder(
+            [u.index for u in units.units if u.grads],
+            None if units.tail is None else units.tail.index,
+            is_alone=not (has_peers and units.has_sharded_params),
+        )
+        self.is_open = False
+        self.should_sync = True
+        self._why_refused: str | None = None
+        # Whether the open backward reduces (not in no_sync; one rank: at the boundary only).
+        self._is_reducing = False
+        # Units recomputed in this backward: gradients to come since the last recomputation.
+        self._recomputed: dict[int, int] = {}
+        self._ever_recomputed: set[int] = set()
+        self._stay_idle: set[int] = set()  # units that the backward of an idle rank gathers once
+
+    # ------------------------------------------------------------------ begin
+
+    def begin(self) -> None:
+        """Begin a backward at its first sign, unless one is open, and be called at its end."""
+        if self.is_open:
+            return
+        units = self._units.units
+        self.open({u.index: u.count_trainable() for u in units}, is_new=self.order.is_awaited)
+        self.reductions.begin_backward()
+        self._place.enter("backward")
+        self._is_reducing = self.will_reduce()
+        if not self._is_reducing:
+            self.reductions.accumulate_locally()  # more is to come before anything is reduced
+        call_at_end_of_backward(self.end)
+
+    def open(self, num_missing: dict[int, int], *, is_new: bool) -> None:
+        """Open a backward that brings so many gradients of each unit.
+
+        ``is_new``: it is that of a forward which has begun since the backward before.
+        """
+        if self._why_refused is not None:
+            raise RuntimeError(self._why_refused)
+        self._place.check_finished("a backward")
+        self._units.part_hooks.resume()
+        self._units.drain()
+        self._sink.begin_backward(is_new_round=self.should_sync and is_new)
+        self.is_open = True
+        self._is_reducing = False
+        self._units.saved.entered = None
+        self._recomputed.clear()
+        self.order.begin_backward(num_missing)
+
+    def refuse(self, reason: str | None) -> None:
+        """Refuse backwards for ``reason`` from now on, or allow them: None."""
+        self._why_refused = reason
+
+    def begin_idle(self, uses: Counter[int]) -> None:
+        """Begin a backward that brings no gradient. Its end follows the last forward's trail.
+
+        ``uses``: how often that forward used each unit.
+        """
+        self.begin()
+        # With data, a block that is used twice and recomputed stays until its gradients are there.
+        self._stay_idle = {i for i, num in uses.items() if num > 1} & self._ever_recomputed
+
+    # ------------------------------------------------------------------- walk
+
+    def enter(self, unit: Unit, forward: Forward | None) -> None:
+        """Gather ``unit`` for the backward of ``forward``. None: the unit is computed again."""
+        units = self._units
+        if unit is units.saved.entered:
+            return
+        if not self.is_open:
+            self.begin()
+        if not unit.is_block:
+            unit.gather(backward=True)
+            units.wait(unit)
+            return
+        previous = units.current
+        if previous is not None and previous is not unit and self._must_stay(previous):
+            units.current = None  # it is released at the end of backward
+        self.enter_place(unit)
+        units.saved.entered = unit
+        for skipped in self.order.enter(unit.index, forward):
+            self._gather_skipped(skipped)
+        if self._is_reducing:
+            self._reduce_ready()  # before the next gather: [Note: one order ...] in `order`
+        units.open(unit, backward=True)
+
+    def enter_place(self, unit: Unit) -> None:
+        """Have other ranks see that this one is in the backward of ``unit``."""
+        self._place.enter(self._names[unit.index])
+
+    def enter_recompute(self, unit: Unit) -> None:
+        """Gather ``unit``, whose forward activation checkpointing computes again in backward."""
+        self.enter(unit, None)
+        self._recomputed[unit.index] = unit.count_trainable()
+        self._ever_recomputed.add(unit.index)
+
+    def gradient_ready(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
+        """Take the gradient of parameter ``position`` of a segment of ``unit``."""
+        if not self.is_open:
+            self.begin()
+        index = unit.index
+        self._place.enter(self._names[index])  # without shards nothing enters it before
+        if index in self._recomputed:
+            self._recomputed[index] -= 1
+        num_missing = self.order.gradient_ready(index)
+        # late: this unit's reduction has started. Finish it; the gradient opens a second one.
+        if num_missing < 0:
+            self.reductions.finish()
+        self.add(grads, position, grad)
+        if num_missing == 0 and self._is_reducing:
+            self._reduce_ready()
+
+    def add(self, grads: FlatGrads, position: int, grad: Tensor) -> None:
+        """Add the gradient of parameter ``position`` to those of its segment."""
+        grads.add(position, grad)
+        self._params_with_grad.add(grads.param_numbers[position])
+
+    def _gather_skipped(self, skipped: int) -> None:
+        """Gather a unit that backward skips here, because other ranks may go into it."""
+        units = self._units
+        if not units.has_sharded_params:
+            return
+        if self._is_reducing:
+            self._reduce_ready()
+        unit = units.units[skipped]
+        if unit.is_tail:
+            self.enter(unit, None)
+        else:
+            units.open(unit, backward=True)
+            if skipped in self._stay_idle:
+                units.current = None  # it is released at the end of backward
+
+    def _must_stay(self, unit: Unit) -> bool:
+        # A recomputed forward saved raw views; they are used until the unit's gradients are there.
+        # A unit without trainable parameters never has one: it stays until backward ends.
+        num_missing = self._recomputed.get(unit.index)
+        return num_missing is not None and (num_missing > 0 or unit.count_trainable() == 0)
+
+    def will_reduce(self) -> bool:
+        """Whether a backward that ends now is reduced."""
+        return self.should_sync and (self.reductions.is_due_per_backward or self._sink.is_boundary)
+
+    def _reduce_ready(self) -> None:
+        for index in self.order.ready_units():
+            self.reductions.start(index)
+
+    # -------------------------------------------------------------------- end
+
+    def end(self) -> None:
+        """Reduce what is left, wait for everything, release every unit.
+
+        Autograd calls it when a backward ends; `complete_gradient` does when a backward touched no
+        parameter.
+        """
+        if self.is_open:
+            for skipped in self.order.skipped_last():
+                self._gather_skipped(skipped)
+        if self.will_reduce():
+            for index in self.order.end_backward():
+                self.reductions.start(index)
+            self.reductions.finish()
+        self._units.release_all()
+        if self.is_open:
+            self._place.enter(OUTSIDE)
+        self.is_open = False
+        self._stay_idle = set()
+
+    def abandon(self) -> None:
+        """Have the next forward drop the step's gradient, as after a backward that did not end."""
+        self.is_open = True
+
+    def drop_unended(self) -> None:
+        """Drop the step's gradient if the last backward did not end."""
+        # Or Ctrl-C came in the first hook of a backward, before it was opened.
+        if self.is_open or (self.order.is_awaited and self._sink.drop_untaken()):
+            self._sink.broken()
+            self.discard()
+            self._units.release_all()
+
+    def discard(self) -> None:
+        """Drop all gradients and start a new step.
+
+        Wait for reductions under way. Gathered units stay.
+        """
+        if self.is_open:
+            self._sink.drop_untaken()
+        self.is_open = True  # Ctrl-C may come meanwhile: then a forward drops the rest
+        self.reductions.discard()
+        self.order.forget()
+        self._sink.clear()
+        self.is_open = False
+
+    # ----------------------------------------------------------- accumulation
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients of backwards unreduced within. Every rank must enter it."""
+        before = self.should_sync
+        self.set_should_sync(False)
+        try:
+            yield
+        finally:
+            self.should_sync = before
+
+    def set_should_sync(self, should_sync: bool) -> None:
+        """Set whether backwards reduce gradients. Every rank must set the same."""
+        self.should_sync = should_sync
+        if not should_sync:
+            self._sink.reopen()
+            self.reductions.accumulate_locally()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no backward of a later micro-step will add to the step's gradient."""
+        return self._sink.is_boundary and self.should_sync
+
+    # ------------------------------------------------------------------- step
+
+    def check_last(self) -> None:
+        """Raise if a backward that did not end, or a further one, is needed before ``step``."""
+        if self.is_open:
+            raise RuntimeError(
+                "the last backward did not end: run the forward and backward of this step again"
+            )
+        if not self.is_last:
+            raise RuntimeError(
+                "the gradient is not whole yet: call this outside no_sync(), between the last "
+                "backward of a step and step()"
+            )
+
+    def start_agreement(self) -> None:
+        """Have all of the step's gradient reduced, and start to agree on it.
+
+        Every rank must call it. The host does not wait for the device.
+
+        Raises:
+            RuntimeError: not at an accumulation boundary, or within ``no_sync``, or after a
+                backward that did not end.
+        """
+        self.check_last()
+        if not self._sink.is_reduced:
+            # No parameter was used on this rank, or the last backward ran within no_sync.
+            self.end()
+        self._agree()
+
+    def complete_gradient(self) -> None:
+        """Have all of the step's gradient reduced and agreed on. Every rank must call it.
+
+        Raises:
+            RuntimeError: as of `start_agreement`.
+        """
+        self.start_agreement()
+        if self._facts.is_any("unreduced"):
+            self._sink.void_update()
+            # On some rank, gradients came after their unit's reduction.
+            self.end()
+            self._sink.reopen()
+            self._agree()
+        self.order.place_tail(is_first=not self._facts.is_any("tail late"))
+        self.order.leave_out(is_agreed=self._facts.is_unanimous("left out"))
+
+    def _agree(self) -> None:
+        self._units.drain()
+        self._sink.agree(self)
+
+    def fill(self, facts: Facts) -> None:
+        """Put in what this rank's backwards have shown: see `zero_core.runtime.order`."""
+        facts.put("unreduced", self.reductions.has_unreduced)
+        facts.put("tail late", self.order.is_tail_late)
+        facts.mark("left out", self.order.unneeded)
+
+    def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
+        """Pass on the gradient of a segment again: that of parameter number ``param`` was set."""
+        self._params_with_grad.add(param)
+        self.reductions.offer(grads, is_last=self._sink.is_boundary)
+
+
+class ForwardPass:
+    """The forward that is running, and the path of the last one."""
+
+    def __init__(self, units: UnitSet, communicator: Communicator, backward: BackwardPass) -> None:
+        self._units = units
+        self._communicator = communicator
+        self._place = communicator.place
+        self._backward = backward
+        self._order = backward.order
+        self._names = [f"forward of {unit!r}" for unit in units.units]
+        self._last_block = units.blocks[-1] if units.blocks else None
+        self._running: list[_Running] = []
+        self._forward: Forward | None = None  # the one that is running with gradients
+        self._failure = 0  # id of the error that ended the last forward
+        # Blocks and tail in the order in which the model's last whole forward used them, by whether
+        # it had gradients, and so far in the one under way.
+        self._last_paths: dict[bool, list[Unit]] = {}
+        self._path: list[Unit] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has begun and not ended."""
+        return bool(self._running)
+
+    # ------------------------------------------------------------------ enter
+
+    def enter(self, unit: Unit, module: nn.Module) -> None:
+        """Gather ``unit`` for the forward of its ``module``, which may begin that of the model."""
+        if unit.is_root:
+            self.end_interrupted(entering=module)
+        if not self._running:
+            self._begin(unit)
+        self.go_into(unit, module)
+
+    def _begin(self, unit: Unit) -> None:
+        self._place.check_finished("a forward")
+        self._backward.drop_unended()
+        if torch.is_grad_enabled():
+            self._forward = self._order.begin_forward()
+            if self._units.has_sharded_params:
+                self._units.saved.begin_forward(self._forward, self._backward)
+        if self._failure:
+            self._failure = 0
+            self._communicator.clear_failure()
+        if unit.is_root:
+            self._path = []
+
+    def go_into(self, unit: Unit, module: nn.Module) -> None:
+        """Gather ``unit`` for the forward of its ``module``, within that of the model."""
+        self._running.append(_Running(unit, module, sys.exception()))
+        self._place.enter(self._names[unit.index])
+        self._use(unit)
+
+    def enter_part(self, unit: Unit) -> None:
+        """Gather ``unit``, of which a part is called by itself.
+
+        Raises:
+            RuntimeError: with gradients, outside of a forward of the model.
+        """
+        units = self._units
+        if is_in_backward():
+            self._backward.enter_recompute(unit)
+        elif units.has_sharded_params and not self._running and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"rank {self._communicator.rank}: a part of {unit!r} was called by itself, with "
+                f"gradients: call the engine (or its module), or use {unit.params[0].cures.read} "
+                "without gradients"
+            )
+        elif unit.is_tail:
+            units.open_tail()
+        else:
+            self._use(unit)
+
+    def _use(self, unit: Unit) -> None:
+        units = self._units
+        if self._running and unit.is_block and unit is not units.current:
+            if self._forward is not None:
+                self._note_passed(unit.index)
+                self._order.use(unit.index)
+            self._path.append(unit)
+        units.launch(unit, backward=False)
+        if self._running and unit.is_root:
+            units.launch_tail()
+        units.wait(unit)
+
+    def _note_passed(self, before: int) -> None:
+        """Note blocks that this rank gathered ahead and leaves out in the forward that is running.
+
+        ``before``: the unit that the forward goes to.
+        """
+        last = self._path[-1].index if self._path else 0
+        for index in self._units.prefetch.window(last, backward=False):
+            if index < before and self._units.units[index].is_block:
+                self._order.pass_by(index)
+
+    # ------------------------------------------------------------------ leave
+
+    def leave(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None:
+        """Release ``unit`` after its forward, whose output ``needs_grad``, or which ``error`` left.
+
+        No error has, if ``error`` was being handled when the forward began: a retry with a smaller
+        batch.
+        """
+        is_trained = self._forward is not None  # even where the model switches gradients off
+        has_failed = error is not None and self.note_failure(unit, error)
+        if self.go_out_of(unit, needs_grad=needs_grad) and not self._running:
+            self._end(unit, is_saved=needs_grad and is_trained, has_failed=has_failed)
+        # The last block stays gathered: backward begins with it.
+        stays = unit.index in self._units.unsharded or (is_trained and unit is self._last_block)
+        if unit.is_block and not stays:
+            self._units.release(unit)
+
+    def note_failure(self, unit: Unit, error: BaseException) -> bool:
+        """Have other ranks name ``error``. Return whether it left the forward of ``unit``."""
+        running = self._running
+        if running and running[-1].unit is unit and running[-1].handled is error:
+            return False
+        if id(error) != self._failure:  # else it has been noted of a block within
+            self._failure = id(error)  # the error itself would keep its frames' tensors
+            self._communicator.note_failure(f"the forward of {unit!r}", error)
+        return True
+
+    def go_out_of(self, unit: Unit, *, needs_grad: bool) -> bool:
+        """Leave the forward of ``unit``. Return whether it was entered: a hook may have raised."""
+        if unit.is_block and self._forward is not None:
+            self._order.leave(unit.index, needs_grad=needs_grad)
+        running = self._running
+        was_entered = bool(running) and running[-1].unit is unit
+        if was_entered:
+            running.pop()
+            self._place.enter(self._names[running[-1].unit.index] if running else OUTSIDE)
+        if running and unit is self._last_block:
+            self._units.open_tail()
+        return was_entered
+
+    def _end(self, unit: Unit, *, is_saved: bool, has_failed: bool) -> None:
+        """End the outermost forward, that of ``unit``. A backward follows if it ``is_saved``."""
+        units = self._units
+        if unit.is_root:
+            if is_saved:
+                self._note_passed(len(units.units))
+                if units.tail is not None:
+                    units.open_tail()
+                    self._order.use(units.tail.index)
+            if not has_failed:
+                self._last_paths[self._forward is not None] = self._path
+        self._forward = None
+        units.saved.end_forward()
+        if unit.is_root and not torch.is_grad_enabled():
+            units.release_resharded()
+
+    def end_interrupted(self, *, entering: nn.Module | None = None) -> None:
+        """End a forward that was left without its hooks: torch runs none after Ctrl-C.
+
+        ``entering`` is the module whose call has begun and has not been noted yet.
+        """
+        if self._running:
+            outermost = self._running[0].module
+            if count_calls(outermost) <= int(outermost is entering):
+                self.abandon()
+
+    def abandon(self) -> None:
+        """End the forward that is under way, if one is, without its hooks."""
+        if not self._running:
+            return
+        self._running.clear()
+        self._place.enter(OUTSIDE)
+        self._forward = None
+        self._units.saved.end_forward()
+        self._units.release_all()
+
+    # ------------------------------------------------------------------- idle
+
+    def idle(self, model: nn.Module) -> None:
+        """Take part in a forward of the other ranks, without data. See [Note: idle ranks].
+
+        ``model`` is the root's module.
+        """
+        root = self._units.units[0]
+        path = self.last_path(is_trained=torch.is_grad_enabled())
+        self.enter(root, model)
+        for unit in path:
+            self.enter(unit, model)
+            needs_grad = unit.index not in self._order.left_out
+            self.leave(unit, needs_grad=needs_grad, error=None)
+        self.leave(root, needs_grad=True, error=None)
+
+    def last_path(self, *, is_trained: bool) -> Sequence[Unit]:
+        """Return the path of the last forward of its kind, or of the other kind, or all blocks."""
+        known = [self._last_paths[k] for k in (is_trained, not is_trained) if k in self._last_paths]
+        return known[0] if known else self._units.blocks
+
+    def is_in(self, unit: Unit) -> bool:
+        """Whether a forward that is running uses ``unit``."""
+        return any(r.unit is unit or (r.unit.is_root and unit.is_tail) for r in self._running)
+
+
+class Driver(NamedTuple):
+    """Walks the passes: what the hooks on the model call."""
+
+    enter: Callable[[Unit, nn.Module], None]
+    leave: Callable[..., None]
+    gradient_ready: Callable[[Unit, FlatGrads, int, Tensor], None]
+
+
+class Passes:
+    """The passes over one model.
+
+    Attributes:
+        units: what they gather.
+        forward: the forward pass.
+        backward: the backward pass.
+        driver: those two, unless micro-batches have turns (`zero_core.vertical`).
+    """
+
+    def __init__(
+        self, units: UnitSet, communicator: Communicator, sink: GradientSink, facts: Facts
+    ) -> None:
+        """Prepare. `zero_core.runtime.hooks.install` makes the model call the driver."""
+        self.units = units
+        self.backward = BackwardPass(units, communicator, sink, facts)
+        self.forward = ForwardPass(units, communicator, self.backward)
+        self._sink = sink
+        self._rank = communicator.rank
+        self.drive_by_hooks()
+
+    def drive_by_hooks(self) -> None:
+        """Have each module's forward drive the passes."""
+        self.driver = Driver(self.forward.enter, self.forward.leave, self.backward.gradient_ready)
+
+    def idle_backward(self, grad: Tensor) -> None:
+        """Begin the backward of a rank without data: a hook on its loss. ``grad`` is unused."""
+        path = self.forward.last_path(is_trained=True)
+        self.backward.begin_idle(Counter(unit.index for unit in path))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return self.forward.is_running or is_in_backward()
+
+    def is_needed(self, unit: Unit) -> bool:
+        """Whether ``unit`` is gathered for a forward, backward or context that has not ended."""
+        is_used = is_in_backward() or self.forward.is_in(unit)
+        return self.units.has_full_params or (is_used and unit.is_current)
+
+    def settle(self) -> None:
+        """Release everything and wait for all reductions, between two steps or micro-steps.
+
+        Raises:
+            RuntimeError: a forward, a backward or ``gathered`` is under way.
+        """
+        self.forward.end_interrupted()
+        if self.is_running or self.units.has_full_params:
+            raise RuntimeError(
+                f"rank {self._rank}: offload_states() within a forward, a backward or gathered(): "
+                "call it between two steps"
+            )
+        if self.backward.is_open:
+            self._sink.broken()
+            self.backward.discard()
+        self.units.release_all()
+        self.backward.reductions.synchronize()
