@@ -20,7 +20,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.meter import Links, Meter
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
-from zero_core.config import Config, load_config
+from zero_core.config import load_config
 from zero_core.core.extension import Extension, Extensions
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
@@ -54,7 +54,6 @@ from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evalu
 from zero_core.step.gradient import StepGradient
 from zero_core.step.micro_batches import MicroBatches
 from zero_core.step.optimizer import EngineOptimizer
-from zero_core.step.seeds import MicroBatchSeeds
 from zero_core.step.states import StateAccess
 from zero_core.vertical.schedule import (
     AutoMicroBatches,
@@ -189,9 +188,6 @@ def build(
             used = make_collectives(collectives, transport, resolved, layout, per_node)
             communicator = Communicator(used, control, layout.describe_segments())
 
-            if is_invariant:
-                _check_invariance(resolved, communicator, ranks)
-
             memory = Memory(
                 found,
                 layout,
@@ -256,12 +252,17 @@ def build(
                     optimizer, resolved.scheduler.type, resolved.scheduler.params
                 )
             train = TrainState(resolved, optimizer.param_groups, schedule, rank=ranks.rank)
-            installed: list[Removable] = []
-            if is_invariant and is_training:  # its hook runs behind those of the passes
-                installed.append(MicroBatchSeeds(model, train, resolved.seed or 0, ranks))
             sizes = len(layout.params), len(layout.units)
             facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(resolved))
-            gradient = StepGradient(state, communicator, train, resolved, facts)
+            installed: list[Removable] = []
+            found_extensions: list[Extension] = []
+            if is_training:  # their hooks run behind those of the passes
+                found_extensions = make_extensions(
+                    resolved, state, train, communicator, facts, ranks, per_node
+                )
+            extensions = Extensions(found_extensions)
+            installed += found_extensions
+            gradient = StepGradient(state, communicator, train, resolved, facts, extensions)
             unit_set = UnitSet(
                 units,
                 communicator,
@@ -273,13 +274,6 @@ def build(
             on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
             host_inputs = HostInputs(ranks.device) if on_host else None
             installed += hooks.install(passes, modules, resolved, host_inputs)
-            found_extensions: list[Extension] = []
-            if is_training:
-                found_extensions = make_extensions(
-                    resolved, state, train, passes, facts, ranks, per_node
-                )
-            extensions = Extensions(found_extensions)
-            installed += found_extensions
             device_states = DeviceStates(
                 memory, passes, state, (tier, used, transport), gradient.edits, extensions
             )
@@ -363,22 +357,3 @@ def build(
         finally:
             transport.close()
         raise
-
-
-def _check_invariance(config: Config, communicator: Communicator, ranks: Ranks) -> None:
-    """Refuse what cannot give the same bits at any world size."""
-    if not communicator.can_add:
-        raise ConfigError(
-            "world_size_invariant needs collectives with reduce_add, as of "
-            f"zero_core.protocols.AddingCollectives: {type(communicator.transport).__name__} has "
-            "none"
-        )
-    offload = config.zero_optimization.offload_optimizer
-    is_split = offload.device_budget is not None or offload.ratio not in (0.0, 1.0, None)
-    if offload.device != "none" and is_split and ranks.device.type != "cpu":
-        raise ConfigError(
-            f"world_size_invariant on {ranks.device.type} with a part of the optimizer on the "
-            "host: host and device differ by units in the last place, and each world size has the "
-            "border elsewhere. Set zero_optimization.offload_optimizer.ratio to 0 or 1, or name "
-            "the host's parameters in offload_optimizer.parameters"
-        )

@@ -268,6 +268,8 @@ class Engine(ShardedModel):
         self.place.unfinished = "step()"  # other ranks update once they have this one's statistics
         try:
             self._passes.backward.start_agreement()
+            if self._extensions.agreed:  # they may raise, so no update is enqueued before
+                self._passes.backward.complete_gradient()
             for check in self._extensions.agreed:
                 check()
             self.optimizer.update_ahead()
@@ -352,7 +354,7 @@ class Engine(ShardedModel):
         """
         self._device_states.check("set_requires_gradient_sync()", NO_PARTS)
         if not requires_gradient_sync:
-            self._check_local_sums()
+            self._before_local_sums()
         self._passes.backward.set_should_sync(requires_gradient_sync)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -388,16 +390,12 @@ class Engine(ShardedModel):
             RuntimeError: ``world_size_invariant`` reduces every backward.
         """
         self._device_states.check("no_sync()", NO_PARTS)
-        self._check_local_sums()
+        self._before_local_sums()
         return self._passes.backward.no_sync()
 
-    def _check_local_sums(self) -> None:
-        if self.config.world_size_invariant:
-            raise RuntimeError(
-                "world_size_invariant: gradients that are added up on their rank first would be "
-                "added in another order at another world size. Leave no_sync() and "
-                "set_requires_gradient_sync(False) out: each backward is reduced"
-            )
+    def _before_local_sums(self) -> None:
+        for follow in self._extensions.before_local_sums:
+            follow()
 
     # -------------------------------------------------------------- recording
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
+from zero_core.comm.communicator import Communicator
 from zero_core.comm.topology import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import Extension
 from zero_core.optim.train_state import TrainState
-from zero_core.runtime.passes import Passes
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.invariance import Invariance
 from zero_core.step.replicas import ReplicaCheck
 from zero_core.step.unused import UnusedParameters
 from zero_core.watch.heartbeat import HeartbeatFile
@@ -19,7 +20,7 @@ def make_extensions(
     config: Config,
     state: ShardedState,
     train: TrainState,
-    passes: Passes,
+    communicator: Communicator,
     facts: Facts,
     ranks: Ranks,
     per_node: int,
@@ -31,6 +32,8 @@ def make_extensions(
     """
     zero = config.zero_optimization
     found: list[Extension] = [*HeartbeatFile.wanted(ranks.rank)]
+    if config.world_size_invariant:
+        found.append(Invariance(state.module, config, train, communicator, ranks))
     if config.memory_checkpoint is not None:
         found.append(
             make_memory_checkpoints(state, train, config.memory_checkpoint, ranks, per_node)
@@ -38,5 +41,5 @@ def make_extensions(
     if config.check_replicas_every:
         found.append(ReplicaCheck(state, config))
     if not zero.ignore_unused_parameters and zero.stage in (1, 2):
-        found.append(UnusedParameters(state, passes.backward, facts, train))
+        found.append(UnusedParameters(state, facts, train))
     return found

@@ -47,11 +47,17 @@ class Extension:
     def idled(self) -> None:
         """A micro-step without data begins."""
 
+    def begin_backward(self) -> None:
+        """A backward has begun. What is raised here ends it."""
+
+    def before_local_sums(self) -> None:
+        """Gradients are about to add up on their rank, unreduced."""
+
     def before_update(self, number: int) -> None:
         """Step ``number`` is about to be decided. What is raised here leaves values as they are."""
 
     def agreed(self) -> None:
-        """The step's gradient is reduced, and the ranks have exchanged what they know of it.
+        """The ranks have exchanged what they know of the step's gradient, and all of it is reduced.
 
         All ranks may raise the same `UnusedParameterError` here: the step can be repeated.
         """
@@ -104,6 +110,16 @@ class Extensions:
         self.called = [one.called for one in every if type(one).called is not base.called]
         self.scaled = [one.scaled for one in every if type(one).scaled is not base.scaled]
         self.idled = [one.idled for one in every if type(one).idled is not base.idled]
+        self.begin_backward = [
+            one.begin_backward
+            for one in every
+            if type(one).begin_backward is not base.begin_backward
+        ]
+        self.before_local_sums = [
+            one.before_local_sums
+            for one in every
+            if type(one).before_local_sums is not base.before_local_sums
+        ]
         self.before_update = [
             one.before_update for one in every if type(one).before_update is not base.before_update
         ]

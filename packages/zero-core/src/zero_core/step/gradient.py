@@ -19,6 +19,7 @@ from zero_core._torch import get_grad, set_grad
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
+from zero_core.core.extension import Extensions
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier
@@ -78,7 +79,9 @@ class StepGradient:
         train: TrainState,
         config: Config,
         facts: Facts,
+        extensions: Extensions,
     ) -> None:
+        self._extensions = extensions
         self.params_with_grad: set[int] = set()
         self.decision: StepDecision | None = None
         self._state = state
@@ -129,7 +132,6 @@ class StepGradient:
         )
         self._rounds = RepeatedRounds(train, rank=state.control.rank)
         self.edits = Edits(state)
-        self._backward_of = -1  # the micro-step of the last backward
 
     # ------------------------------------------------------------------- sink
 
@@ -159,26 +161,10 @@ class StepGradient:
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        if self._config.world_size_invariant:
-            self._check_one_backward()
+        for follow in self._extensions.begin_backward:
+            follow()
         if is_new_round:
             self._rounds.begin()
-
-    def _check_one_backward(self) -> None:
-        """Refuse backwards whose terms would be added in another order at another world size."""
-        place = self._train.accumulation.micro_steps
-        if not self._train.scaler.is_applied:
-            raise RuntimeError(
-                "world_size_invariant divides each loss by all ranks' micro-batches before "
-                "backward: call engine.backward(loss), or engine.scale(loss).backward()"
-            )
-        if self._backward_of == place:
-            raise RuntimeError(
-                "world_size_invariant: a second backward in one micro-step, whose gradients would "
-                "be added in another order at another world size: add up the losses and call "
-                "engine.backward() once, then engine.step()"
-            )
-        self._backward_of = place
 
     def reopen(self) -> None:
         self._is_agreed = False
@@ -310,7 +296,6 @@ class StepGradient:
         self._norms.clear()
         self._tier_sums.clear()
         self.policy.clear()
-        self._backward_of = -1
         self._clip_factor = 1.0
 
     # ----------------------------------------- between the last backward and the step

@@ -5,7 +5,6 @@ from __future__ import annotations
 from zero_core.core.extension import Extension
 from zero_core.errors import UnusedParameterError
 from zero_core.optim.train_state import TrainState
-from zero_core.runtime.passes import BackwardPass
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -16,11 +15,8 @@ class UnusedParameters(Extension):
     All ranks know what each has used, so all raise. A rank without any gradient had no data.
     """
 
-    def __init__(
-        self, state: ShardedState, backward: BackwardPass, facts: Facts, train: TrainState
-    ) -> None:
+    def __init__(self, state: ShardedState, facts: Facts, train: TrainState) -> None:
         self._state = state
-        self._backward = backward
         self._facts = facts
         self._train = train
 
@@ -31,7 +27,6 @@ class UnusedParameters(Extension):
             UnusedParameterError: with the parameters.
         """
         state, facts = self._state, self._facts
-        self._backward.complete_gradient()  # before an update is enqueued
         num_active, num_ranks = max(1, facts.counts("with gradient")[0]), facts.counts("used")
         missed = [
             f"{spec.name} on {num_active - num:.0f} of {num_active:.0f} ranks"
