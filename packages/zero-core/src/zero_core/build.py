@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -17,10 +18,13 @@ from zero_core.blueprint import Blueprint
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.device import make_transport, share_memory
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.device import DeviceCollectives, make_transport, share_memory
+from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Links, Meter
+from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
-from zero_core.config import load_config
+from zero_core.config import Config, load_config
 from zero_core.core.extension import Extension, Extensions
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
@@ -29,7 +33,7 @@ from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
 from zero_core.layout.buffers import CommonBuffers
-from zero_core.lifecycle import Ownership, Removable, check_is_free
+from zero_core.lifecycle import Ownership, check_is_free
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
 from zero_core.protocols import (
@@ -37,6 +41,7 @@ from zero_core.protocols import (
     CollectivesFactory,
     ParamTierFactory,
     ReservingTier,
+    StateTier,
     StateTierFactory,
 )
 from zero_core.runtime import hooks
@@ -47,19 +52,16 @@ from zero_core.runtime.passes import Passes
 from zero_core.runtime.units import UnitSet
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
 from zero_core.sharded.facts import Facts
+from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.sharded.unit import Unit
 from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
-from zero_core.step.micro_batches import MicroBatches
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.states import StateAccess
-from zero_core.vertical.schedule import (
-    AutoMicroBatches,
-    VerticalMicroBatches,
-    VerticalSchedule,
-)
+from zero_core.vertical.schedule import make_micro_batches
 from zero_core.watch.place import OUTSIDE
 from zero_core.watch.under_way import under_way
 
@@ -165,189 +167,56 @@ def build(
         resolved = for_evaluation(resolved, optimizer, lr_scheduler)
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
-    found, layout, optimizer = drawn.found, drawn.layout, drawn.optimizer
     initial = InitialValues(model)
-    check_devices(ranks)
-    ranks = ranks.limited(resolved.collective_timeout_s)
-    control = ranks.connect(resolved.name_waits_within_s)
-    control.place.enter("build()")
-    drawn.check_ranks_agree(control, resolved)
-    check_values(control, initial, has_pretrained=pretrained is not None)
+    joined = _join(drawn, resolved, ranks)
+    check_values(joined.control, initial, has_pretrained=pretrained is not None)
     if ranks.rank == 0 and is_training:
-        warn_frozen(layout, found.params)
-
-    per_node = count_per_node(control, ranks)
-    resolved = resolved.on_nodes(per_node, ranks.size)
-    meter = Meter(Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu"))
-    shared = share_memory(control, ranks, per_node)
-    is_invariant = resolved.world_size_invariant
-    transport = make_transport(ranks, per_node, shared, meter, is_sequential=is_invariant)
-    former = FormerModel(model, found.params, optimizer, initial)
+        warn_frozen(drawn.layout, drawn.found.params)
+    former = FormerModel(model, drawn.found.params, drawn.optimizer, initial)
     try:
         with under_way("zero_core.build", rank=ranks.rank):
-            used = make_collectives(collectives, transport, resolved, layout, per_node)
-            communicator = Communicator(used, control, layout.describe_segments())
-
-            memory = Memory(
-                found,
-                layout,
-                resolved,
-                rank=ranks.rank,
-                device=ranks.device,
-                exchanged=shared.zeros
-                if shared is not None and communicator.reduces_in_place
-                else None,
-                is_accelerated=ranks.device.type != "cpu",
-                offloaded=make_param_tier(param_tier, layout, resolved, ranks.device),
-                has_own_tier=state_tier is not None,
+            held = _lay_out(joined, drawn, collectives, state_tier, param_tier)
+            former.ownership = ownership = Ownership(held.state)
+            _take_values(joined, drawn, held.state, initial)
+            schedule = _make_schedule(lr_scheduler, joined.config, drawn.optimizer)
+            train = TrainState(
+                joined.config, drawn.optimizer.param_groups, schedule, rank=ranks.rank
             )
-            tier = make_state_tier(state_tier, memory, drawn, resolved, control, meter)
-            units = memory.make_units(tier, communicator)
-            if used is transport and ranks.size > 1:
-                grads = [grads for unit in units for grads in unit.grads]
-                transport.prepare_reductions(
-                    [
-                        (g.segment.padded_numel, g.plan.communicated, g.plan.accumulated)
-                        for g in grads
-                    ],
-                    ranks.device,
-                )
-            params = sorted(
-                (flat for unit in units for flat in unit.params),
-                key=lambda flat: flat.segment.index,
-            )
-            state = ShardedState(
-                module=model,
-                layout=layout,
-                params=tuple(params),
-                tier=tier,
-                control=control,
-                # Each rank keeps its own where they are not broadcast.
-                common_buffers=CommonBuffers(
-                    model if resolved.broadcast_buffers else nn.Identity()
-                ),
-                pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
-                optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
-                quantized=found.quantized,
-                changes=memory.changes,
-            )
-            former.ownership = ownership = Ownership(state)
-            initial.take(found.params)
-            adopt_buffers(model, resolved.buffer_dtype, ranks.device, control, initial)
-            state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
-            state.common_buffers.confirm()
-            initial.give_attributes()
-
-            schedule: Schedule | None = None
-            if lr_scheduler is not None:
-                schedule = lr_scheduler(optimizer) if callable(lr_scheduler) else lr_scheduler
-                if not isinstance(schedule, Schedule):
-                    raise ConfigError(
-                        f"lr_scheduler is or makes {schedule!r:.100}, which lacks step, state_dict "
-                        "or load_state_dict: pass a scheduler as of torch.optim.lr_scheduler, or a "
-                        "function of the optimizer that returns one"
-                    )
-            elif resolved.scheduler is not None:
-                schedule = make_scheduler(
-                    optimizer, resolved.scheduler.type, resolved.scheduler.params
-                )
-            train = TrainState(resolved, optimizer.param_groups, schedule, rank=ranks.rank)
-            sizes = len(layout.params), len(layout.units)
-            facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(resolved))
-            installed: list[Removable] = []
-            found_extensions: list[Extension] = []
-            if is_training:  # their hooks run behind those of the passes
-                found_extensions = make_extensions(
-                    resolved, state, train, communicator, facts, ranks, per_node
-                )
-            extensions = Extensions(found_extensions)
-            installed += found_extensions
-            gradient = StepGradient(state, communicator, train, resolved, facts, extensions)
-            unit_set = UnitSet(
-                units,
-                communicator,
-                has_sharded_params=memory.has_sharded_params,
-                quantized=found.quantized,
-            )
-            passes = Passes(unit_set, communicator, gradient, facts)
-            modules = [module for _, module, _ in found.units]
-            on_host = resolved.has_inputs_on_host and ranks.device.type != "cpu"
-            host_inputs = HostInputs(ranks.device) if on_host else None
-            installed += hooks.install(passes, modules, resolved, host_inputs)
-            device_states = DeviceStates(
-                memory, passes, state, (tier, used, transport), gradient.edits, extensions
-            )
-            states = StateAccess(state, gradient, passes, device_states)
-            parts = EngineParts(
-                resolved,
-                ownership,
-                state,
-                passes,
-                states,
-                device_states,
-                train,
-                memory,
-                communicator,
-                transport,
-                meter,
-                ranks.exchange_beside(control.watch),
-            )
-            if is_training:
-                patches = PatchWriter(state)
-                driven = EngineOptimizer(
-                    optimizer, train, gradient, passes, meter, state.param_names
-                )
-                installed += [gradient.param_grads.serve(), gradient.edits.begin()]
-                micro_batches = MicroBatches(train, control.place, ranks.device)
-                wanted = resolved.accumulation_schedule
-                if wanted == "auto" and ranks.rank == 0:
-                    chosen = "vertical: %s" if resolved.is_vertical else "horizontal: no %s"
-                    _log.info("accumulation_schedule: auto chose " + chosen, "gathers are saved")
-                if wanted == "vertical" or resolved.is_vertical:
-                    blocks = [m for u, m in zip(units, modules, strict=True) if u.is_block]
-                    vertical = VerticalSchedule(blocks, passes, train, state, host_inputs)
-                    installed += vertical.handles
-                    kind = AutoMicroBatches if wanted == "auto" else VerticalMicroBatches
-                    micro_batches = kind(vertical, train, control.place, ranks.device)
-                engine: ShardedModel = Engine(
-                    parts,
-                    optimizer=driven,
-                    gradient=gradient,
-                    micro_batches=micro_batches,
-                    patches=patches,
-                    extensions=extensions,
-                )
-            else:
-                engine = ShardedModel(parts)
-            engine.remove_at_end(installed)
-            records = resolved.step_records
-            if isinstance(engine, Engine) and records is not None:
-                engine.record(
-                    records.folder, max_bytes=records.max_bytes, detail_every=records.detail_every
-                )
+            made = _make_engine(joined, drawn, held, ownership, train, is_training=is_training)
+            engine = made.engine
             if attach is not None:
                 attach(engine)
             # From here on parameters' values move.
+            state, tier = held.state, held.tier
             if pretrained is None:
-                rounds = resolved.data_types.master_weights_from == "rounded"
-                fill(found, layout, params, tier, control, initial, former, rounds_masters=rounds)
+                is_rounded = joined.config.data_types.master_weights_from == "rounded"
+                fill(
+                    drawn.found,
+                    drawn.layout,
+                    state.params,
+                    tier,
+                    joined.control,
+                    initial,
+                    former,
+                    rounds_masters=is_rounded,
+                )
             else:
                 load_pretrained(engine, pretrained)
-                for flat in params:
+                for flat in state.params:
                     adopt(flat, former)
             if ranks.device.type != "cpu":
-                memory.reserve()
+                held.memory.reserve()
                 if isinstance(tier, ReservingTier):
-                    grads = [grads for unit in units for grads in unit.grads]
-                    tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in grads])
-            if is_training:
-                patches.start()
-            unit_set.publish()  # what a tier has rounded otherwise
+                    spans = held.memory.spans
+                    tier.reserve([(*spans[g.segment.index], g.plan.offered) for g in held.grads])
+            for follow in made.extensions.begun:
+                follow()
+            made.units.publish()  # what a tier has rounded otherwise
             engine.publish()
-            for flat in params:
+            for flat in state.params:
                 flat.forget_marks()
-            control.place.enter(OUTSIDE)
-        for flat in params:
+            joined.control.place.enter(OUTSIDE)
+        for flat in state.params:
             former.give_up(flat)
         release_free_pages()  # what the parameters' own storage left
         return engine
@@ -355,5 +224,215 @@ def build(
         try:
             former.restore_after(error)
         finally:
-            transport.close()
+            joined.transport.close()
         raise
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Connections to the other ranks, which have the same model and configuration."""
+
+    config: Config
+    ranks: Ranks
+    control: ControlGroup
+    per_node: int
+    meter: Meter
+    shared: SharedMemory | None
+    transport: HostCollectives | DeviceCollectives
+
+
+def _join(drawn: Blueprint, config: Config, ranks: Ranks) -> _Joined:
+    """Connect to the other ranks, and refuse those that differ. Every rank must call it."""
+    check_devices(ranks)
+    ranks = ranks.limited(config.collective_timeout_s)
+    control = ranks.connect(config.name_waits_within_s)
+    control.place.enter("build()")
+    drawn.check_ranks_agree(control, config)
+    per_node = count_per_node(control, ranks)
+    meter = Meter(Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu"))
+    shared = share_memory(control, ranks, per_node)
+    transport = make_transport(
+        ranks, per_node, shared, meter, is_sequential=config.world_size_invariant
+    )
+    config = config.on_nodes(per_node, ranks.size)
+    return _Joined(config, ranks, control, per_node, meter, shared, transport)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Memory of this rank, and what is laid out in it."""
+
+    communicator: Communicator
+    collectives: Collectives
+    memory: Memory
+    tier: StateTier
+    units: Sequence[Unit]
+    state: ShardedState
+
+    @property
+    def grads(self) -> list[FlatGrads]:
+        return [grads for unit in self.units for grads in unit.grads]
+
+
+def _lay_out(
+    joined: _Joined,
+    drawn: Blueprint,
+    collectives: Collectives | CollectivesFactory | None,
+    state_tier: StateTierFactory | None,
+    param_tier: ParamTierFactory | None,
+) -> _Held:
+    """Allocate this rank's memory, and make the state tier and the units over it."""
+    config, ranks, layout, found = joined.config, joined.ranks, drawn.layout, drawn.found
+    transport, shared = joined.transport, joined.shared
+    used = make_collectives(collectives, transport, config, layout, joined.per_node)
+    communicator = Communicator(used, joined.control, layout.describe_segments())
+    memory = Memory(
+        found,
+        layout,
+        config,
+        rank=ranks.rank,
+        device=ranks.device,
+        exchanged=shared.zeros if shared is not None and communicator.reduces_in_place else None,
+        is_accelerated=ranks.device.type != "cpu",
+        offloaded=make_param_tier(param_tier, layout, config, ranks.device),
+        has_own_tier=state_tier is not None,
+    )
+    tier = make_state_tier(state_tier, memory, drawn, config, joined.control, joined.meter)
+    units = memory.make_units(tier, communicator)
+    flats = (flat for unit in units for flat in unit.params)
+    optimizer = drawn.optimizer
+    state = ShardedState(
+        module=drawn.module,
+        layout=layout,
+        params=tuple(sorted(flats, key=lambda flat: flat.segment.index)),
+        tier=tier,
+        control=joined.control,
+        # Each rank keeps its own where they are not broadcast.
+        common_buffers=CommonBuffers(drawn.module if config.broadcast_buffers else nn.Identity()),
+        pieces=layout.pieces(ranks.rank, is_sharded=memory.has_sharded_state),
+        optimizer=f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups",
+        quantized=found.quantized,
+        changes=memory.changes,
+    )
+    held = _Held(communicator, used, memory, tier, units, state)
+    if used is transport and ranks.size > 1:
+        transport.prepare_reductions(
+            [(g.segment.padded_numel, g.plan.communicated, g.plan.accumulated) for g in held.grads],
+            ranks.device,
+        )
+    return held
+
+
+def _take_values(
+    joined: _Joined, drawn: Blueprint, state: ShardedState, initial: InitialValues
+) -> None:
+    """Take hold of the initial values, and move the buffers."""
+    initial.take(drawn.found.params)
+    device = joined.ranks.device
+    adopt_buffers(drawn.module, joined.config.buffer_dtype, device, joined.control, initial)
+    state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
+    state.common_buffers.confirm()
+    initial.give_attributes()
+
+
+def _make_schedule(
+    given: Schedule | ScheduleFactory | None, config: Config, optimizer: torch.optim.Optimizer
+) -> Schedule | None:
+    """Return the schedule that was ``given``, or the configuration's.
+
+    Raises:
+        ConfigError: what was given is no schedule.
+    """
+    if given is None:
+        wanted = config.scheduler
+        return None if wanted is None else make_scheduler(optimizer, wanted.type, wanted.params)
+    schedule = given(optimizer) if callable(given) else given
+    if not isinstance(schedule, Schedule):
+        raise ConfigError(
+            f"lr_scheduler is or makes {schedule!r:.100}, which lacks step, state_dict or "
+            "load_state_dict: pass a scheduler as of torch.optim.lr_scheduler, or a function of "
+            "the optimizer that returns one"
+        )
+    return schedule
+
+
+@dataclass(frozen=True)
+class _Made:
+    engine: ShardedModel
+    units: UnitSet
+    extensions: Extensions
+
+
+def _make_engine(
+    joined: _Joined,
+    drawn: Blueprint,
+    held: _Held,
+    ownership: Ownership,
+    train: TrainState,
+    *,
+    is_training: bool,
+) -> _Made:
+    """Make the passes, the step and the extensions, and hook the model."""
+    config, ranks, layout, meter = joined.config, joined.ranks, drawn.layout, joined.meter
+    communicator, memory, state = held.communicator, held.memory, held.state
+    sizes = len(layout.params), len(layout.units)
+    facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(config))
+    followers: list[Extension] = []
+    if is_training:  # their hooks run behind those of the passes
+        per_node = joined.per_node
+        followers = make_extensions(config, state, train, communicator, facts, ranks, per_node)
+        patches = PatchWriter(state)
+        followers.append(patches)
+    extensions = Extensions(followers)
+    gradient = StepGradient(state, communicator, train, config, facts, extensions)
+    unit_set = UnitSet(
+        held.units,
+        communicator,
+        has_sharded_params=memory.has_sharded_params,
+        quantized=drawn.found.quantized,
+    )
+    passes = Passes(unit_set, communicator, gradient, facts)
+    modules = [module for _, module, _ in drawn.found.units]
+    is_apart = config.has_inputs_on_host and ranks.device.type != "cpu"
+    host_inputs = HostInputs(ranks.device) if is_apart else None
+    installed = [*followers, *hooks.install(passes, modules, config, host_inputs)]
+    holders = held.tier, held.collectives, joined.transport
+    device_states = DeviceStates(memory, passes, state, holders, gradient.edits, extensions)
+    parts = EngineParts(
+        config,
+        ownership,
+        state,
+        passes,
+        StateAccess(state, gradient, passes, device_states),
+        device_states,
+        train,
+        memory,
+        communicator,
+        joined.transport,
+        meter,
+        ranks.exchange_beside(joined.control.watch),
+    )
+    if not is_training:
+        model = ShardedModel(parts)
+        model.remove_at_end(installed)
+        return _Made(model, unit_set, extensions)
+    installed += [gradient.param_grads.serve(), gradient.edits.begin()]
+    micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
+    installed.append(micro_batches)
+    engine = Engine(
+        parts,
+        optimizer=EngineOptimizer(
+            drawn.optimizer, train, gradient, passes, meter, state.param_names
+        ),
+        gradient=gradient,
+        micro_batches=micro_batches,
+        patches=patches,
+        extensions=extensions,
+    )
+    engine.remove_at_end(installed)
+    records = config.step_records
+    if records is not None:
+        engine.record(
+            records.folder, max_bytes=records.max_bytes, detail_every=records.detail_every
+        )
+    return _Made(engine, unit_set, extensions)

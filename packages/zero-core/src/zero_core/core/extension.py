@@ -38,6 +38,9 @@ class Extension:
     An event takes place on all ranks alike if the engine's call must be made on all ranks.
     """
 
+    def begun(self) -> None:
+        """The engine is built, and its memory has the first values."""
+
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The program calls the engine with these arguments, before they are cast."""
 
@@ -107,6 +110,7 @@ class Extensions:
 
     def _bind(self) -> None:
         every, base = self._all, Extension
+        self.begun = [one.begun for one in every if type(one).begun is not base.begun]
         self.called = [one.called for one in every if type(one).called is not base.called]
         self.scaled = [one.scaled for one in every if type(one).scaled is not base.scaled]
         self.idled = [one.idled for one in every if type(one).idled is not base.idled]

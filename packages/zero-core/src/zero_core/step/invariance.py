@@ -1,4 +1,4 @@
-"""What ``world_size_invariant`` asks of a training besides the sums: see `zero_core.sharded`.
+"""Random numbers of ``world_size_invariant``, and checks beside the sums of `SequentialGrads`.
 
 [Note: random numbers that follow the micro-batch]
 Dropout draws from torch's generators, whose state depends on what the rank has drawn before. So the

@@ -73,6 +73,9 @@ class MicroBatches:
         self._train = train
         self._place = place
 
+    def remove(self) -> None:
+        """End with the engine."""
+
     def check_apart(self, call: str) -> None:
         """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them.
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from zero_core._libc import share_arenas
 from zero_core._torch import is_in_backward, outside_graphs
+from zero_core.config import Config
 from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
@@ -407,6 +408,10 @@ class VerticalMicroBatches(MicroBatches):
         super().__init__(train, place, device)
         self._schedule = schedule
 
+    def remove(self) -> None:
+        for handle in self._schedule.handles:
+            handle.remove()
+
     def check_apart(self, call: str) -> None:
         if self._train.accumulation.steps > 1:
             raise AccumulationScheduleError(
@@ -437,3 +442,27 @@ class AutoMicroBatches(VerticalMicroBatches):
                 _log.warning("accumulation_schedule: auto chose horizontal: %s", error)
                 self._is_vertical = False
         return MicroBatches.run(self, batches, loss_of, seed=seed)
+
+
+def make_micro_batches(
+    config: Config,
+    passes: Passes,
+    modules: Sequence[nn.Module],
+    train: TrainState,
+    state: ShardedState,
+    host_inputs: HostInputs | None,
+) -> MicroBatches:
+    """Return what runs a step's micro-batches, by the configuration's schedule.
+
+    ``modules`` are those of the passes' units. See `VerticalSchedule` for the others, and errors.
+    """
+    place, wanted = state.control.place, config.accumulation_schedule
+    if wanted == "auto" and state.control.rank == 0:
+        chosen = "vertical: %s" if config.is_vertical else "horizontal: no %s"
+        _log.info("accumulation_schedule: auto chose " + chosen, "gathers are saved")
+    if wanted != "vertical" and not config.is_vertical:
+        return MicroBatches(train, place, state.device)
+    blocks = [modules[unit.index] for unit in passes.units.blocks]
+    schedule = VerticalSchedule(blocks, passes, train, state, host_inputs)
+    kind = AutoMicroBatches if wanted == "auto" else VerticalMicroBatches
+    return kind(schedule, train, place, state.device)

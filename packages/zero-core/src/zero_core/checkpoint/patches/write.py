@@ -30,6 +30,7 @@ from zero_core.checkpoint.patches.document import (
 )
 from zero_core.checkpoint.safetensors_files import dtype_name
 from zero_core.checkpoint.storage.disk import no_room
+from zero_core.core.extension import Extension
 from zero_core.errors import CheckpointError, PatchGapError
 from zero_core.layout.arithmetic import Segment
 from zero_core.sharded.changes.positions import Form, Kind, encode, form_of, to_low_bits
@@ -71,7 +72,7 @@ class _Collected:
         )
 
 
-class PatchWriter:
+class PatchWriter(Extension):
     """Writer of an engine's patches."""
 
     def __init__(self, state: ShardedState) -> None:
@@ -84,7 +85,7 @@ class PatchWriter:
         """The newest version: that of the last patch, or 0."""
         return 0 if self._state.changes is None else self._state.changes.version
 
-    def start(self) -> None:
+    def begun(self) -> None:
         """Begin with the current values."""
         if self._state.changes is not None:
             self._state.changes.restart(self._state.params)
