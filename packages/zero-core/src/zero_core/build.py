@@ -28,12 +28,12 @@ from zero_core.config import Config, load_config
 from zero_core.core.extension import Extension, Extensions
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
-from zero_core.extensions import make_extensions
+from zero_core.extensions import make_extensions, wrap_forwards
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
 from zero_core.layout.buffers import CommonBuffers
-from zero_core.lifecycle import Ownership, check_is_free
+from zero_core.lifecycle import Ownership, Removable, check_is_free
 from zero_core.optim.train_state import TrainState
 from zero_core.plugins import make_collectives, make_param_tier, make_state_tier
 from zero_core.protocols import (
@@ -395,7 +395,9 @@ def _make_engine(
     modules = [module for _, module, _ in drawn.found.units]
     is_apart = config.has_inputs_on_host and ranks.device.type != "cpu"
     host_inputs = HostInputs(ranks.device) if is_apart else None
-    installed = [*followers, *hooks.install(passes, modules, config, host_inputs)]
+    installed: list[Removable] = [*followers]
+    installed += wrap_forwards(config, passes, modules, host_inputs)
+    installed += hooks.install(passes, modules)
     holders = held.tier, held.collectives, joined.transport
     device_states = DeviceStates(memory, passes, state, holders, gradient.edits, extensions)
     parts = EngineParts(

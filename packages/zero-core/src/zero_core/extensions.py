@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.topology import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import Extension
+from zero_core.lifecycle import Removable
 from zero_core.optim.train_state import TrainState
+from zero_core.runtime.host_inputs import HostInputs
+from zero_core.runtime.module_units import ModuleUnits
+from zero_core.runtime.passes import Passes
+from zero_core.runtime.recompute import Recompute
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.invariance import Invariance
 from zero_core.step.replicas import ReplicaCheck
 from zero_core.step.unused import UnusedParameters
+from zero_core.tiled.modules import TiledForwards
 from zero_core.watch.heartbeat import HeartbeatFile
 
 
@@ -42,4 +52,22 @@ def make_extensions(
         found.append(ReplicaCheck(state, config))
     if not zero.ignore_unused_parameters and zero.stage in (1, 2):
         found.append(UnusedParameters(state, facts, train))
+    return found
+
+
+def wrap_forwards(
+    config: Config, passes: Passes, modules: Sequence[nn.Module], host_inputs: HostInputs | None
+) -> list[Removable]:
+    """Wrap forwards of the units' ``modules``, the model first: tiles, and recomputed blocks.
+
+    ``host_inputs`` move the inputs of blocks on an accelerator to the host and back.
+    """
+    found: list[Removable] = []
+    if config.tiled_compute is not None:
+        found.append(TiledForwards(modules[0], config.tiled_compute, ModuleUnits(passes)))
+    checkpointing = config.activation_checkpointing
+    if checkpointing is not None and checkpointing.enabled:
+        blocks = [modules[unit.index] for unit in passes.units.blocks]
+        is_on_cpu = checkpointing.cpu_checkpointing
+        found.append(Recompute(blocks, passes, host_inputs, is_on_cpu=is_on_cpu))
     return found

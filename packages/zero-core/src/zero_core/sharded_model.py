@@ -118,6 +118,7 @@ class ShardedModel:
         self.rank = state.control.rank
         self.world_size = state.control.world_size
         self._compute_dtype = parts.config.compute_dtype
+        self._autocast_dtype = parts.config.autocast_dtype
         self._train = parts.train
         self._device_states = parts.device_states
         self._passes = passes
@@ -176,12 +177,11 @@ class ShardedModel:
 
         A call of the engine runs in it; a program that calls ``module`` may enter it.
         """
-        dtype = self.config.autocast_dtype
-        if dtype is None:
+        if self._autocast_dtype is None:
             return nullcontext()
         # torch's cache would keep all weights in 16 bits up to the end of the forward.
         is_cached = None if self.config.zero_optimization.stage < 3 else False  # None: as set
-        return torch.autocast(self.device.type, dtype, cache_enabled=is_cached)
+        return torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=is_cached)
 
     @torch.no_grad()
     def idle_forward(self) -> None:

@@ -26,36 +26,19 @@ from zero_core._torch import (
     set_grad,
     unless_compiling,
 )
-from zero_core.config import Config
 from zero_core.layout.discovery import Quantized
 from zero_core.layout.stored import Metadata, is_same_memory
-from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.module_units import ModuleUnits
 from zero_core.runtime.passes import Passes
-from zero_core.runtime.recompute import Recompute
 from zero_core.sharded.unit import Unit
-from zero_core.tiled.modules import TiledForwards
 
 
-def install(
-    passes: Passes,
-    modules: Sequence[nn.Module],
-    config: Config,
-    host_inputs: HostInputs | None = None,
-) -> list[Any]:
+def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:
     """Hook the units' ``modules`` (the model first) and trainable parameters.
 
-    Forwards are wrapped as ``config`` asks for it: tiles, and recomputation of blocks, whose inputs
-    ``host_inputs`` move to the host and back. Returns handles, each with ``remove``.
+    Returns handles, each with ``remove``.
     """
     handles: list[Any] = []
-    if config.tiled_compute is not None:
-        handles.append(TiledForwards(modules[0], config.tiled_compute, ModuleUnits(passes)))
-    checkpointing = config.activation_checkpointing
-    if checkpointing is not None and checkpointing.enabled:
-        blocks = [m for u, m in zip(passes.units.units, modules, strict=True) if u.is_block]
-        is_on_cpu = checkpointing.cpu_checkpointing
-        handles.append(Recompute(blocks, passes, host_inputs, is_on_cpu=is_on_cpu))
     for unit, module in zip(passes.units.units, modules, strict=True):
         if not unit.is_tail:  # its module is the model, which the root's hooks are on
             handles += _hook_unit(passes, unit, module)

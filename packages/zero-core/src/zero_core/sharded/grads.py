@@ -69,6 +69,7 @@ class FlatGrads:
         params: the model's parameters, in the order of the slots.
         param_numbers: their numbers in the layout.
         plan: which buffers there are.
+        is_passed_on_each: see `GradientPlan`.
 
     One backward: `add` for each parameter, `reduce`, `finish`. At an accumulation boundary, or in
     every micro-step if the tier adds them up, then `result`, which the state tier is offered, and
@@ -104,6 +105,7 @@ class FlatGrads:
         self._is_used_at_once = buffers.total is not None or tier.owns_grads
         self._predivide = buffers.plan.predivide
         self._norms = buffers.plan.norms
+        self.is_passed_on_each = buffers.plan.is_passed_on_each
         self._shard = buffers.shard
         self._padded_numel = segment.padded_numel
         self._has_one_rank = segment.world_size == 1
@@ -277,7 +279,7 @@ class FlatGrads:
         if self._borrowed_grad is not None:
             reduced = self._borrowed_grad.add_(reduced)
             self._norm = None
-        elif not self._is_empty and not self.plan.is_passed_on_each:
+        elif not self._is_empty and not self.is_passed_on_each:
             reduced = self.values().to(self.plan.accumulated, copy=True).add_(reduced)
             self._norm = None
         self._borrowed_grad = reduced
@@ -290,7 +292,7 @@ class FlatGrads:
         At stage 0 that is a collective, and the same on every rank. It goes on beside backward:
         what is returned may be read after `wait`, unless the tier owns gradients.
         """
-        if self.plan.is_passed_on_each:
+        if self.is_passed_on_each:
             assert self._borrowed_grad is not None, "reduced or replaced"
             if self._is_replaced:
                 return ReducedGrad(self._borrowed_grad, self.norm())

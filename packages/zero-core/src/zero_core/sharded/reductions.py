@@ -102,7 +102,7 @@ class Reductions:
         self._units = units
         self._grads = [grads for unit in units for grads in unit.grads]
         self._sequential = [grads for grads in self._grads if isinstance(grads, SequentialGrads)]
-        self.is_due_per_backward = has_peers or any(g.plan.is_passed_on_each for g in self._grads)
+        self.is_due_per_backward = has_peers or any(g.is_passed_on_each for g in self._grads)
         self._sink = sink
         self._ready = ready
         # With whether they are those of the last micro-step of their step.
@@ -138,7 +138,7 @@ class Reductions:
         if in_flight:
             for grads, is_last in in_flight:
                 grads.finish()
-                if is_last or grads.plan.is_passed_on_each:
+                if is_last or grads.is_passed_on_each:
                     self.offer(grads, is_last=is_last)
             self._in_flight = ()
 

@@ -93,15 +93,12 @@ class StepGradient:
         self._train = train
         self._config = config
         self._norm_kind = norms_of(config)
+        self._is_scaled = config.loss_scaling.enabled
+        self._is_checked = config.check_grad_overflow or self._is_scaled
         self.facts = facts
         self._agreement = StepAgreement(state, train)
         self._is_agreed = False  # the statistics are those of the gradient as it was reduced
         self._changed_square_sum: Tensor | None = None  # with the changes made to param.grad
-        # Segments in which param.grad was changed: before the sum of the statistics, after it, and
-        # after that of the step before.
-        self._changed: set[int] = set()
-        self._changed_late: set[int] = set()
-        self._changed_before: set[int] = set()
         self._why_skipped = _CHANGED
         spans = {flat.segment.index: flat.local_span for flat in state.params}
         self._starts = {index: span[0] for index, span in spans.items() if span is not None}
@@ -144,9 +141,8 @@ class StepGradient:
         return len(self._norms) + len(self._tier_sums) == self._num_segments
 
     def begin_backward(self, *, is_new_round: bool) -> None:
-        changes = self.param_grads.find_changes()
+        changes = self.param_grads.note_changes(is_agreed=False)
         if self._communicator.world_size > 1:  # others may still read this rank's shards
-            self._changed.update(changes)
             self.param_grads.keep_changes(changes)
         else:
             self._take_changes(changes)
@@ -156,7 +152,7 @@ class StepGradient:
         if self.policy.begins_early:
             self.edits.find()  # before the first update
             self.edits.apply()
-        if self._config.loss_scaling.enabled and not self._train.scaler.is_applied:
+        if self._is_scaled and not self._train.scaler.is_applied:
             raise RuntimeError(
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
@@ -216,16 +212,12 @@ class StepGradient:
 
     def agree(self, filler: Filler) -> None:
         self.param_grads.take_assigned()
-        changes = self.param_grads.find_changes()
-        (self._changed_late if self._is_agreed else self._changed).update(changes)
+        changes = self.param_grads.note_changes(is_agreed=self._is_agreed)
         if not self._is_agreed:
-            self._changed |= self._changed_late
-            self._changed_late = set()
             # Before the exchange: after it, no rank reads another's gradient any more.
             for grads in self._grads.values():
                 grads.wait()
             self.facts.start_sum((self, filler), self._square_sums(self._norms))
-            self.param_grads.agreed()
             self._is_agreed = True
         if self._take_changes(changes):
             norms = self._norms
@@ -240,9 +232,7 @@ class StepGradient:
         facts.put("with gradient", bool(self.params_with_grad))
         facts.mark("used", self.params_with_grad)
         facts.put("written", self.edits.num_written)
-        name_of = self._communicator.name_of
-        changed = [name_of("param.grad", i) for i in sorted(self._changed)]
-        changed += [name_of("the last step's param.grad", i) for i in sorted(self._changed_before)]
+        changed = self.param_grads.describe_changes(self._communicator)
         facts.put_hash(self._agreement.words(changed))
 
     def _square_sums(self, norms: Mapping[int, Tensor]) -> Tensor:
@@ -286,8 +276,6 @@ class StepGradient:
             )
             self.policy.settle(is_void=is_void)
         self.reopen()
-        self._changed.clear()
-        self._changed_late.clear()
         self._why_skipped = _CHANGED
         self.param_grads.clear()
         self.params_with_grad.clear()
@@ -399,10 +387,6 @@ class StepGradient:
             factor = factor * torch.where(torch.isfinite(clipped), limit, 1.0)
         return torch.where(is_void, 1.0, factor / scale), found_inf
 
-    @property
-    def _is_checked(self) -> bool:
-        return self._config.check_grad_overflow or self._config.loss_scaling.enabled
-
     def decide(self) -> StepDecision:
         """Decide on the step from what `agree` found.
 
@@ -413,7 +397,7 @@ class StepGradient:
         if not self.facts.is_hash_agreed:
             self.policy.settle(is_void=True)
             self.reopen()  # ranks may set the same and call step() again
-            self._changed_before = set()
+            self.param_grads.forget_last_changes()
             self._agreement.refuse(self._train.global_steps + 1)
         self._agreement.confirm()
         if self.facts.is_any("written"):
@@ -421,8 +405,7 @@ class StepGradient:
             self.edits.compare(self._train.global_steps + 1)
         self.edits.apply()
         self.edits.forget()
-        self.param_grads.close()
-        self._changed_before, self._changed_late = self._changed_late, set()
+        self.param_grads.decided()
         used, scale = self.facts.counts("used"), self._train.scaler.scale
         norm = self._norm()
         clipped = norm * self._clip_factor

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import allow_foreach, get_grad, set_grad
+from zero_core.comm.communicator import Communicator
 from zero_core.core import access
 from zero_core.runtime.copies import EngineParameter
 from zero_core.sharded.grads import FlatGrads
@@ -135,6 +136,11 @@ class ParamGrads:
         # Of views that were given out, with changes so far, by segment and position.
         self._checksums: dict[int, dict[int, Tensor]] = {}
         self._assigned: dict[int, nn.Parameter] = {}  # while no gradient was there, by id
+        # Segments that were changed in this step: before the sum of the facts, and after it; and
+        # after that of the step before.
+        self._changed: set[int] = set()
+        self._changed_late: set[int] = set()
+        self._changed_before: set[int] = set()
         self._has_warned = False
 
     def serve(self) -> ParamGrads:
@@ -220,12 +226,14 @@ class ParamGrads:
         """Drop all that was given out or assigned."""
         self.close()
         self._set.clear()
+        self._changed.clear()
+        self._changed_late.clear()
         for param in self._assigned.values():
             set_grad(param, None)
         self._assigned.clear()
 
     def take_assigned(self) -> None:
-        """Count what was assigned before the gradient was complete."""
+        """Take what was assigned before the gradient was complete."""
         assigned, self._assigned = self._assigned, {}
         for param in assigned.values():
             grad = get_grad(param)
@@ -239,19 +247,40 @@ class ParamGrads:
         return id(param) in self._assigned
 
     def is_set(self, number: int) -> bool:
-        """Whether the gradient of parameter ``number`` was set or removed since `agreed`."""
+        """Whether the gradient of parameter ``number`` was set since the facts were summed."""
         return number in self._set
 
-    def agreed(self) -> None:
-        """Note that all ranks know which parameters have a gradient."""
-        self._set.clear()
-
-    @torch.no_grad()
-    def find_changes(self) -> dict[int, dict[int, Tensor]]:
+    def note_changes(self, *, is_agreed: bool) -> dict[int, dict[int, Tensor]]:
         """Return what was changed, by segment and position of the parameter, and write nothing.
 
         Changes of views are in the gradient already: their segment is there, perhaps with nothing.
+        ``is_agreed``: the sum of the facts does not have them.
         """
+        found = self._find_changes()
+        (self._changed_late if is_agreed else self._changed).update(found)
+        return found
+
+    def describe_changes(self, communicator: Communicator) -> list[str]:
+        """Name the segments that were changed, for the sum of the facts, which begins."""
+        self._changed |= self._changed_late
+        self._changed_late = set()
+        self._set.clear()
+        name_of = communicator.name_of
+        changed = [name_of("param.grad", i) for i in sorted(self._changed)]
+        before = [name_of("the last step's param.grad", i) for i in sorted(self._changed_before)]
+        return changed + before
+
+    def forget_last_changes(self) -> None:
+        """Compare the changes of the last step no more: they were refused."""
+        self._changed_before = set()
+
+    def decided(self) -> None:
+        """End reads and changes: the step is decided."""
+        self.close()
+        self._changed_before, self._changed_late = self._changed_late, set()
+
+    @torch.no_grad()
+    def _find_changes(self) -> dict[int, dict[int, Tensor]]:
         found = {}
         for index, given in self._given.items():
             grads, own = self._complete[index], {}
