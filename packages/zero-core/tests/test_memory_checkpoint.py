@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import zero_core
 from zero_core import CheckpointError, ConfigError
 from zero_core.checkpoint.in_memory import keeper, place, snapshots
 from zero_core.checkpoint.in_memory.ring import Ring
-from zero_core.checkpoint.in_memory.slot import Slice, Slot, Values
+from zero_core.checkpoint.in_memory.slot import Slot
 from zero_core.step.update import updates_in_backward
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 from zero_core.testing.training import assert_same
@@ -274,7 +274,7 @@ def test_second_engine_in_one_folder_is_refused(
 
 
 def test_full_memory_is_an_error_before_anything_is_written_there(tmp_path: Path) -> None:
-    values = [Values("0", torch.ones(1 << 18))]
+    values = {"0": torch.ones(1 << 18)}
     slot = Slot(tmp_path)
     with files_up_to(1 << 19), pytest.raises(CheckpointError, match="make the memory larger"):
         slot.write("master_weight-00000.safetensors", values)
@@ -286,9 +286,9 @@ def test_copy_under_way_at_close_has_the_values_of_the_last_step(
 ) -> None:
     write = Slot.write
 
-    def write_late(slot: Slot, name: str, parts: Sequence[Values | Slice]) -> int:
+    def write_late(slot: Slot, name: str, tensors: Any) -> int:
         time.sleep(0.1)
-        return write(slot, name, parts)
+        return write(slot, name, tensors)
 
     monkeypatch.setattr(Slot, "write", write_late)
 

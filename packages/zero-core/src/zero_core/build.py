@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._libc import release_free_pages
 from zero_core.blueprint import Blueprint
-from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
+from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
@@ -278,7 +278,7 @@ def build(
                 installed += vertical.handles
             copies = None
             if is_training and resolved.memory_checkpoint is not None:
-                copies = make_memory_checkpoints(
+                copies = MemoryCheckpoints(
                     state, train, resolved.memory_checkpoint, ranks, per_node
                 )
             device_states = DeviceStates(

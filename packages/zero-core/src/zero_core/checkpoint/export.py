@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -108,27 +107,21 @@ class QuantizedHolder:
         ``values``: those of the components by name, on the CPU.
         """
         prefix = f"{self.path}." if self.path else ""
-        with self.holding(state, values):
-            saved = save_own_state(self.module, prefix)
-        whole = {id(q.param) for q in self.quantized}
-        others = [n for n, p in self.module._parameters.items() if id(p) not in whole]
-        for name in (*others, *self.module._buffers):
-            saved.pop(prefix + name, None)
-        return saved
-
-    @contextmanager
-    def holding(self, state: ShardedState, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Have the components hold ``values`` within."""
         components = {id(c): c for q in self.quantized for c in q.components}
         with access.opened(self.module._parameters.values()):
             try:
                 for key, component in components.items():
                     component.data = values[state.param_names[key]]
-                yield
+                saved = save_own_state(self.module, prefix)
             finally:
                 for key in components:
                     flat, position = state.places[key]
                     flat.restore(position)
+        whole = {id(q.param) for q in self.quantized}
+        others = [n for n, p in self.module._parameters.items() if id(p) not in whole]
+        for name in (*others, *self.module._buffers):
+            saved.pop(prefix + name, None)
+        return saved
 
 
 def quantized_holders(state: ShardedState) -> dict[str, QuantizedHolder]:
@@ -145,8 +138,18 @@ def quantized_holders(state: ShardedState) -> dict[str, QuantizedHolder]:
 
 
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
-    params = _Gathered(state.full_params(rank=0, dtype=dtype))
     failure: list[Exception] = []
+    has_gathered = True
+
+    def gather() -> Iterator[tuple[ParamSpec, Tensor]]:
+        nonlocal has_gathered
+        try:
+            yield from state.full_params(rank=0, dtype=dtype)
+        except Exception:
+            has_gathered = False
+            raise
+
+    params = gather()
     if state.control.rank == 0:
         files = ModelFiles(directory)
         try:
@@ -158,7 +161,7 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
             files.finish()
         except Exception as error:
             files.discard()
-            if params.has_failed:  # the other ranks are within a collective, or failed as well
+            if not has_gathered:  # the other ranks are within a collective, or failed as well
                 raise
             failure.append(error)
     for _ in params:  # a collective: every rank goes on to the end, after an error of a file too
@@ -170,24 +173,6 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
 
     state.control.together("export", report)
     return directory
-
-
-class _Gathered:
-    """Iterator over parameters that remembers whether it was gathering that failed."""
-
-    def __init__(self, params: Iterator[tuple[ParamSpec, Tensor]]) -> None:
-        self._params = params
-        self.has_failed = False
-
-    def __iter__(self) -> Iterator[tuple[ParamSpec, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[ParamSpec, Tensor]:
-        try:
-            return next(self._params)
-        except Exception as error:
-            self.has_failed = not isinstance(error, StopIteration)
-            raise
 
 
 def _cast(tensor: Tensor, spec: ParamSpec, dtype: torch.dtype | None) -> Tensor:

@@ -14,6 +14,7 @@ from zero_core.checkpoint.load import check_rng, read_progress
 from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, Param, file_name, read_manifest
 from zero_core.checkpoint.model_files import ModelFiles
 from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, prune
+from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import local_path, location_of
 from zero_core.checkpoint.whole_states import check as check_state
 from zero_core.errors import CheckpointCorruptError, CheckpointError
@@ -53,8 +54,8 @@ def verify_checkpoint(
     with _staying(reader):
         for name, index in reader.chunks():
             reader.check([(name, index)])
-            chunk, size = manifest.crcs(name)[0], manifest.files[name].bytes
-            done += min(chunk, size - index * chunk)
+            chunk = manifest.chunk_bytes
+            done += min(chunk, manifest.files[name].bytes - index * chunk)
             if progress is not None:
                 progress(done, total)
         for name in manifest.files:
@@ -207,9 +208,7 @@ def prune_checkpoints(
     Raises:
         CheckpointError: a number is below 1, or there is no such folder.
     """
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None and value < 1:
-            raise CheckpointError(f"{name} = {value}: expected 1 or more")
+    SaveOptions(keep_last=keep_last, keep_every=keep_every).check()
     return prune(
         location_of(directory),
         keep_last=keep_last,

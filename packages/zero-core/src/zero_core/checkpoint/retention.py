@@ -100,24 +100,16 @@ def prune(
         reached = max((step for _, step in saved), default=0)
     # By step: a folder that was copied has new times. What is beyond the newest was given up.
     saved.sort(key=lambda one: (one[1] <= reached, one[1]))
-    removed = [
-        tag
-        for tag, step in saved[: max(len(saved) - keep_last, 0)]
-        if tag not in always
-        and not (keep_every and step % keep_every == 0)
-        and _is_of(directory / tag, step)
-    ]
+    removed = []
+    for tag, step in saved[: max(len(saved) - keep_last, 0)]:
+        if tag in always or (keep_every and step % keep_every == 0):
+            continue
+        with suppress(CheckpointError):  # what cannot be read stays
+            if read_manifest(directory / tag).progress_step() == step:
+                removed.append(tag)
     for tag in () if is_trial else removed:
         try:
             entry(directory / tag).discard()
         except OSError as error:
             _log.warning("%s stays, though it is not to be kept: %s", directory / tag, error)
     return removed
-
-
-def _is_of(place: Location, step: int) -> bool:
-    """Whether ``place`` can be read and was saved at ``step``."""
-    try:
-        return read_manifest(place).progress_step() == step
-    except CheckpointError:
-        return False

@@ -40,20 +40,18 @@ class Ring:
         Raises:
             RuntimeError: a neighbour is gone.
         """
-        card = json.dumps([list(files.items()), marker.decode()]).encode()
-        size = torch.tensor([len(card)])
-        theirs = torch.empty(1, dtype=torch.int64)
-        self._exchange(size, theirs)
-        if not 0 < int(theirs) <= _MAX_CARD_BYTES:
-            raise RuntimeError(f"rank {self.source} announces {int(theirs)} bytes about its copy")
-        received = torch.empty(int(theirs), dtype=torch.uint8)
-        self._exchange(_tensor(card), received)
-        rows, their_marker = json.loads(bytes(bytes_of(received)))
-        for name, nbytes in rows:
+        card = _tensor(json.dumps([files, marker.decode()]).encode())
+        size = torch.empty(1, dtype=torch.int64)
+        self._exchange(torch.tensor([card.numel()]), size)
+        if not 0 < int(size) <= _MAX_CARD_BYTES:
+            raise RuntimeError(f"rank {self.source} announces {int(size)} bytes about its copy")
+        received = torch.empty(int(size), dtype=torch.uint8)
+        self._exchange(card, received)
+        their_files, their_marker = json.loads(bytes(bytes_of(received)))
+        for name, nbytes in their_files.items():
             check_plain_size(name, nbytes)
         slot.invalidate(self.source)
-        given, taken = _blocks(slot, files), _blocks(slot, dict(rows))
-        for out, into in zip_longest(given, taken):
+        for out, into in zip_longest(_blocks(slot, files), _blocks(slot, their_files)):
             self._exchange(out, into)
         slot.commit(self.source, their_marker.encode())
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
-from zero_core.checkpoint.safetensors_files import make_header
-from zero_core.checkpoint.storage.disk import create, no_room, write_all
+from zero_core.checkpoint.safetensors_files import Blocks, arrange
+from zero_core.checkpoint.storage.local import create, no_room, write_all
 from zero_core.errors import CheckpointError
 from zero_core.protocols import StateTier
 
 _BLOCK_NUMEL = {True: 1 << 18, False: 1 << 23}
 """Elements read at once: on a CPU few, which stay in its cache until they are written."""
-_MARKER = re.compile(r"rank-([0-9]{5})\.json")
 _OWNED = re.compile(r".+-([0-9]{5})\.(?:json|safetensors)")
 _ADVICE = (
     "make the memory larger (a container's by --shm-size), give a folder in larger memory as "
@@ -32,29 +31,9 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Values:
-    """A tensor to be written under ``key``."""
-
-    key: str
-    tensor: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def blocks(self) -> Iterator[Tensor]:
-        yield self.tensor.contiguous()
-
-
-@dataclass(frozen=True)
 class Slice:
-    """Elements ``[start, stop)`` of a state of ``tier``, to be written under ``key``."""
+    """Elements ``[start, stop)`` of a state of ``tier``, read in blocks."""
 
-    key: str
     tier: StateTier
     name: str
     start: int
@@ -69,7 +48,7 @@ class Slice:
     def shape(self) -> tuple[int, ...]:
         return (self.stop - self.start,)
 
-    def blocks(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Tensor]:
         size = _BLOCK_NUMEL[self.is_on_host]
         for low in range(self.start, self.stop, size):
             yield self.tier.read_state(self.name, low, min(low + size, self.stop))
@@ -89,23 +68,18 @@ class Slot:
         self.folder = folder
         self._files: dict[str, Tensor] = {}
 
-    def write(self, name: str, parts: Sequence[Values | Slice]) -> int:
+    def write(self, name: str, tensors: Mapping[str, Tensor | Blocks]) -> int:
         """Write a safetensors file in place, and return its bytes.
 
         Raises:
             CheckpointError: there is no room.
         """
-        typed = [(part.dtype, part) for part in parts]
-        typed.sort(key=lambda item: (-item[0].itemsize, item[1].key))
-        header = make_header(((p.key, dtype, p.shape) for dtype, p in typed), {})
-        size = sum(math.prod(part.shape) * dtype.itemsize for dtype, part in typed)
-        into = self.file(name, len(header) + size)
-        stop = len(header)
+        header, size, blocks = arrange(tensors)
+        into, stop = self.file(name, len(header) + size), len(header)
         into[:stop] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for _, part in typed:
-            for block in part.blocks():
-                start, stop = stop, stop + block.nbytes
-                into[start:stop] = block.view(-1).view(torch.uint8)
+        for block in blocks:
+            start, stop = stop, stop + block.nbytes
+            into[start:stop] = block.view(-1).view(torch.uint8)
         return into.numel()
 
     def file(self, name: str, size: int) -> Tensor:
@@ -162,20 +136,15 @@ def slot_folders(folder: Path) -> list[Path]:
 def read_markers(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the markers of a slot, by rank, whose files are there in the size that they had."""
     found = {}
-    for path in sorted(folder.glob("rank-*.json")):
-        match = _MARKER.fullmatch(path.name)
-        try:
+    for path in sorted(folder.glob("rank-?????.json")):
+        with suppress(OSError):  # another rank writes it
             data = path.read_bytes()
-            marker = json.loads(data) if match is not None and is_sealed(data) else None
-            if marker is not None and _are_whole(folder, marker["files"]):
-                found[int(marker["rank"])] = marker
-        except OSError:  # another rank writes it
-            continue
+            if is_sealed(data):
+                marker = json.loads(data)
+                sizes = {name: (folder / name).stat().st_size for name in marker["files"]}
+                if sizes == marker["files"]:
+                    found[int(marker["rank"])] = marker
     return found
-
-
-def _are_whole(folder: Path, files: dict[str, int]) -> bool:
-    return all((folder / name).stat().st_size == size for name, size in files.items())
 
 
 def drop_others(folder: Path, attempt: str) -> None:
@@ -191,8 +160,8 @@ def drop_strangers(folder: Path, ranks: set[int]) -> None:
     for slot in slot_folders(folder):
         for path in sorted(slot.glob("*")):
             match = _OWNED.fullmatch(path.name)
-            is_buffers = path.name == BUFFERS
-            if (0 if is_buffers else int(match[1]) if match else -1) not in ranks:
+            owner = int(match[1]) if match else 0 if path.name == BUFFERS else -1
+            if owner not in ranks:
                 path.unlink(missing_ok=True)
 
 

@@ -20,7 +20,6 @@ from zero_core.checkpoint.in_memory.ring import Ring
 from zero_core.checkpoint.in_memory.slot import (
     Slice,
     Slot,
-    Values,
     drop_others,
     drop_strangers,
     slot_folders,
@@ -28,7 +27,14 @@ from zero_core.checkpoint.in_memory.slot import (
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.load import check_fits, restore_from
 from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, WHOLE, file_name, seal
-from zero_core.checkpoint.save import frame_of, own_scalars, slices, whole_states
+from zero_core.checkpoint.save import (
+    frame_of,
+    frozen_slices,
+    own_scalars,
+    random_states,
+    slices,
+    whole_states,
+)
 from zero_core.checkpoint.storage.location import Location
 from zero_core.comm.groups import backend_on
 from zero_core.comm.queues import HostQueues
@@ -49,9 +55,8 @@ class _Small:
         serial: number of the snapshot.
         step: optimizer steps so far.
         frame: what all ranks have in common; rank 0 keeps it.
-        random: states of torch's generators.
-        python_random: state of Python's.
-        buffers: the model's; rank 0 keeps them.
+        tensors: states of torch's generators, and on rank 0 the buffers, by file.
+        python_random: state of Python's generator.
         frozen_version: of the values of frozen parameters.
         done: fires when the update is done on an accelerator.
         is_read: set when this rank has read its states, or failed to.
@@ -60,9 +65,8 @@ class _Small:
     serial: int
     step: int
     frame: dict[str, Any] | None
-    random: dict[str, Tensor]
+    tensors: dict[str, dict[str, Tensor]]
     python_random: Any
-    buffers: dict[str, Tensor]
     frozen_version: int
     done: torch.Event | None
     is_read: threading.Event
@@ -75,27 +79,37 @@ class MemoryCheckpoints:
         self,
         state: ShardedState,
         train: TrainState,
-        ring: Ring | None,
-        *,
-        every: int,
-        path: str | None,
+        settings: MemoryCheckpointConfig,
+        ranks: Ranks,
         per_node: int,
     ) -> None:
-        """Prepare. `open` gives the folder.
+        """Prepare. `open` gives the folder. Every rank must call it.
 
         Args:
             state: read by the snapshots.
             train: progress of the training.
-            ring: sends copies to the next node. None: there are none.
-            every: steps between snapshots.
-            path: folder in memory; None is the launcher's.
+            settings: how often, where, and whether copies go to the next node.
+            ranks: they send the copies.
             per_node: ranks of a node.
+
+        Raises:
+            ConfigError: the ranks cannot send memory of the host to another node.
         """
+        self._ring: Ring | None = None  # sends copies to the next node
+        if settings.copies and per_node < ranks.size:
+            if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:
+                raise ConfigError(
+                    "memory_checkpoint.copies = 1 sends memory of the host between nodes: have the "
+                    'process group serve it by init_process_group("cpu:gloo,cuda:nccl"), or set '
+                    "memory_checkpoint.copies to 0"
+                )
+            self._ring = Ring(
+                ranks.messages(), rank=ranks.rank, world_size=ranks.size, per_node=per_node
+            )
         self._state = state
         self._train = train
-        self._ring = ring
-        self._every = every
-        self._path = path
+        self._every = settings.every
+        self._path = settings.path
         self._per_node = per_node
         self._queue = HostQueues()
         self._under_way: Work | None = None
@@ -159,33 +173,27 @@ class MemoryCheckpoints:
                 drop_others(place.folder, self._attempt)
         self._serial += 1
         self._num_made += 1
+        content = {
+            "progress": encode(self._train.state_dict(), "progress"),
+            "client_state": encode(client_state, "client_state"),
+        }
         rank, device = state.control.rank, state.device
-        generators = {"torch": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            generators["cuda"] = torch.cuda.get_rng_state()
-        frame = None
-        if rank == 0:
-            frame = {
-                **frame_of(state),
-                "progress": encode(self._train.state_dict(), "progress"),
-                "client_state": encode(client_state, "client_state"),
-            }
-        else:
-            encode(client_state, "client_state")
-        is_here = device.type == "cpu"
         small = _Small(
             serial=self._serial,
             step=self._train.global_steps,
-            frame=frame,
-            random=generators,
+            frame=frame_of(state) | content if rank == 0 else None,
+            tensors={file_name(RNG, rank): random_states()},
             python_random=random.getstate(),
-            buffers=state.buffers() if rank == 0 else {},
             frozen_version=sum(
                 state.params[s.index].version for s in state.layout.segments if not s.is_trainable
             ),
-            done=None if is_here else torch.accelerator.current_stream(device).record_event(),
+            done=None
+            if device.type == "cpu"
+            else torch.accelerator.current_stream(device).record_event(),
             is_read=threading.Event(),
         )
+        if rank == 0:
+            small.tensors[BUFFERS] = state.buffers()
         self._under_way = self._queue.launch(partial(self._make, small), is_reduction=False)
         self._is_read = small.is_read
 
@@ -220,23 +228,27 @@ class MemoryCheckpoints:
             self._drop_strangers()
         slot.invalidate(rank)
         names, written = list(tier.state_names()), {}
-        for name in names:
-            written[file_name(name, rank)] = slot.write(file_name(name, rank), self._parts(name))
+        for name in names:  # as a save writes them, one at a time
+            tensors: Mapping[str, Tensor | Slice]
+            if name != MASTER and isinstance(tier, WholeStateTier):
+                tensors = slices(state, tier, name)
+            else:
+                is_on_host = state.device.type == "cpu"
+                tensors = {
+                    str(s.index): Slice(tier, name, *state.own_span(s.index), is_on_host)
+                    for s in state.layout.segments
+                    if s.is_trainable
+                }
+            written[file_name(name, rank)] = slot.write(file_name(name, rank), tensors)
         wholes: dict[str, Any] = {}
         if isinstance(tier, WholeStateTier):
-            tensors: dict[str, Tensor] = {}
-            wholes = whole_states(state, tier, tensors)
-            file = file_name(WHOLE, rank)
-            written[file] = slot.write(file, [Values(k, t) for k, t in tensors.items()])
-        generators = [Values(key, tensor) for key, tensor in small.random.items()]
-        written[file_name(RNG, rank)] = slot.write(file_name(RNG, rank), generators)
-        if rank == 0:
-            buffers = [Values(key, tensor) for key, tensor in small.buffers.items()]
-            written[BUFFERS] = slot.write(BUFFERS, buffers)
-        frozen = file_name(VALUE, rank)
-        is_new = self._frozen_versions[small.serial % 2] != small.frozen_version
-        size = slot.write(frozen, self._frozen()) if is_new else slot.size(frozen)
-        sent = {**written, frozen: size} if is_new else dict(written)
+            wholes = whole_states(state, tier, small.tensors.setdefault(file_name(WHOLE, rank), {}))
+        for file, values in small.tensors.items():
+            written[file] = slot.write(file, values)
+        sent, frozen = dict(written), file_name(VALUE, rank)
+        if self._frozen_versions[small.serial % 2] != small.frozen_version:
+            sent[frozen] = slot.write(frozen, frozen_slices(state))
+        written[frozen] = slot.size(frozen)
         marker = seal(
             {
                 "attempt": self._attempt,
@@ -245,30 +257,13 @@ class MemoryCheckpoints:
                 "world_size": state.control.world_size,
                 "step": small.step,
                 "states": names,
-                "files": {**written, frozen: size},
+                "files": written,
                 "row": [own_scalars(state), small.python_random, wholes],
                 "frame": small.frame,
             }
         )
         slot.commit(rank, marker)
         return sent, marker
-
-    def _parts(self, name: str) -> list[Values | Slice]:
-        """Return this rank's slices of a state, as a save writes them."""
-        state = self._state
-        if name != MASTER and isinstance(state.tier, WholeStateTier):
-            return [Values(k, t) for k, t in slices(state, state.tier, name).items()]
-        is_on_host = state.device.type == "cpu"
-        return [
-            Slice(str(s.index), state.tier, name, *state.own_span(s.index), is_on_host)
-            for s in state.layout.segments
-            if s.is_trainable
-        ]
-
-    def _frozen(self) -> list[Values]:
-        state = self._state
-        frozen = (s.index for s in state.layout.segments if not s.is_trainable)
-        return [Values(str(index), state.own_slice(index)) for index in frozen]
 
     def _drop_strangers(self) -> None:
         """Remove the files of ranks that are not here any more, on the first rank of a node."""
@@ -331,29 +326,3 @@ class MemoryCheckpoints:
             place.close()
         else:  # its end frees the folder: it may still write the copy of a neighbour there
             self._queue.launch(place.close, is_reduction=False)
-
-
-def make_memory_checkpoints(
-    state: ShardedState,
-    train: TrainState,
-    settings: MemoryCheckpointConfig,
-    ranks: Ranks,
-    per_node: int,
-) -> MemoryCheckpoints:
-    """Return the snapshots that ``settings`` ask for. Every rank must call it.
-
-    Raises:
-        ConfigError: the ranks cannot send memory of the host to another node.
-    """
-    ring = None
-    if settings.copies and per_node < ranks.size:
-        if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:
-            raise ConfigError(
-                "memory_checkpoint.copies = 1 sends memory of the host between nodes: have the "
-                'process group serve it by init_process_group("cpu:gloo,cuda:nccl"), or set '
-                "memory_checkpoint.copies to 0"
-            )
-        ring = Ring(ranks.messages(), rank=ranks.rank, world_size=ranks.size, per_node=per_node)
-    return MemoryCheckpoints(
-        state, train, ring, every=settings.every, path=settings.path, per_node=per_node
-    )

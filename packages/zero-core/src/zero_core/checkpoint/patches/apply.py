@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zero_core.checkpoint.patches.document import Document, PatchedTensor, WeightPatch
+from zero_core.checkpoint.patches.document import Document, Version, WeightPatch
 from zero_core.checkpoint.patches.folder import patch_folder
 from zero_core.checkpoint.patches.received import ReceivedPatch, open_patch
-from zero_core.checkpoint.patches.versions import Version, check_version
 from zero_core.checkpoint.safetensors_files import DTYPES
 from zero_core.errors import CheckpointError
 from zero_core.layout.discovery import plain_name
@@ -62,8 +61,7 @@ def apply_patch(
 
 def _patch_model(model: nn.Module, patch: ReceivedPatch, version: int | None) -> None:
     document = patch.document
-    known: Version | None = getattr(model, _VERSION, None)
-    check_version(document, known, version, "the model")
+    patch.check_version(getattr(model, _VERSION, None), version, "the model")
     targets = _targets(model, document)
     with torch.no_grad():
         for is_trial in (True, False):
@@ -80,7 +78,8 @@ def _targets(model: nn.Module, document: Document) -> dict[str, list[Tensor]]:
     """Return the tensors of ``model`` that each of the patch's is written to.
 
     Raises:
-        CheckpointError: a name, a shape or a dtype differs, or an engine has the model.
+        CheckpointError: a name, a shape or a dtype differs, an engine has the model, or the patch
+            is of all values and lacks some of the model's parameters.
     """
     params = {plain_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {plain_name(n): b for n, b in model.named_buffers(remove_duplicate=False)}
@@ -99,28 +98,18 @@ def _targets(model: nn.Module, document: Document) -> dict[str, list[Tensor]]:
                 f"{', '.join(sorted(there)[:4])}, ...; use the model of the training"
             )
         for value in own.values():
-            _check_like(value, tensor)
+            if tuple(value.shape) != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
+                raise CheckpointError(
+                    f"{tensor.names[0]} is {tuple(value.shape)} in {value.dtype} here, and "
+                    f"{tensor.shape} in {DTYPES[tensor.dtype]} in the patch: build the receiver of "
+                    "the training's model, in its compute dtype"
+                )
         found[tensor.names[0]] = list(own.values())
-    if document.since is None:
-        _check_whole(params, found)
-    return found
-
-
-def _check_like(value: Tensor, tensor: PatchedTensor) -> None:
-    if tuple(value.shape) != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
-        raise CheckpointError(
-            f"{tensor.names[0]} is {tuple(value.shape)} in {value.dtype} here, and {tensor.shape} "
-            f"in {DTYPES[tensor.dtype]} in the patch: build the receiver of the training's model, "
-            "in its compute dtype"
-        )
-
-
-def _check_whole(params: dict[str, nn.Parameter], found: dict[str, list[Tensor]]) -> None:
-    """Refuse a patch of all values that lacks some of the model's parameters."""
     given = {id(value) for values in found.values() for value in values}
     lacking = [n for n, p in params.items() if id(p) not in given and p.is_floating_point()]
-    if lacking:
+    if document.since is None and lacking:
         raise CheckpointError(
             f"the patch has all values of the training's model, and none for {lacking[:4]}: use "
             "the model of the training"
         )
+    return found

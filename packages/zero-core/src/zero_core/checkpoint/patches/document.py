@@ -92,6 +92,13 @@ class Document(_Part):
     tensors: tuple[PatchedTensor, ...]
 
 
+class Version(_Part):
+    """Version ``version`` of the engine ``engine``, as a receiver keeps it."""
+
+    engine: str
+    version: int
+
+
 @dataclass(frozen=True)
 class WeightPatch:
     """A patch of the weights.

@@ -20,19 +20,15 @@ from zero_core.checkpoint.patches.document import (
     Document,
     PatchedTensor,
     Piece,
+    Version,
     WeightPatch,
     crc_of,
     positions_key,
     values_key,
 )
-from zero_core.checkpoint.safetensors_files import (
-    DTYPES,
-    StoredTensor,
-    first_error,
-    read_open,
-)
-from zero_core.checkpoint.storage.disk import open_regular
-from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.checkpoint.safetensors_files import DTYPES, first_error, read_open
+from zero_core.checkpoint.storage.location import open_regular
+from zero_core.errors import CheckpointCorruptError, CheckpointError, PatchGapError
 from zero_core.sharded.changes.positions import Form, decode, from_low_bits
 
 _ADVICE = "copy it again, or take all by engine.weight_patch(since=None)"
@@ -108,18 +104,62 @@ class ReceivedPatch:
             if not is_trial:
                 part[place] = new.to(values.device)
 
+    def check_version(self, known: Version | None, given: int | None, what: str) -> None:
+        """Refuse a receiver that the patch does not apply to.
+
+        Args:
+            known: version that is kept with the receiver, if one is.
+            given: version that the caller says it has, in place of the former.
+            what: the receiver, for messages.
+
+        Raises:
+            PatchGapError: the receiver is too old.
+            CheckpointError: its version is not known, is another engine's, or is newer.
+        """
+        document = self.document
+        if document.since is None:
+            return
+        version = given
+        if version is None:
+            if known is None:
+                raise CheckpointError(
+                    f"the patch applies to version {document.since} and newer ones, and that of "
+                    f"{what} is not known: apply a patch of all values first (since=None), or pass "
+                    "version="
+                )
+            if known.engine != document.engine:
+                raise CheckpointError(
+                    f"{what} has version {known.version} of another engine than the patch: after "
+                    "a new build(), apply a patch of all values first (since=None)"
+                )
+            version = known.version
+        if version < document.since:
+            raise PatchGapError(
+                f"{what} has version {version}, and the patch applies to {document.since} and "
+                f"newer ones: ask the engine for weight_patch(since={version}), or for all by "
+                "since=None"
+            )
+        if version > document.version:
+            raise CheckpointError(
+                f"{what} has version {version}, which is newer than that of the patch, "
+                f"{document.version}: apply patches in their order"
+            )
+
     def _content(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
         """Return the positions in a piece, and what was sent of their values."""
-        positions, sent = self._read(positions_key(piece)), self._read(values_key(piece))
+        positions, sent = (
+            stored.read_from(self._file, 0, math.prod(stored.shape))
+            for stored in (self._stored[positions_key(piece)], self._stored[values_key(piece)])
+        )
         if crc_of(positions, sent) != piece.data_crc:
             raise ValueError("its checksum is wrong")
         if piece.start + piece.numel > math.prod(tensor.shape):
             raise ValueError(f"{piece.numel} elements from {piece.start} on")
         index = decode(piece.kind, positions, piece.numel)
         count = index.numel() if isinstance(index, Tensor) else piece.numel
-        is_whole = piece.form is Form.VALUES
-        num_sent = count if is_whole else -(-count * piece.form.num_bits // 8)
-        dtype = DTYPES[tensor.dtype] if is_whole else torch.uint8
+        num_sent, dtype = count, DTYPES[tensor.dtype]
+        if piece.form is not Form.VALUES:
+            num_sent, dtype = -(-count * piece.form.num_bits // 8), torch.uint8
         if sent.numel() != num_sent or sent.dtype != dtype:
             raise ValueError(f"{sent.numel()} values, {sent.dtype}, for {count} positions")
         return index, sent
@@ -132,20 +172,6 @@ class ReceivedPatch:
             raise CheckpointCorruptError(
                 f"{self.name} is damaged: {tensor.names[0]}: {error}; {_ADVICE}"
             ) from error
-
-    def _read(self, key: str) -> Tensor:
-        stored: StoredTensor = self._stored[key]
-        data = bytearray(math.prod(stored.shape) * stored.dtype.itemsize)
-        if not data:
-            return torch.empty(0, dtype=stored.dtype)
-        self._file.seek(stored.start)
-        left = memoryview(data)
-        while left.nbytes:
-            count = self._file.readinto(left)  # type: ignore[attr-defined]
-            if not count:
-                raise CheckpointCorruptError(f"{self.name} ends within {key}; {_ADVICE}")
-            left = left[count:]
-        return torch.frombuffer(data, dtype=stored.dtype)
 
 
 @contextmanager
@@ -160,8 +186,7 @@ def open_patch(patch: WeightPatch | bytes | str | Path) -> Iterator[ReceivedPatc
     source = patch.source if isinstance(patch, WeightPatch) else patch
     if source is None:
         raise ValueError("the patch is on rank 0: apply it there, or send its bytes or file")
-    is_here = isinstance(source, bytes)
-    name = "the patch" if is_here else str(source)
+    name = "the patch" if isinstance(source, bytes) else str(source)
     with io.BytesIO(source) if isinstance(source, bytes) else open_regular(Path(source)) as file:
         received = ReceivedPatch(file, name)
         received.check()
