@@ -20,8 +20,7 @@ from support.full_disk import files_up_to
 import zero_core
 from zero_core import CheckpointError, ConfigError
 from zero_core.checkpoint.in_memory import keeper, place, snapshots
-from zero_core.checkpoint.in_memory.ring import Ring
-from zero_core.checkpoint.in_memory.slot import Slot
+from zero_core.checkpoint.in_memory.slot import Ring, Slot
 from zero_core.step.update import updates_in_backward
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 from zero_core.testing.training import assert_same

@@ -90,12 +90,7 @@ def read_latest(directory: Location) -> str | None:
 
 
 def newest_tag(directory: Location) -> str:
-    """Return the tag of the newest checkpoint in ``directory``.
-
-    Raises:
-        CheckpointError: there is none.
-        CheckpointCorruptError: the file ``latest`` names no checkpoint.
-    """
+    """Return the tag of the newest checkpoint in ``directory``."""
     tag = read_latest(directory)
     if tag is None:
         raise CheckpointError(
@@ -136,11 +131,7 @@ def newest_step(directory: Location) -> int:
 
 
 def crc_of(file: IO[bytes], count: int, path: Location) -> int:
-    """Return the CRC-32 of the next ``count`` bytes of a file. ``path`` is for messages.
-
-    Raises:
-        CheckpointCorruptError: it has fewer.
-    """
+    """Return the CRC-32 of the next ``count`` bytes of a file. ``path`` is for messages."""
     crc, left = 0, count
     while left:
         data = file.read(min(left, _BLOCK_BYTES))
@@ -181,7 +172,8 @@ class Weight:
 class Reader:
     """Reader of ranges of parameters' states from the slices that the writing ranks stored.
 
-    Each chunk of a file is checked before its first use.
+    Each chunk of a file is checked before its first use: a file that is missing, or is not what was
+    written, is a `CheckpointCorruptError`.
 
     Attributes:
         folder: the checkpoint's.
@@ -216,11 +208,7 @@ class Reader:
         return [(name, i) for name in sorted(files) for i in range(len(files[name].crc32))]
 
     def check(self, chunks: Iterable[tuple[str, int]]) -> None:
-        """Compare chunks with their checksums, those that have not been compared before.
-
-        Raises:
-            CheckpointCorruptError: a file is missing, or is not what was written.
-        """
+        """Compare chunks with their checksums, those that have not been compared before."""
         by_name: dict[str, list[int]] = {}
         for name, index in chunks:
             if index not in self._checked[name]:
@@ -262,11 +250,7 @@ class Reader:
             self._checked[name].add(index)
 
     def tensors(self, name: str) -> Mapping[str, StoredTensor]:
-        """Return the tensors of file ``name``. Its header is checked.
-
-        Raises:
-            CheckpointCorruptError: the file is missing, or is not what was written.
-        """
+        """Return the tensors of file ``name``. Its header is checked."""
         if name not in self._headers:
             if name not in self.manifest.files:
                 raise CheckpointCorruptError(
@@ -287,11 +271,7 @@ class Reader:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def read_tensor(self, file: str, name: str) -> Tensor:
-        """Return tensor ``name`` of ``file``. It is checked first.
-
-        Raises:
-            CheckpointCorruptError: there is none, or the file is not what was written.
-        """
+        """Return tensor ``name`` of ``file``. It is checked first."""
         stored = self.tensors(file).get(name)
         if stored is None:
             raise CheckpointCorruptError(f"{self._files / file} has no tensor {name!r}")
@@ -328,19 +308,11 @@ class Reader:
             )
 
     def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU.
-
-        Raises:
-            CheckpointCorruptError: the files do not have them, or are not what was written.
-        """
+        """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU."""
         return self.read_parts(self.parts(state, param, start, stop))
 
     def parts(self, state: str, param: str, start: int, stop: int) -> list[Part]:
-        """Find elements ``[start, stop)`` of a parameter's ``state``, without reading them.
-
-        Raises:
-            CheckpointCorruptError: the files do not have them.
-        """
+        """Find elements ``[start, stop)`` of a parameter's ``state``, without reading them."""
         segment, slot_start, slot_stop, numel = self._slots[param]
         low, high = slot_start + start, slot_start + stop
         if not slot_start <= low <= high <= slot_stop:
@@ -387,11 +359,7 @@ class Reader:
         return self._slots[param][1:3]
 
     def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the numbers in a parameter's optimizer state. A frozen one was never updated.
-
-        Raises:
-            CheckpointCorruptError: there are none of a trained parameter.
-        """
+        """Return the numbers in a parameter's optimizer state. A frozen one was never updated."""
         if not self.manifest.by_name[param].is_trainable:
             return {"num_steps": 0}
         if param not in self.manifest.scalars:

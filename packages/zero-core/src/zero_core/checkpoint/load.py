@@ -94,11 +94,7 @@ def load_checkpoint(
 def check_fits(
     state: ShardedState, reader: Reader, progress: TrainState, without: Collection[str] = ()
 ) -> None:
-    """Refuse a checkpoint whose manifest says that it cannot be restored here.
-
-    Raises:
-        CheckpointError: it belongs to another model, optimizer or schedule.
-    """
+    """Refuse a checkpoint whose manifest says that it cannot be restored here."""
     manifest, place = reader.manifest, reader.folder
     saved, own = manifest.by_name, {spec.name: spec for spec in state.layout.params}
     missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
@@ -139,11 +135,7 @@ def check_fits(
 
 
 def read_progress(reader: Reader) -> dict[str, Any]:
-    """Return the progress that was saved. The client state is checked with it.
-
-    Raises:
-        CheckpointCorruptError: one is not what was written.
-    """
+    """Return the progress that was saved. The client state is checked with it."""
     manifest = reader.manifest
     progress = decode(manifest.progress)
     if not isinstance(progress, dict) or not isinstance(decode(manifest.client_state), dict):
@@ -163,9 +155,6 @@ def restore_from(
     and were trained keep their master weights, rounded.
 
     Every rank must call it.
-
-    Raises:
-        CheckpointError: it does not fit, or a rank failed.
     """
     restoring = Restoring(state, reader, without)
     state.control.together("checkpoint: check", restoring.check)
@@ -196,11 +185,7 @@ def read_client_state(directory: Path | str, tag: str | None = None) -> dict[str
 
 
 def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
-    """Refuse what is no state of a random generator of ``device``.
-
-    Raises:
-        CheckpointCorruptError: it is none.
-    """
+    """Refuse what is no state of a random generator of ``device``."""
     try:
         torch.Generator(device).set_state(saved)
     except (RuntimeError, TypeError) as error:
@@ -229,12 +214,7 @@ class Restoring:
         self._numbers: list[Mapping[str, float]] = []  # of each piece
 
     def check(self) -> None:
-        """Find all that is going to be read. Changes nothing, and allocates nothing large.
-
-        Raises:
-            CheckpointError: it does not fit.
-            CheckpointCorruptError: something is missing or has another form.
-        """
+        """Find all that is going to be read. Changes nothing, and allocates nothing large."""
         state, reader, without = self._state, self._reader, self._without
         reader.trust()  # every chunk was compared, by one of the ranks
         for name in (MASTER,) if "optimizer" in without else reader.manifest.states:

@@ -37,11 +37,7 @@ class TensorBuffer:
         self._written: list[tuple[str, torch.dtype, tuple[int, ...], int, int]] = []
 
     def add(self, name: str, value: Tensor) -> None:
-        """Append ``value``, of any device and strides.
-
-        Raises:
-            OSError: there is no room.
-        """
+        """Append ``value``, of any device and strides."""
         data = value.cpu().contiguous()  # alive while its bytes are written
         write_all(self.raw, bytes_of(data))
         shape = tuple(value.shape)
@@ -49,11 +45,7 @@ class TensorBuffer:
         self.nbytes += value.nbytes
 
     def write_to(self, file: IO[bytes], metadata: dict[str, str]) -> dict[str, int]:
-        """Write a safetensors file to ``file``. Return the bytes of each tensor by name.
-
-        Raises:
-            OSError: there is no room.
-        """
+        """Write a safetensors file to ``file``. Return the bytes of each tensor by name."""
         # The order of the safetensors library: every tensor is aligned to its elements.
         ordered = sorted(self._written, key=lambda written: (-written[1].itemsize, written[0]))
         file.write(make_header((written[:3] for written in ordered), metadata))
@@ -82,12 +74,7 @@ class ModelFiles:
         self._parts: list[dict[str, int]] = []  # bytes by tensor name
 
     def add(self, name: str, value: Tensor) -> None:
-        """Append ``value``, of any device and strides.
-
-        Raises:
-            CheckpointError: it is a tensor subclass, of a dtype that safetensors lacks, or there is
-                no room.
-        """
+        """Append ``value``, of any device and strides."""
         if inner_tensors(value) is not None:
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, a tensor subclass, which safetensors "

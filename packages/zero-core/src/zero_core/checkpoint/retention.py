@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_core.checkpoint.files import read_latest
 from zero_core.checkpoint.manifest import is_plain, read_manifest
@@ -21,29 +21,17 @@ GIVEN_PREFIXES = ("step-", "global_step")
 """What the step follows in tags that this project gives."""
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A checkpoint in a folder.
-
-    Attributes:
-        tag: its name.
-        saved_at: when, in nanoseconds since the epoch.
-        prefix: the tag without the digits at its end.
-        step: these digits, or None.
-    """
+class Kept(NamedTuple):
+    """A checkpoint in a folder. Its tag ends with the digits of ``step``, if these are digits."""
 
     tag: str
-    saved_at: int
+    saved_at: int  # in nanoseconds since the epoch
     prefix: str
     step: int | None
 
 
 def list_checkpoints(directory: Location) -> list[Kept]:
-    """Return the complete checkpoints in ``directory``, oldest first. No manifest is read.
-
-    Raises:
-        CheckpointError: there is no such folder.
-    """
+    """Return the complete checkpoints in ``directory``, oldest first. No manifest is read."""
     found = []
     try:
         places = [p for p in directory.iterdir() if is_plain(p.name) and p.is_dir()]

@@ -142,12 +142,7 @@ def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredT
 
 
 def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Return the files of a model: of a file, several files, or a Hugging Face folder.
-
-    Raises:
-        CheckpointError: there is none.
-        CheckpointCorruptError: the index is no index, or names files elsewhere.
-    """
+    """Return the files of a model: of a file, several files, or a Hugging Face folder."""
     if not isinstance(source, str | Path):
         return [Path(path) for path in source]
     path = Path(source)
@@ -187,12 +182,7 @@ def read_header(path: Location, *, follows_links: bool = True) -> dict[str, Stor
 
 
 def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of an open file, and the strings of its writer. ``path``: for messages.
-
-    Raises:
-        CheckpointError: a tensor has a dtype that torch lacks.
-        CheckpointCorruptError: it is not whole.
-    """
+    """Return the tensors of an open file, and the strings of its writer. ``path``: for messages."""
     found, size = {}, size_of(file)
     try:
         stop = length = 8 + int.from_bytes(file.read(8), "little")
@@ -232,11 +222,7 @@ def first_error(error: ValidationError) -> str:
 
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:
-    """Return the format's name of ``dtype``.
-
-    Raises:
-        CheckpointError: it has none. ``name`` is the tensor's, for the message.
-    """
+    """Return the format's name of ``dtype``."""
     if dtype not in _NAMES:
         raise CheckpointError(f"{name} is {dtype}, which safetensors cannot hold")
     return _NAMES[dtype]

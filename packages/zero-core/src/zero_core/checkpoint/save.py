@@ -29,7 +29,7 @@ import random
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import IO, Any
 
@@ -94,7 +94,7 @@ class KnownFile:
 
     Attributes:
         path: where it is.
-        inode: of what was written there: see `zero_core.checkpoint.storage.location.Entry`.
+        inode: of what was written there: see `zero_core.checkpoint.storage.local.LocalEntry`.
         facts: size and checksums.
         version: of the states in it, None if that is not known.
     """
@@ -105,55 +105,46 @@ class KnownFile:
     version: int | None
 
 
+@dataclass
 class Save:
     """One checkpoint under way.
 
-    The constructor takes what is small. `write` does the rest, at once or in another thread.
+    Making one takes what is small; every rank must do so. `write` does the rest, at once or in
+    another thread.
 
     Attributes:
-        place: the checkpoint's folder.
+        state: frozen values are read from it as long as `write` runs.
+        snapshot: its trainable segments' states.
+        directory: folder of all checkpoints. Where ranks have folders of their own, a load needs
+            all files in one folder.
+        tag: name of this one.
+        progress: counters and the like.
+        client_state: JSON and small tensors.
+        options: see `zero_core.Engine.save_checkpoint`.
+        previous: this rank's files of the last save.
+        version: of the states: one that they had before stands for the same values. None: not
+            known.
         known: this rank's files, once the checkpoint is complete.
     """
 
-    def __init__(
-        self,
-        state: ShardedState,
-        snapshot: Snapshot,
-        directory: Location,
-        tag: str,
-        progress: TrainState,
-        client_state: Mapping[str, Any],
-        options: SaveOptions,
-        *,
-        previous: Mapping[str, KnownFile],
-        version: int | None,
-    ) -> None:
-        """Take what is small. Every rank must call it.
+    state: ShardedState
+    snapshot: Snapshot
+    directory: Location
+    tag: str
+    progress: TrainState
+    client_state: Mapping[str, Any]
+    options: SaveOptions
+    previous: Mapping[str, KnownFile]
+    version: int | None
+    known: dict[str, KnownFile] = field(default_factory=dict)
 
-        Args:
-            state: frozen values are read from it as long as `write` runs.
-            snapshot: its trainable segments' states.
-            directory: folder of all checkpoints. Where ranks have folders of their own, a load
-                needs all files in one folder.
-            tag: name of this one.
-            progress: counters and the like.
-            client_state: JSON and small tensors.
-            options: see `zero_core.Engine.save_checkpoint`.
-            previous: this rank's files of the last save.
-            version: of the states: one that they had before stands for the same values. None: not
-                known.
+    @property
+    def place(self) -> Location:
+        """The checkpoint's folder."""
+        return self.directory / self.tag
 
-        Raises:
-            CheckpointError: something cannot be stored.
-        """
-        self.place = directory / tag
-        self.known: dict[str, KnownFile] = {}
-        self._state = state
-        self._snapshot = snapshot
-        self._directory = directory
-        self._options = options
-        self._previous = previous
-        self._version = version
+    def __post_init__(self) -> None:
+        state, rank = self.state, self.state.control.rank
         # The states of any rank's tier: one without updates may have fewer.
         own = json.dumps(list(state.tier.state_names())).encode()
         rows = [json.loads(row) for row in state.control.gather_bytes(own)]
@@ -161,14 +152,14 @@ class Save:
         self._tensors: dict[str, dict[str, Tensor]] = {}  # by file
         self._sliced: dict[str, dict[str, Tensor]] = {}  # by state
         self._wholes: dict[str, Any] = {}
-        kept, rank = progress.state_dict(), state.control.rank
+        kept = self.progress.state_dict()
 
         def prepare() -> None:
-            check_tag(tag)
-            options.check()
+            check_tag(self.tag)
+            self.options.check()
             self._words = {
                 "progress": encode(kept, "progress"),
-                "client_state": encode(client_state, "client_state"),
+                "client_state": encode(self.client_state, "client_state"),
             }
             self._scalars = own_scalars(state)
             self._python_rng = random.getstate()
@@ -178,7 +169,7 @@ class Save:
             if isinstance(state.tier, WholeStateTier):
                 whole = self._tensors[file_name(WHOLE, rank)] = {}
                 self._wholes = whole_states(state, state.tier, whole)
-            directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
 
         state.control.together("checkpoint: prepare", prepare)
 
@@ -187,24 +178,20 @@ class Save:
 
         Those are states of whole parameters, and frozen values that are not in host memory.
         """
-        state, rank = self._state, self._state.control.rank
+        state, rank = self.state, self.state.control.rank
         whole = self._tensors.get(file_name(WHOLE, rank), {})
         whole.update({key: t.detach().to("cpu", copy=True) for key, t in whole.items()})
         if isinstance(state.tier, WholeStateTier):
             self._sliced = {n: slices(state, state.tier, n) for n in self._names if n != MASTER}
-        if self._options.has_frozen:
+        if self.options.has_frozen:
             self._tensors[file_name(VALUE, rank)] = frozen_slices(state)
 
     def write(self, exchange: Exchange) -> Location:
-        """Write the checkpoint. Every rank must call it, and ``exchange`` is theirs.
-
-        Raises:
-            CheckpointError: a rank failed. What was written is removed.
-        """
+        """Write the checkpoint. Every rank must call it, and ``exchange`` is theirs."""
         token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
-        staging = entry(self._directory).staging(self.place.name, token)
-        is_first = _is_first_in(self._directory, token, exchange)
-        options, tag = self._options, self.place.name
+        staging = entry(self.directory).staging(self.tag, token)
+        is_first = _is_first_in(self.directory, token, exchange)
+        options, tag = self.options, self.tag
 
         def make_folder() -> None:
             if is_first:
@@ -213,7 +200,7 @@ class Save:
         def describe() -> None:
             if is_first:
                 gathered = [json.loads(row) for row in rows]
-                content = fill(frame_of(self._state), gathered, self._names)
+                content = fill(frame_of(self.state), gathered, self._names)
                 write_manifest(staging, content | self._words | {"has_frozen": options.has_frozen})
 
         def finish() -> None:
@@ -224,7 +211,7 @@ class Save:
             is_step = number == self._words["progress"]["global_steps"]
             try:
                 prune(
-                    self._directory,
+                    self.directory,
                     keep_last=options.keep_last if is_step else None,
                     keep_every=options.keep_every,
                     newest=tag,
@@ -248,26 +235,26 @@ class Save:
 
     def _write_files(self, folder: Location) -> _Facts:
         """Write this rank's files, and return size and checksums of each."""
-        state, rank = self._state, self._state.control.rank
+        state, rank = self.state, self.state.control.rank
         trainable = [s.index for s in state.layout.segments if s.is_trainable]
         written: _Facts = {}
         for name in self._names:
             # One state at a time: the copies of only one are in memory.
             tensors: Mapping[str, Tensor | Blocks]
             if name == MASTER or not isinstance(state.tier, WholeStateTier):
-                tensors = {str(s): self._snapshot.tensor(s, name) for s in trainable}
+                tensors = {str(s): self.snapshot.tensor(s, name) for s in trainable}
             elif name in self._sliced:
                 tensors = self._sliced.pop(name)
             else:
                 tensors = slices(state, state.tier, name)
             file = file_name(name, rank)
-            known = self._previous.get(file)
-            is_same = known is not None and known.version == self._version is not None
-            written |= self._put(folder, file, tensors, known if is_same else None, self._version)
-        if self._options.has_frozen:
+            known = self.previous.get(file)
+            is_same = known is not None and known.version == self.version is not None
+            written |= self._put(folder, file, tensors, known if is_same else None, self.version)
+        if self.options.has_frozen:
             self._tensors.setdefault(file_name(VALUE, rank), frozen_slices(state))
         for file, values in self._tensors.items():
-            known = self._previous.get(file) if file.startswith((VALUE, BUFFERS)) else None
+            known = self.previous.get(file) if file.startswith((VALUE, BUFFERS)) else None
             is_same = known is not None and known.facts == _write_summed(values)
             written |= self._put(folder, file, values, known if is_same else None)
         return written

@@ -121,11 +121,7 @@ class Saver:
         return pending
 
     def _settle(self, on_pending: OnPending) -> None:
-        """Have no save under way. Its error is raised on all ranks, unless all have asked for it.
-
-        Raises:
-            CheckpointError: it failed, or is under way and ``on_pending`` is "refuse".
-        """
+        """Have no save under way. Raise its error on all ranks, unless all have asked for it."""
 
         def settle() -> None:
             pending = self._pending
@@ -170,8 +166,8 @@ class Saver:
             self._progress,
             client_state,
             options,
-            previous=self._known,
-            version=None if self._watch is None else self._watch.num_changes,
+            self._known,
+            None if self._watch is None else self._watch.num_changes,
         )
 
     def _run(self, pending: PendingSave, save: Save, snapshot: Snapshot) -> None:

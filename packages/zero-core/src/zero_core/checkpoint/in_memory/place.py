@@ -93,11 +93,7 @@ class Place:
 
 
 def check_launcher() -> None:
-    """Refuse a program that nothing would start anew.
-
-    Raises:
-        ConfigError: with what to do.
-    """
+    """Refuse a program that nothing would start anew."""
     if sys.platform != "linux" or _MARK not in os.environ:
         raise ConfigError(
             "memory_checkpoint: no launcher that would start this rank anew was found: start "

@@ -79,9 +79,6 @@ def open_snapshot(state: ShardedState, folder: Path, snapshot: Snapshot) -> Read
     """Return a reader of a snapshot, of which this rank's host has what this rank needs.
 
     Every rank must call it.
-
-    Raises:
-        CheckpointError: a rank failed.
     """
     control = state.control
     place = slot_folders(folder)[snapshot.serial % 2]

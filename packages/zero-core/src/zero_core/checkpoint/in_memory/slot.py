@@ -1,4 +1,7 @@
-"""One of the two slots of a folder in memory: files that are written in place, and markers."""
+"""The two slots of a folder in memory, and their exchange between nodes.
+
+A slot has files that are written in place, and markers.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,16 @@ import torch
 from torch import Tensor
 
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
-from zero_core.checkpoint.safetensors_files import Blocks, arrange
+from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
 from zero_core.checkpoint.storage.local import create, no_room, write_all
+from zero_core.comm.p2p import Messages, wait_all
 from zero_core.errors import CheckpointError
 from zero_core.protocols import StateTier
 
 _BLOCK_NUMEL = {True: 1 << 18, False: 1 << 23}
 """Elements read at once: on a CPU few, which stay in its cache until they are written."""
+_BLOCK_BYTES = 8 << 20  # of a message
+_MAX_CARD_BYTES = 128 << 20
 _OWNED = re.compile(r".+-([0-9]{5})\.(?:json|safetensors)")
 _ADVICE = (
     "make the memory larger (a container's by --shm-size), give a folder in larger memory as "
@@ -69,11 +76,7 @@ class Slot:
         self._files: dict[str, Tensor] = {}
 
     def write(self, name: str, tensors: Mapping[str, Tensor | Blocks]) -> int:
-        """Write a safetensors file in place, and return its bytes.
-
-        Raises:
-            CheckpointError: there is no room.
-        """
+        """Write a safetensors file in place, and return its bytes."""
         header, size, blocks = arrange(tensors)
         into, stop = self.file(name, len(header) + size), len(header)
         into[:stop] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -83,11 +86,7 @@ class Slot:
         return into.numel()
 
     def file(self, name: str, size: int) -> Tensor:
-        """Return the bytes of a file, as they are in memory. It gets ``size`` of them.
-
-        Raises:
-            CheckpointError: there is no room.
-        """
+        """Return the bytes of a file, as they are in memory. It gets ``size`` of them."""
         found = self._files.get(name)
         if found is None or found.numel() != size:
             try:
@@ -165,11 +164,57 @@ def drop_strangers(folder: Path, ranks: set[int]) -> None:
                 path.unlink(missing_ok=True)
 
 
-def check_plain_size(name: str, size: int) -> None:
-    """Refuse a file that a peer announces, unless it is one of a rank's.
+class Ring:
+    """Connections of a rank with its neighbours among the nodes.
 
-    Raises:
-        CheckpointError: it is none.
+    Attributes:
+        target: the rank that keeps this one's copy.
+        source: the rank whose copy this one keeps.
     """
-    if not (name == BUFFERS or _OWNED.fullmatch(name)) or "/" in name or size < 0:
-        raise CheckpointError(f"a peer sends the file {name!r:.80} of {size} bytes: no copy has it")
+
+    def __init__(self, messages: Messages, *, rank: int, world_size: int, per_node: int) -> None:
+        """Every rank makes its own, in one order."""
+        self.target = (rank + per_node) % world_size
+        self.source = (rank - per_node) % world_size
+        self._messages = messages
+        self._channel = messages.next_channel()
+
+    def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
+        """Send ``files`` (name and bytes) of ``slot`` and its marker, and store the source's.
+
+        Every rank must call it.
+        """
+        said = json.dumps([files, marker.decode()]).encode()
+        card = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        size = torch.empty(1, dtype=torch.int64)
+        self._exchange(torch.tensor([card.numel()]), size)
+        if not 0 < int(size) <= _MAX_CARD_BYTES:
+            raise RuntimeError(f"rank {self.source} announces {int(size)} bytes about its copy")
+        received = torch.empty(int(size), dtype=torch.uint8)
+        self._exchange(card, received)
+        their_files, their_marker = json.loads(bytes(bytes_of(received)))
+        for name, nbytes in their_files.items():
+            if not (name == BUFFERS or _OWNED.fullmatch(name)) or "/" in name or nbytes < 0:
+                raise CheckpointError(
+                    f"a peer sends the file {name!r:.80} of {nbytes} bytes: no copy has it"
+                )
+        slot.invalidate(self.source)
+        for out, into in zip_longest(_blocks(slot, files), _blocks(slot, their_files)):
+            self._exchange(out, into)
+        slot.commit(self.source, their_marker.encode())
+
+    def _exchange(self, given: Tensor | None, into: Tensor | None) -> None:
+        works = []
+        if into is not None:
+            works.append(self._messages.irecv(into, self.source, self._channel))
+        if given is not None:
+            works.append(self._messages.isend(given, self.target, self._channel))
+        wait_all(works)
+
+
+def _blocks(slot: Slot, files: Mapping[str, int]) -> Iterator[Tensor]:
+    """Yield the bytes of each message, where they are in memory."""
+    for name, size in files.items():
+        data = slot.file(name, size)
+        for start in range(0, size, _BLOCK_BYTES):
+            yield data[start : start + _BLOCK_BYTES]

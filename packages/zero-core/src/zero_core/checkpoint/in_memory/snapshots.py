@@ -6,7 +6,6 @@ import random
 import threading
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import Tensor
 from zero_core._libc import use_one_core
 from zero_core.checkpoint.in_memory.place import Place, check_launcher
 from zero_core.checkpoint.in_memory.recovery import Snapshot, find_newest, open_snapshot
-from zero_core.checkpoint.in_memory.ring import Ring
 from zero_core.checkpoint.in_memory.slot import (
+    Ring,
     Slice,
     Slot,
     drop_others,
@@ -45,31 +44,6 @@ from zero_core.optim.train_state import TrainState
 from zero_core.protocols import WholeStateTier, Work
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.snapshot import stream_after
-
-
-@dataclass(frozen=True)
-class _Small:
-    """Copies of the values that the next forward changes.
-
-    Attributes:
-        serial: number of the snapshot.
-        step: optimizer steps so far.
-        frame: what all ranks have in common; rank 0 keeps it.
-        tensors: states of torch's generators, and on rank 0 the buffers, by file.
-        python_random: state of Python's generator.
-        frozen_version: of the values of frozen parameters.
-        done: fires when the update is done on an accelerator.
-        is_read: set when this rank has read its states, or failed to.
-    """
-
-    serial: int
-    step: int
-    frame: dict[str, Any] | None
-    tensors: dict[str, dict[str, Tensor]]
-    python_random: Any
-    frozen_version: int
-    done: torch.Event | None
-    is_read: threading.Event
 
 
 class MemoryCheckpoints:
@@ -129,10 +103,6 @@ class MemoryCheckpoints:
         """Take the folder for copies of the training that is saved in ``directory``.
 
         Every rank must call it.
-
-        Raises:
-            ConfigError: nothing here outlives a rank.
-            CheckpointError: a rank has no such folder, or it is in use.
         """
         self.remove()
         if self._path is None:
@@ -145,11 +115,7 @@ class MemoryCheckpoints:
         self._restart()
 
     def check_open(self) -> None:
-        """Refuse a step before `open`.
-
-        Raises:
-            RuntimeError: with what to do.
-        """
+        """Refuse a step before `open`."""
         if self._place is None:
             raise RuntimeError(
                 "memory_checkpoint keeps copies for engine.resume(directory): call it after "
@@ -157,11 +123,7 @@ class MemoryCheckpoints:
             )
 
     def start(self, client_state: Mapping[str, Any]) -> None:
-        """Start to make a snapshot, if it is due. Every rank must call it after a step.
-
-        Raises:
-            CheckpointError: ``client_state`` cannot be stored.
-        """
+        """Start to make a snapshot, if it is due. Every rank must call it after a step."""
         if self._train.global_steps % self._every:
             return
         state, place = self._state, self._place
@@ -178,92 +140,96 @@ class MemoryCheckpoints:
             "client_state": encode(client_state, "client_state"),
         }
         rank, device = state.control.rank, state.device
-        small = _Small(
-            serial=self._serial,
-            step=self._train.global_steps,
-            frame=frame_of(state) | content if rank == 0 else None,
-            tensors={file_name(RNG, rank): random_states()},
-            python_random=random.getstate(),
-            frozen_version=sum(
-                state.params[s.index].version for s in state.layout.segments if not s.is_trainable
-            ),
-            done=None
-            if device.type == "cpu"
-            else torch.accelerator.current_stream(device).record_event(),
-            is_read=threading.Event(),
-        )
+        tensors = {file_name(RNG, rank): random_states()}
         if rank == 0:
-            small.tensors[BUFFERS] = state.buffers()
-        self._under_way = self._queue.launch(partial(self._make, small), is_reduction=False)
-        self._is_read = small.is_read
+            tensors[BUFFERS] = state.buffers()
+        facts = {
+            "attempt": self._attempt,
+            "serial": self._serial,
+            "rank": rank,
+            "world_size": state.control.world_size,
+            "step": self._train.global_steps,
+            "frame": frame_of(state) | content if rank == 0 else None,
+        }
+        is_here = device.type == "cpu"
+        done = None if is_here else torch.accelerator.current_stream(device).record_event()
+        frozen = [s.index for s in state.layout.segments if not s.is_trainable]
+        frozen_version = sum(state.params[index].version for index in frozen)
+        is_read = threading.Event()
+        make = partial(self._make, facts, tensors, random.getstate(), frozen_version, done, is_read)
+        self._under_way = self._queue.launch(make, is_reduction=False)
+        self._is_read = is_read
 
     def wait(self) -> None:
-        """Wait for the snapshot under way, before states are written.
-
-        Raises:
-            CheckpointError: it failed.
-            RuntimeError: a neighbour is gone.
-        """
+        """Wait for the snapshot under way, before states are written."""
         work, self._under_way = self._under_way, None
         if work is not None:
             work.wait()
 
     @torch.no_grad()
-    def _make(self, small: _Small) -> None:
+    def _make(
+        self,
+        facts: dict[str, Any],
+        tensors: dict[str, dict[str, Tensor]],
+        python_random: Any,
+        frozen_version: int,
+        done: torch.Event | None,
+        is_read: threading.Event,
+    ) -> None:
+        """Write a snapshot, and send it to the next node.
+
+        Args:
+            facts: of the marker, but for those of the states.
+            tensors: copies of what the next forward changes, by file.
+            python_random: state of Python's generator.
+            frozen_version: of the values of frozen parameters.
+            done: fires when the update is done on an accelerator.
+            is_read: is set when this rank has read its states, or failed to.
+        """
+        slot, frozen = self._slots[facts["serial"] % 2], file_name(VALUE, facts["rank"])
         try:
             use_one_core()
-            slot = self._slots[small.serial % 2]
-            with stream_after(small.done, self._state.device):
-                sent, marker = self._write(small, slot)
+            with stream_after(done, self._state.device):
+                if self._num_made == 2:  # the first one is whole on all ranks
+                    self._drop_strangers()
+                slot.invalidate(facts["rank"])
+                names, written, wholes = self._write(slot, tensors)
+                sent = dict(written)
+                if self._frozen_versions[facts["serial"] % 2] != frozen_version:
+                    sent[frozen] = slot.write(frozen, frozen_slices(self._state))
+                written[frozen] = slot.size(frozen)
+                row = [own_scalars(self._state), python_random, wholes]
+                marker = seal({**facts, "states": names, "files": written, "row": row})
+                slot.commit(facts["rank"], marker)
         finally:
-            small.is_read.set()
+            is_read.set()
         if self._ring is not None:
             self._ring.swap(slot, sent, marker)
-        self._frozen_versions[small.serial % 2] = small.frozen_version
+        self._frozen_versions[facts["serial"] % 2] = frozen_version
 
-    def _write(self, small: _Small, slot: Slot) -> tuple[dict[str, int], bytes]:
-        """Write this rank's files, and return those that are new and the marker."""
+    def _write(
+        self, slot: Slot, tensors: dict[str, dict[str, Tensor]]
+    ) -> tuple[list[str], dict[str, int], dict[str, Any]]:
+        """Write this rank's states and ``tensors``. Returns names, files and whole states."""
         state, tier, rank = self._state, self._state.tier, self._state.control.rank
-        if self._num_made == 2:  # the first one is whole on all ranks
-            self._drop_strangers()
-        slot.invalidate(rank)
         names, written = list(tier.state_names()), {}
         for name in names:  # as a save writes them, one at a time
-            tensors: Mapping[str, Tensor | Slice]
+            parts: Mapping[str, Tensor | Slice]
             if name != MASTER and isinstance(tier, WholeStateTier):
-                tensors = slices(state, tier, name)
+                parts = slices(state, tier, name)
             else:
                 is_on_host = state.device.type == "cpu"
-                tensors = {
+                parts = {
                     str(s.index): Slice(tier, name, *state.own_span(s.index), is_on_host)
                     for s in state.layout.segments
                     if s.is_trainable
                 }
-            written[file_name(name, rank)] = slot.write(file_name(name, rank), tensors)
+            written[file_name(name, rank)] = slot.write(file_name(name, rank), parts)
         wholes: dict[str, Any] = {}
         if isinstance(tier, WholeStateTier):
-            wholes = whole_states(state, tier, small.tensors.setdefault(file_name(WHOLE, rank), {}))
-        for file, values in small.tensors.items():
-            written[file] = slot.write(file, values)
-        sent, frozen = dict(written), file_name(VALUE, rank)
-        if self._frozen_versions[small.serial % 2] != small.frozen_version:
-            sent[frozen] = slot.write(frozen, frozen_slices(state))
-        written[frozen] = slot.size(frozen)
-        marker = seal(
-            {
-                "attempt": self._attempt,
-                "serial": small.serial,
-                "rank": rank,
-                "world_size": state.control.world_size,
-                "step": small.step,
-                "states": names,
-                "files": written,
-                "row": [own_scalars(state), small.python_random, wholes],
-                "frame": small.frame,
-            }
-        )
-        slot.commit(rank, marker)
-        return sent, marker
+            wholes = whole_states(state, tier, tensors.setdefault(file_name(WHOLE, rank), {}))
+        written |= {file: slot.write(file, values) for file, values in tensors.items()}
+        return names, written, wholes
 
     def _drop_strangers(self) -> None:
         """Remove the files of ranks that are not here any more, on the first rank of a node."""
@@ -288,9 +254,6 @@ class MemoryCheckpoints:
         """Restore a snapshot that `find` has found, and return the client state.
 
         Every rank must call it, where shards and states may be written.
-
-        Raises:
-            CheckpointError: it belongs to another model, or a rank failed.
         """
         assert self._place is not None, "open() comes first"
         state, control = self._state, self._state.control

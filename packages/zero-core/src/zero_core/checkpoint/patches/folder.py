@@ -16,10 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zero_core.checkpoint.patches.document import Document, PatchedTensor, Version
+from zero_core.checkpoint.patches.document import PatchedTensor, Version
 from zero_core.checkpoint.patches.received import ReceivedPatch
 from zero_core.checkpoint.safetensors_files import (
-    DTYPES,
     INDEX,
     StoredTensor,
     bytes_of,
@@ -70,7 +69,12 @@ def patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> Non
             f"{folder} has a version that is none, {kept!r}: export the model again"
         ) from error
     patch.check_version(known, version, str(folder))
-    changed = _changed(folder, stored, document)
+    there = [(path, name, value) for path, of in stored.items() for name, value in of.items()]
+    required = {f"{name} in {path.name}": value for path, name, value in there}
+    paths = {id(value): path for path, _, value in there}
+    changed: dict[Path, dict[str, PatchedTensor]] = {}
+    for name, tensor, value in patch.match([(n, v) for _, n, v in there], required, str(folder)):
+        changed.setdefault(paths[id(value)], {})[name] = tensor
     mark = Version(engine=document.engine, version=document.version).model_dump_json()
     try:
         if is_indexed:
@@ -84,41 +88,6 @@ def patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> Non
             sync_folder(folder)
     except OSError as error:
         raise no_room(folder, error) from error
-
-
-def _changed(
-    folder: Path, stored: Mapping[Path, Mapping[str, StoredTensor]], document: Document
-) -> dict[Path, dict[str, PatchedTensor]]:
-    """Return the tensors with changes, by file and their name there.
-
-    Raises:
-        CheckpointError: a name, a shape or a dtype differs, or the patch is of all values and
-            leaves some of the folder's out.
-    """
-    found: dict[Path, dict[str, PatchedTensor]] = {}
-    for tensor in document.tensors:
-        own = [(p, n, of[n]) for p, of in stored.items() for n in tensor.names if n in of]
-        if not own:
-            raise CheckpointError(
-                f"the patch changes {tensor.names[0]}, which {folder} lacks: use an export of the "
-                "training's model"
-            )
-        for path, name, value in own:
-            if value.shape != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
-                raise CheckpointError(
-                    f"{name} is {value.shape} in {value.dtype} in {path}, and {tensor.shape} in "
-                    f"{DTYPES[tensor.dtype]} in the patch: export the model in the training's "
-                    "compute dtype"
-                )
-            found.setdefault(path, {})[name] = tensor
-    for path, tensors in stored.items() if document.since is None else ():
-        for name, of_file in tensors.items():
-            if of_file.dtype.is_floating_point and name not in found.get(path, {}):
-                raise CheckpointError(
-                    f"the patch of all values has none for {name} in {path}: {folder} holds "
-                    "another model than the training's"
-                )
-    return found
 
 
 def _replace_indexed(

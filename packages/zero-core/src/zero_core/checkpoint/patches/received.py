@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -26,12 +26,15 @@ from zero_core.checkpoint.patches.document import (
     positions_key,
     values_key,
 )
-from zero_core.checkpoint.safetensors_files import DTYPES, first_error, read_open
+from zero_core.checkpoint.safetensors_files import DTYPES, StoredTensor, first_error, read_open
 from zero_core.checkpoint.storage.location import open_regular
 from zero_core.errors import CheckpointCorruptError, CheckpointError, PatchGapError
 from zero_core.sharded.changes.positions import Form, decode, from_low_bits
 
 _ADVICE = "copy it again, or take all by engine.weight_patch(since=None)"
+
+
+_Value = TypeVar("_Value", Tensor, StoredTensor)
 
 
 class ReceivedPatch:
@@ -43,12 +46,7 @@ class ReceivedPatch:
     """
 
     def __init__(self, file: IO[bytes], name: str) -> None:
-        """Read the description.
-
-        Raises:
-            CheckpointError: it is another safetensors file, or of a later format.
-            CheckpointCorruptError: it is not whole.
-        """
+        """Read the description."""
         self.name = name
         self._file = file
         self._stored, metadata = read_open(file, Path(name))
@@ -66,11 +64,7 @@ class ReceivedPatch:
             ) from error
 
     def check(self) -> None:
-        """Check all checksums, positions and lengths.
-
-        Raises:
-            CheckpointCorruptError: something is not as it was written.
-        """
+        """Check all checksums, positions and lengths."""
         for tensor in self.document.tensors:
             with self._named(tensor):
                 if tensor.order and sorted(tensor.order) != list(range(len(tensor.shape))):
@@ -83,9 +77,6 @@ class ReceivedPatch:
         """Write the changes of ``tensor`` to ``values``, flattened.
 
         ``is_trial``: write nothing, but check that it can be done.
-
-        Raises:
-            CheckpointError: they are not those of a version that the patch applies to.
         """
         for piece in tensor.pieces:
             with self._named(tensor):
@@ -144,6 +135,41 @@ class ReceivedPatch:
                 f"{what} has version {version}, which is newer than that of the patch, "
                 f"{document.version}: apply patches in their order"
             )
+
+    def match(
+        self, there: Sequence[tuple[str, _Value]], required: Mapping[str, _Value], what: str
+    ) -> list[tuple[str, PatchedTensor, _Value]]:
+        """Return what the patch's tensors are written to, by names and values of a receiver.
+
+        ``required`` are values that a patch of all must have. ``what``: the receiver.
+        """
+        by_name = {name: tensor for tensor in self.document.tensors for name in tensor.names}
+        found = [(name, by_name[name], value) for name, value in there if name in by_name]
+        known = {tensor.names for _, tensor, _ in found}
+        for tensor in self.document.tensors:
+            if tensor.names not in known:
+                raise CheckpointError(
+                    f"the patch changes {tensor.names[0]}, which {what} lacks: it has "
+                    f"{', '.join(sorted(name for name, _ in there)[:4])}, ...; use the model of "
+                    "the training, or an export of it"
+                )
+        for name, tensor, value in found:
+            if tuple(value.shape) != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
+                raise CheckpointError(
+                    f"{name} is {tuple(value.shape)} in {value.dtype} in {what}, and "
+                    f"{tensor.shape} in {DTYPES[tensor.dtype]} in the patch: use the training's "
+                    "model, or an export of it, in its compute dtype"
+                )
+        given = {id(value) for _, _, value in found}
+        lacking = [
+            n for n, v in required.items() if id(v) not in given and v.dtype.is_floating_point
+        ]
+        if self.document.since is None and lacking:
+            raise CheckpointError(
+                f"the patch has all values of the training's model, and none for {lacking[:4]} in "
+                f"{what}: use the model of the training"
+            )
+        return found
 
     def _content(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
         """Return the positions in a piece, and what was sent of their values."""

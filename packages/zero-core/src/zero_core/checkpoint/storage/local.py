@@ -89,9 +89,6 @@ class LocalEntry:
         """Remove a checkpoint's folder, which is none from the rename on.
 
         The next save removes what is left under the hidden name if this is cut short.
-
-        Raises:
-            OSError: it cannot be renamed.
         """
         path = self._path
         hidden = path.with_name(f".{path.name.lstrip('.')}.{uuid.uuid4().hex}.saving")
@@ -164,9 +161,6 @@ class Aside:
         """Rename the folder to the checkpoint's, whose old content stays readable until then.
 
         ``is_latest``: make it the newest one, too.
-
-        Raises:
-            CheckpointError: it could not be written.
         """
         place = self._place
         directory, old = place.parent, place.with_name(f".{place.name}.old")
@@ -265,11 +259,7 @@ def _is_past(path: Path) -> bool:
 
 
 def create(path: Path) -> IO[bytes]:
-    """Create a file for writing, with the modes of any new file. What is there is never opened.
-
-    Raises:
-        OSError: there is something of that name.
-    """
+    """Create a file for writing, with the modes of any new file. What is there is never opened."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
 
