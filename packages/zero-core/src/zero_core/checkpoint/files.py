@@ -17,10 +17,8 @@ from torch import Tensor
 
 from zero_core.checkpoint.manifest import (
     BUFFERS,
-    FORMAT,
     MANIFEST,
     VALUE,
-    VERSION,
     Manifest,
     Param,
     file_name,
@@ -35,19 +33,6 @@ from zero_core.errors import CheckpointCorruptError, CheckpointError, Checkpoint
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.stored import unflatten
 from zero_core.sharded.sharded_state import MASTER
-
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "VALUE",
-    "VERSION",
-    "Reader",
-    "Weight",
-    "find",
-    "read_buffers",
-    "read_manifest",
-    "read_weights",
-]
 
 _MAX_LATEST_BYTES = 1024
 _BLOCK_BYTES = 1 << 20
@@ -118,7 +103,6 @@ def find(directory: Location, tag: str | None) -> Location:
 
 
 def holds_checkpoint(directory: Location) -> bool:
-    """Return whether ``directory`` names a newest checkpoint."""
     return (directory / LATEST).is_file()
 
 
@@ -181,7 +165,6 @@ class Reader:
     """
 
     def __init__(self, place: Location, manifest: Manifest) -> None:
-        """Read from folder ``place`` with the result of `read_manifest`."""
         self.folder = place
         self.manifest = manifest
         self._files = place / manifest.subfolder if manifest.subfolder else place
@@ -197,10 +180,7 @@ class Reader:
 
     @classmethod
     def of(cls, place: Location) -> Self:
-        """Return the reader of the checkpoint in folder ``place``. Raises as `read_manifest`."""
         return cls(place, read_manifest(place))
-
-    # ------------------------------------------------------------------------ files
 
     def chunks(self) -> list[tuple[str, int]]:
         """Return name and number of each chunk of all files."""
@@ -279,10 +259,7 @@ class Reader:
         return self.read_parts([whole]).view(stored.shape)
 
     def read_buffers(self) -> dict[str, Tensor]:
-        """Return the persistent buffers by name."""
         return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}
-
-    # ------------------------------------------------------------------- parameters
 
     def weights(self) -> Iterator[Weight]:
         """Yield every parameter as `read_weights` does."""
@@ -308,7 +285,6 @@ class Reader:
             )
 
     def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU."""
         return self.read_parts(self.parts(state, param, start, stop))
 
     def parts(self, state: str, param: str, start: int, stop: int) -> list[Part]:
@@ -334,11 +310,8 @@ class Reader:
                     f"{self._files / name} must have {last - first} elements for {param}, found "
                     f"{there}"
                 )
-            if state == VALUE:
-                is_known = stored.dtype in (saved.torch_dtype, torch.uint8)
-            else:
-                is_known = stored.dtype.is_floating_point
-            if not is_known:
+            is_value = stored.dtype in (saved.torch_dtype, torch.uint8)
+            if not (is_value if state == VALUE else stored.dtype.is_floating_point):
                 raise CheckpointCorruptError(
                     f"{self._files / name} has {state} of {param}, {saved.dtype}, as {stored.dtype}"
                 )
@@ -355,7 +328,6 @@ class Reader:
         return range(low // numel, (high - 1) // numel + 1)
 
     def span(self, param: str) -> tuple[int, int]:
-        """Return a parameter's slot in its segment."""
         return self._slots[param][1:3]
 
     def scalars(self, param: str) -> Mapping[str, float]:

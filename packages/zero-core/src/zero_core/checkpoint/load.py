@@ -312,7 +312,6 @@ class Restoring:
         return {name: reader.read_tensor(file, name) for name in names}
 
     def write(self) -> None:
-        """Write what `check` found into the engine's state."""
         state, reader = self._state, self._reader
         for store, read in self._parts:
             store(read())

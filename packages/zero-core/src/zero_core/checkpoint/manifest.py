@@ -56,7 +56,6 @@ _Number = int | Annotated[float, Field(allow_inf_nan=True)]
 
 
 def file_name(state: str, rank: int) -> str:
-    """Return the name of ``rank``'s file of ``state``."""
     return f"{state}-{rank:05d}.safetensors"
 
 
@@ -170,7 +169,6 @@ class Manifest(_Strict):
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
-        """Parameters by their first name."""
         return {param.name: param for param in self.params}
 
     def progress_step(self) -> int:

@@ -111,7 +111,6 @@ class ModelFiles:
         (self._directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def discard(self) -> None:
-        """Delete what was written."""
         if self._pending is not None:
             self._pending.raw.close()
             self._pending = None

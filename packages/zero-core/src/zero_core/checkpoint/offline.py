@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import torch
 
 from zero_core.checkpoint.files import Reader, find, newest_tag, read_latest
 from zero_core.checkpoint.load import check_rng, read_progress
-from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, Param, file_name, read_manifest
+from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, file_name, read_manifest
 from zero_core.checkpoint.model_files import ModelFiles
 from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, prune
 from zero_core.checkpoint.save import SaveOptions
@@ -61,9 +61,16 @@ def verify_checkpoint(
         for name in manifest.files:
             reader.tensors(name)
         for param in manifest.params:
-            for state in _states_of(reader, param):
-                start, stop = reader.span(param.name)
-                reader.parts(state, param.name, 0, stop - start)
+            name, whole = param.name, manifest.whole_states.get(param.name)
+            if whole is not None:
+                check_state(whole.state, reader.tensors(whole.file))
+            has_state = param.numel > 0 and reader.scalars(name)["num_steps"] > 0
+            states = manifest.states if has_state and whole is None else (MASTER,)
+            if not param.is_trainable:
+                states = (VALUE,) if manifest.has_frozen else ()
+            start, stop = reader.span(name)
+            for state in states:
+                reader.parts(state, name, 0, stop - start)
         buffers = list(reader.tensors(BUFFERS))
         if len(set(buffers)) < len(buffers) or manifest.by_name.keys() & buffers:
             raise CheckpointCorruptError(
@@ -73,18 +80,6 @@ def verify_checkpoint(
             check_rng(reader, reader.read_tensor(file_name(RNG, rank), "torch"))
         read_progress(reader)
     return done
-
-
-def _states_of(reader: Reader, param: Param) -> Sequence[str]:
-    """Return the sliced states that must be there of a parameter, whose whole state is checked."""
-    manifest, name = reader.manifest, param.name
-    if not param.is_trainable:
-        return [VALUE] if manifest.has_frozen else []
-    has_state = param.numel > 0 and reader.scalars(name)["num_steps"] > 0
-    whole = manifest.whole_states.get(name)
-    if whole is not None:
-        check_state(whole.state, reader.tensors(whole.file))
-    return manifest.states if has_state and whole is None else [MASTER]
 
 
 @contextmanager

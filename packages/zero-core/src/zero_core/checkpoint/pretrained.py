@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -111,8 +111,7 @@ def load_pretrained(
     return match.names
 
 
-@dataclass(frozen=True)
-class _Match:
+class _Match(NamedTuple):
     """Stored tensors of parameters (by their first name) and of buffers, and unmatched names."""
 
     params: dict[str, StoredTensor]

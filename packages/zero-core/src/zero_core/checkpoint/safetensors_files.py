@@ -11,7 +11,7 @@ import ctypes
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Protocol
 
@@ -119,7 +119,6 @@ class StoredTensor:
         return torch.frombuffer(data, dtype=self.dtype)
 
     def value(self) -> Tensor:
-        """Return the whole tensor, as `read` does."""
         return self.read(0, math.prod(self.shape)).view(self.shape)
 
 
@@ -177,11 +176,12 @@ def read_header(path: Location, *, follows_links: bool = True) -> dict[str, Stor
         CheckpointCorruptError: it is not whole.
     """
     with open_regular(path, follows_links=follows_links) as file:
-        found, _ = read_open(file, path)
-        return {name: replace(t, follows_links=follows_links) for name, t in found.items()}
+        return read_open(file, path, follows_links=follows_links)[0]
 
 
-def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_open(
+    file: IO[bytes], path: Location, *, follows_links: bool = True
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors of an open file, and the strings of its writer. ``path``: for messages."""
     found, size = {}, size_of(file)
     try:
@@ -202,7 +202,7 @@ def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor],
                 raise ValueError(
                     f"{name}, {entry.dtype} {entry.shape}, has the bytes {low} to {high}"
                 )
-            found[name] = StoredTensor(path, dtype, entry.shape, stop)
+            found[name] = StoredTensor(path, dtype, entry.shape, stop, follows_links)
             stop = length + high
         if stop != size:
             raise ValueError(f"it has {size} bytes, and its tensors end at {stop}")
@@ -222,7 +222,6 @@ def first_error(error: ValidationError) -> str:
 
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:
-    """Return the format's name of ``dtype``."""
     if dtype not in _NAMES:
         raise CheckpointError(f"{name} is {dtype}, which safetensors cannot hold")
     return _NAMES[dtype]

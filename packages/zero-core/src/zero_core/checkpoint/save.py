@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,27 +82,18 @@ class SaveOptions:
     keep_every: int | None = None
 
     def check(self) -> None:
-        """Raise CheckpointError where a value is out of range."""
         for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if value is not None and value < 1:
                 raise CheckpointError(f"{name} = {value}: expected 1 or more, or None")
 
 
-@dataclass(frozen=True)
-class KnownFile:
-    """A file of an engine's last save. If it would be written again, it is linked.
-
-    Attributes:
-        path: where it is.
-        inode: of what was written there: see `zero_core.checkpoint.storage.local.LocalEntry`.
-        facts: size and checksums.
-        version: of the states in it, None if that is not known.
-    """
+class KnownFile(NamedTuple):
+    """A file of an engine's last save. If it would be written again, it is linked."""
 
     path: Location
-    inode: tuple[int, ...]
-    facts: dict[str, Any]
-    version: int | None
+    inode: tuple[int, ...]  # of what was written there: see `LocalEntry.inode`
+    facts: dict[str, Any]  # size and checksums
+    version: int | None  # of the states in it, None if that is not known
 
 
 @dataclass
@@ -117,10 +108,6 @@ class Save:
         snapshot: its trainable segments' states.
         directory: folder of all checkpoints. Where ranks have folders of their own, a load needs
             all files in one folder.
-        tag: name of this one.
-        progress: counters and the like.
-        client_state: JSON and small tensors.
-        options: see `zero_core.Engine.save_checkpoint`.
         previous: this rank's files of the last save.
         version: of the states: one that they had before stands for the same values. None: not
             known.
@@ -140,7 +127,6 @@ class Save:
 
     @property
     def place(self) -> Location:
-        """The checkpoint's folder."""
         return self.directory / self.tag
 
     def __post_init__(self) -> None:
@@ -193,10 +179,6 @@ class Save:
         is_first = _is_first_in(self.directory, token, exchange)
         options, tag = self.options, self.tag
 
-        def make_folder() -> None:
-            if is_first:
-                staging.make()
-
         def describe() -> None:
             if is_first:
                 gathered = [json.loads(row) for row in rows]
@@ -221,7 +203,7 @@ class Save:
                 _log.warning("checkpoints beside %s stay: %s", self.place, error)
 
         try:
-            exchange.together("checkpoint: prepare", make_folder)
+            exchange.together("checkpoint: prepare", lambda: staging.make() if is_first else None)
             written = exchange.together(
                 "checkpoint: write", lambda: self._write_files(staging.folder)
             )
@@ -297,13 +279,11 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
 
 
 def frozen_slices(state: ShardedState) -> dict[str, Tensor]:
-    """Return this rank's slices of frozen values, by segment."""
     frozen = [s.index for s in state.layout.segments if not s.is_trainable]
     return {str(s): state.own_slice(s) for s in frozen}
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return the states of torch's random generators on this rank."""
     found = {"torch": torch.get_rng_state()}
     return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 

@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import stat
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -18,19 +19,15 @@ from zero_core.checkpoint.storage.location import Location
 from zero_core.errors import CheckpointError, ConfigError
 
 _BASE = Path("/dev/shm")
-_MARK = "TORCHELASTIC_RUN_ID"
-"""Variable that torchrun gives to what it starts."""
-_ERRORS = "TORCHELASTIC_ERROR_FILE"
-"""Variable that torchrun gives to what it starts, with a path of each rank's own."""
-_WAIT_S = 15.0
-"""Longer than the workers of a data loader take to notice the end of their rank."""
+# Variables that torchrun gives to what it starts, the latter with a path of each rank's own.
+_MARK, _ERRORS = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
+_WAIT_S = 15.0  # longer than the workers of a data loader take to notice the end of their rank
 
 
 class Place:
-    """A rank's use of the folder, until `close` or the end of the process.
+    """A rank's use of ``folder``, of the copies that belong to one folder of checkpoints.
 
-    Attributes:
-        folder: of the copies that belong to one folder of checkpoints.
+    It lasts until `close` or the end of the process.
     """
 
     def __init__(self, path: str | None, directory: Location, rank: int) -> None:
@@ -84,7 +81,6 @@ class Place:
         return root
 
     def close(self) -> None:
-        """Leave the folder to its keeper."""
         while self._locks:
             os.close(self._locks.pop())
 
@@ -124,7 +120,6 @@ def find_launcher() -> int:
 
 
 def root_of(launcher: int, start: str) -> Path:
-    """Return the folder of a launcher: its process and when that was started."""
     space = os.stat("/proc/self/ns/pid").st_ino  # containers may share the folder's memory
     name = f"{space} {launcher} {start}"
     return _BASE / f"zero-core-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
@@ -146,7 +141,6 @@ def _check_is_own(path: Path) -> None:
 
 
 def _has_lock(descriptor: int) -> bool:
-    """Try to take an exclusive lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -171,15 +165,14 @@ def _start_keeper(root: Path, launcher: int, start: str) -> None:
     try:
         if not _has_lock(lock):
             return
-        os.set_inheritable(lock, True)
-        program = [keeper.__file__, str(root), str(launcher), start, str(lock)]
-        # A session of its own: what ends the launcher's processes does not end it.
-        os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-I", "-S", *program],
-            os.environ,  # where Python finds its libraries
-            file_actions=[(os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_RDWR, 0) for n in range(3)],
-            setsid=True,
+        kept = subprocess.Popen(
+            [sys.executable, "-I", "-S", keeper.__file__, str(root), str(launcher), start],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[lock],
+            start_new_session=True,  # what ends the launcher's processes does not end it
         )
+        kept.returncode = 0  # nobody waits for it
     finally:
         os.close(lock)

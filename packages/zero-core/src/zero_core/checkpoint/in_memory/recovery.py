@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,21 +32,13 @@ from zero_core.comm.control import PIECE_BYTES
 from zero_core.sharded.sharded_state import ShardedState
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A snapshot that is whole over all ranks.
+class Snapshot(NamedTuple):
+    """A snapshot that is whole over all ranks."""
 
-    Attributes:
-        serial: its number; the slot is the remainder by two.
-        attempt: the start of the job that wrote it.
-        step: optimizer steps at which it was taken.
-        holders: for each rank that wrote it, the lowest rank here whose host has its files.
-    """
-
-    serial: int
-    attempt: str
-    step: int
-    holders: tuple[int, ...]
+    serial: int  # the slot is the remainder by two
+    attempt: str  # the start of the job that wrote it
+    step: int  # optimizer steps at which it was taken
+    holders: tuple[int, ...]  # of each writing rank's files: the lowest rank here whose host has it
 
 
 def find_newest(state: ShardedState, folder: Path, last_step: int | None) -> Snapshot | None:

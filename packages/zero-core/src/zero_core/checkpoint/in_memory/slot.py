@@ -26,8 +26,6 @@ from zero_core.comm.p2p import Messages, wait_all
 from zero_core.errors import CheckpointError
 from zero_core.protocols import StateTier
 
-_BLOCK_NUMEL = {True: 1 << 18, False: 1 << 23}
-"""Elements read at once: on a CPU few, which stay in its cache until they are written."""
 _BLOCK_BYTES = 8 << 20  # of a message
 _MAX_CARD_BYTES = 128 << 20
 _OWNED = re.compile(r".+-([0-9]{5})\.(?:json|safetensors)")
@@ -39,13 +37,13 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements ``[start, stop)`` of a state of ``tier``, read in blocks."""
+    """Elements ``[start, stop)`` of a state of ``tier``, read in blocks of ``block_numel``."""
 
     tier: StateTier
     name: str
     start: int
     stop: int
-    is_on_host: bool
+    block_numel: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,9 +54,8 @@ class Slice:
         return (self.stop - self.start,)
 
     def __iter__(self) -> Iterator[Tensor]:
-        size = _BLOCK_NUMEL[self.is_on_host]
-        for low in range(self.start, self.stop, size):
-            yield self.tier.read_state(self.name, low, min(low + size, self.stop))
+        for low in range(self.start, self.stop, self.block_numel):
+            yield self.tier.read_state(self.name, low, min(low + self.block_numel, self.stop))
 
 
 class Slot:
@@ -105,7 +102,6 @@ class Slot:
         return found
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file that this process wrote."""
         return self._files[name].numel()
 
     def invalidate(self, rank: int) -> None:
@@ -128,7 +124,6 @@ class Slot:
 
 
 def slot_folders(folder: Path) -> list[Path]:
-    """Return the folders of the two slots."""
     return [folder / "0", folder / "1"]
 
 
@@ -165,12 +160,7 @@ def drop_strangers(folder: Path, ranks: set[int]) -> None:
 
 
 class Ring:
-    """Connections of a rank with its neighbours among the nodes.
-
-    Attributes:
-        target: the rank that keeps this one's copy.
-        source: the rank whose copy this one keeps.
-    """
+    """Connections of a rank with ``target``, which keeps its copy, and ``source``, the reverse."""
 
     def __init__(self, messages: Messages, *, rank: int, world_size: int, per_node: int) -> None:
         """Every rank makes its own, in one order."""

@@ -59,13 +59,6 @@ class MemoryCheckpoints:
     ) -> None:
         """Prepare. `open` gives the folder. Every rank must call it.
 
-        Args:
-            state: read by the snapshots.
-            train: progress of the training.
-            settings: how often, where, and whether copies go to the next node.
-            ranks: they send the copies.
-            per_node: ranks of a node.
-
         Raises:
             ConfigError: the ranks cannot send memory of the host to another node.
         """
@@ -115,7 +108,6 @@ class MemoryCheckpoints:
         self._restart()
 
     def check_open(self) -> None:
-        """Refuse a step before `open`."""
         if self._place is None:
             raise RuntimeError(
                 "memory_checkpoint keeps copies for engine.resume(directory): call it after "
@@ -178,13 +170,8 @@ class MemoryCheckpoints:
     ) -> None:
         """Write a snapshot, and send it to the next node.
 
-        Args:
-            facts: of the marker, but for those of the states.
-            tensors: copies of what the next forward changes, by file.
-            python_random: state of Python's generator.
-            frozen_version: of the values of frozen parameters.
-            done: fires when the update is done on an accelerator.
-            is_read: is set when this rank has read its states, or failed to.
+        ``tensors`` are copies of what the next forward changes, by file. On an accelerator ``done``
+        fires at the end of the update. ``is_read``: this rank has read its states, or failed to.
         """
         slot, frozen = self._slots[facts["serial"] % 2], file_name(VALUE, facts["rank"])
         try:
@@ -218,9 +205,10 @@ class MemoryCheckpoints:
             if name != MASTER and isinstance(tier, WholeStateTier):
                 parts = slices(state, tier, name)
             else:
-                is_on_host = state.device.type == "cpu"
+                # On a CPU few elements, which stay in its cache until they are written.
+                block_numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
                 parts = {
-                    str(s.index): Slice(tier, name, *state.own_span(s.index), is_on_host)
+                    str(s.index): Slice(tier, name, *state.own_span(s.index), block_numel)
                     for s in state.layout.segments
                     if s.is_trainable
                 }

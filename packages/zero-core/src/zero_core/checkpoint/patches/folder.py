@@ -42,7 +42,6 @@ _VERSION_SUFFIX = re.compile(r"-patch(\d+)$")
 
 
 def patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> None:
-    """Apply ``patch`` to the files in ``folder``. See `zero_core.apply_patch`."""
     document = patch.document
     if not folder.is_dir():
         raise CheckpointError(

@@ -46,7 +46,6 @@ class ReceivedPatch:
     """
 
     def __init__(self, file: IO[bytes], name: str) -> None:
-        """Read the description."""
         self.name = name
         self._file = file
         self._stored, metadata = read_open(file, Path(name))
@@ -96,12 +95,9 @@ class ReceivedPatch:
                 part[place] = new.to(values.device)
 
     def check_version(self, known: Version | None, given: int | None, what: str) -> None:
-        """Refuse a receiver that the patch does not apply to.
+        """Refuse a receiver ``what`` that the patch does not apply to.
 
-        Args:
-            known: version that is kept with the receiver, if one is.
-            given: version that the caller says it has, in place of the former.
-            what: the receiver, for messages.
+        ``known``: the version that is kept with it. ``given`` by the caller, another one counts.
 
         Raises:
             PatchGapError: the receiver is too old.

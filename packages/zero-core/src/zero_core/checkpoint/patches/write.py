@@ -51,7 +51,6 @@ class PatchWriter:
         return 0 if self._state.changes is None else self._state.changes.version
 
     def start(self) -> None:
-        """Begin with the current values."""
         if self._state.changes is not None:
             self._state.changes.restart(self._state.params)
             self._buffers.update(self._changed_buffers(self.version))
@@ -72,13 +71,23 @@ class PatchWriter:
                 f"weight_patch(since=...) differs between ranks: {facts[:, 2].tolist()} (-1 is "
                 "None): pass the same version on all of them"
             )
-        self._check_since(since)
-        if since is not None and since < (oldest := int(facts[:, 1].max())):
-            raise PatchGapError(
-                f"weight_patch(since={since}): changes are known since version {oldest} alone; "
-                "send all by since=None, or keep more by weight_patches.versions and "
-                "weight_patches.max_bytes"
-            )
+        if since is not None:
+            if changes is None:
+                raise RuntimeError(
+                    f"weight_patch(since={since}) needs the log of changes: set weight_patches in "
+                    "the configuration, {} for its defaults, or take all by since=None"
+                )
+            if not 0 <= since <= self.version:
+                raise ValueError(
+                    f"weight_patch(since={since}): the newest version is {self.version}; pass the "
+                    "version of an earlier patch of this engine, 0 for its start, or None for all"
+                )
+            if since < (oldest := int(facts[:, 1].max())):
+                raise PatchGapError(
+                    f"weight_patch(since={since}): changes are known since version {oldest} "
+                    "alone; send all by since=None, or keep more by weight_patches.versions and "
+                    "weight_patches.max_bytes"
+                )
         is_new = changes is not None and bool(facts[:, 0].any())
         known = dict(self._buffers)
         self._buffers.update(new_buffers)
@@ -91,20 +100,6 @@ class PatchWriter:
             assert changes is not None
             changes.close()
         return patch
-
-    def _check_since(self, since: int | None) -> None:
-        if since is None:
-            return
-        if self._state.changes is None:
-            raise RuntimeError(
-                f"weight_patch(since={since}) needs the log of changes: set weight_patches in the "
-                "configuration, {} for its defaults, or take all by since=None"
-            )
-        if not 0 <= since <= self.version:
-            raise ValueError(
-                f"weight_patch(since={since}): the newest version is {self.version}; pass the "
-                "version of an earlier patch of this engine, 0 for its start, or None for all"
-            )
 
     def _changed_buffers(self, version: int) -> dict[str, tuple[int, int]]:
         """Return the buffers of rank 0 that have other values as of ``version``."""

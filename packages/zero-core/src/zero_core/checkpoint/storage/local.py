@@ -273,9 +273,8 @@ def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Create a file with ``data``, written through to the disk."""
-    with create(path) as file:
+    with LocalEntry(path).writing() as file:
         write_all(file, data)
-        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -54,23 +54,18 @@ def local_path(place: str | os.PathLike[str] | RemotePath, what: str) -> Path:
 
 
 def entry(place: Location) -> LocalEntry | RemotePath:
-    """Return what is done with ``place``."""
     return place if isinstance(place, RemotePath) else LocalEntry(place)
 
 
 def open_regular(place: Location, *, follows_links: bool = True) -> IO[bytes]:
     """Open a regular file for reading. A pipe or a device neither blocks nor never ends.
 
-    Raises:
-        CheckpointError: there is no such file.
-        CheckpointCorruptError: it cannot be read, is no regular file, or is a link and
-            ``follows_links`` is false.
+    Raises `CheckpointError` if there is none, `CheckpointCorruptError` if it cannot be read.
     """
     return entry(place).open(follows_links=follows_links)
 
 
 def size_of(file: IO[bytes]) -> int:
-    """Return the bytes of an open file."""
     position = file.tell()
     size = file.seek(0, os.SEEK_END)
     file.seek(position)

@@ -74,46 +74,49 @@ class RemotePath:
         return self
 
     def exists(self) -> bool:
-        with self._fresh():
-            return bool(self._files.exists(self._path))
+        with self._store() as files:
+            return bool(files.exists(self._path))
 
     def is_file(self) -> bool:
-        with self._fresh():
-            return bool(self._files.isfile(self._path))
+        with self._store() as files:
+            return bool(files.isfile(self._path))
 
     def is_dir(self) -> bool:
-        with self._fresh():
-            return bool(self._files.isdir(self._path))
+        with self._store() as files:
+            return bool(files.isdir(self._path))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        with self._fresh():
-            names = self._files.ls(self._path, detail=False)
+        with self._store() as files:
+            names = files.ls(self._path, detail=False)
         for name in names:
             yield self / str(name).rstrip("/").rpartition("/")[2]
 
     @contextmanager
-    def _fresh(self) -> Iterator[None]:
-        """Ask the store in this context, not what a listing of before said."""
-        with _as_os_error(self):
+    def _store(self) -> Iterator[Any]:
+        """Give the file system, without what a listing of before said. Its errors are OSErrors."""
+        try:
             self._files.invalidate_cache()
-            yield
+            yield self._files
+        except (OSError, CheckpointError):
+            raise
+        except Exception as error:
+            raise OSError(f"{self}: {type(error).__name__}: {error}") from error
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        with _as_os_error(self):
-            self._files.makedirs(self._path, exist_ok=exist_ok)
+        with self._store() as files:
+            files.makedirs(self._path, exist_ok=exist_ok)
 
     def touch(self) -> None:
         self.write_bytes(b"")
 
     def write_bytes(self, data: bytes) -> None:
-        """Write an object as a whole."""
-        with _as_os_error(self):
-            self._files.pipe_file(self._path, data)
+        with self._store() as files:
+            files.pipe_file(self._path, data)
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         try:
-            with _as_os_error(self):
-                self._files.rm_file(self._path)
+            with self._store() as files:
+                files.rm_file(self._path)
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -122,8 +125,8 @@ class RemotePath:
 
     def open(self, *, follows_links: bool) -> IO[bytes]:
         try:
-            with self._fresh():  # or the size is that of a listing of before
-                found: IO[bytes] = self._files.open(self._path, "rb")
+            with self._store() as files:  # or the size is that of a listing of before
+                found: IO[bytes] = files.open(self._path, "rb")
                 return found
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise CheckpointError(f"there is no file {self}") from None
@@ -132,15 +135,15 @@ class RemotePath:
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
-        with _as_os_error(self), self._files.open(self._path, "wb") as file:
+        with self._store() as files, files.open(self._path, "wb") as file:
             yield file
 
     def identity(self) -> list[str]:
         return [str(self)]
 
     def modified_ns(self) -> int:
-        with _as_os_error(self):
-            found = self._files.modified(self._path)
+        with self._store() as files:
+            found = files.modified(self._path)
         aware = found if found.tzinfo else found.replace(tzinfo=UTC)
         return int(aware.timestamp() * 1e9)
 
@@ -160,8 +163,8 @@ class RemotePath:
 
     def is_past(self) -> bool:
         """Whether this folder has files, all of them too old to belong to a save under way."""
-        with _as_os_error(self):
-            paths = self._files.find(self._path)
+        with self._store() as files:
+            paths = files.find(self._path)
         files = [self._at(path, path) for path in paths]
         newest = max((file.modified_ns() for file in files), default=time.time_ns())
         return time.time() - newest / 1e9 > NO_SAVE_S
@@ -169,8 +172,8 @@ class RemotePath:
     def remove_tree(self) -> None:
         """Remove a folder that no checkpoint needs, if there is one and it can be removed."""
         try:
-            with _as_os_error(self):
-                self._files.rm(self._path, recursive=True)
+            with self._store() as files:
+                files.rm(self._path, recursive=True)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -217,17 +220,6 @@ class Upload:
     def remove(self) -> None:
         if self._is_own:
             self.folder.remove_tree()
-
-
-@contextmanager
-def _as_os_error(path: RemotePath) -> Iterator[None]:
-    """Raise errors of a file system's library in this context as OSError."""
-    try:
-        yield
-    except (OSError, CheckpointError):
-        raise
-    except Exception as error:
-        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def open_url(url: str) -> RemotePath:
