@@ -32,7 +32,8 @@ from tests.support.deepspeed_files import (
     write_stage_2,
 )
 from zero_core import CheckpointError
-from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read_weights
+from zero_core.checkpoint.files import Reader, read_buffers, read_weights
+from zero_core.checkpoint.manifest import read_manifest
 from zero_core.errors import CheckpointCorruptError
 from zero_engine import deepspeed
 from zero_engine.checkpoints import convert

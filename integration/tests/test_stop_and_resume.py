@@ -24,7 +24,6 @@ from conftest import (
     command,
     environment,
     refusal_of,
-    run_program,
     train_forked,
 )
 from torch._C._distributed_c10d import HashStore
@@ -109,25 +108,6 @@ def test_resumed_run_has_as_many_ranks_as_before_and_no_other_settings(
     assert _numbers(folder)[:-2] == _numbers(finished_run[0])
     assert check_request({**asked, "steps": last + 1}, Start.RESUME, None) == 1
     assert not capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("states", ["memory", "files"])
-def test_resumed_run_of_a_size_has_the_bits_of_one_that_never_stopped(
-    states: str, ranks: int, tmp_path: Path
-) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    shape = ("--size=1m", f"--states={states}", f"--ranks={ranks}", "--context=64")
-    saving = ("--steps=8", "--save-every=4", "--keep-last=2", "--sample-tokens=0")
-    run_program("train", *shape, *saving, f"--output={whole}")
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "checkpoint" / "step-8")
-    (resumed / "checkpoint" / "latest").write_text("step-4", encoding="utf-8")
-    run_program("train", "--resume", f"--output={resumed}")
-    expected, found = _numbers(RunFolder(whole)), _numbers(RunFolder(resumed))
-    assert expected[-1]["step"] == 8
-    assert found == expected
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read_weights
+from zero_core.checkpoint.files import Reader, read_buffers, read_weights
+from zero_core.checkpoint.manifest import read_manifest
 from zero_core.testing import seeded, spawn
 from zero_engine import deepspeed
 from zero_engine.deepspeed_import.importing import import_checkpoint

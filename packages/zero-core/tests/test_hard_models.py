@@ -281,38 +281,6 @@ def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog)
     assert "starts again from its first micro-step" in caplog.text
 
 
-def test_a_schedule_with_milestones_goes_on_after_a_resume(tmp_path):
-    def make() -> zero_core.Engine:
-        model = make_tower()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4], gamma=0.1)
-        return zero_core.build(model, ALONE, optimizer=optimizer, lr_scheduler=schedule)
-
-    def rates(engine: zero_core.Engine, steps: int) -> list[float]:
-        found = []
-        for step in range(steps):
-            train(engine, [rows(step, 0)])
-            found.append(engine.optimizer.param_groups[0]["lr"])
-        return found
-
-    expected = rates(make(), 5)
-    first = make()
-    rates(first, 1)
-    first.save_checkpoint(tmp_path, client_state={"by_number": {1: (2, 3)}})
-    resumed = make()
-    assert resumed.load_checkpoint(tmp_path)[1] == {"by_number": {1: (2, 3)}}
-    assert rates(resumed, 4) == expected[1:]
-
-
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
-    zero_core.build(make_tower(), ALONE | OPT).save_checkpoint(tmp_path)
-    other = {**ALONE, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
-    with pytest.raises(
-        CheckpointError, match="trained by AdamW with 1 groups, this engine has SGD"
-    ):
-        zero_core.build(make_tower(), other).load_checkpoint(tmp_path)
-
-
 def test_a_loss_scale_of_a_run_without_one_is_not_taken_over(tmp_path):
     zero_core.build(make_tower(), ALONE | OPT).save_checkpoint(tmp_path)
     engine = zero_core.build(make_tower(), {**ALONE, **OPT, "fp16": {"enabled": True}})
@@ -330,17 +298,6 @@ def test_gradients_from_before_build_are_forgotten():
         train(engine, [rows(0, 0)])
         norms.append(engine.get_global_grad_norm())
     assert norms[0] == norms[1]
-
-
-def test_an_export_replaces_one_of_another_size(tmp_path, monkeypatch):
-    engine = zero_core.build(make_tower(), ALONE | OPT)
-    engine.export_safetensors(tmp_path)
-    monkeypatch.setattr("zero_core.checkpoint.model_files.MAX_FILE_BYTES", 300)
-    engine.export_safetensors(tmp_path)
-    assert not (tmp_path / "model.safetensors").exists()
-    monkeypatch.undo()
-    engine.export_safetensors(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 class _Empty(Tower):

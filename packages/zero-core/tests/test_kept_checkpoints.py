@@ -17,7 +17,8 @@ from torch import nn
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError
-from zero_core.checkpoint.files import Reader, read_buffers, read_manifest, read_weights
+from zero_core.checkpoint.files import Reader, read_buffers, read_weights
+from zero_core.checkpoint.manifest import read_manifest
 from zero_core.checkpoint.storage.local import Aside, remove_stale
 from zero_core.testing import Case, SimulatedRanks, on_ranks
 from zero_core.testing.training import assert_same

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.checkpoint import safetensors_files as weight_files
 from zero_core.testing import Case, Hard, SimulatedRanks, batch, simulate
-from zero_core.testing.training import assert_same, train_steps
+from zero_core.testing.training import assert_same
 
 
 class Model(Hard):
@@ -121,23 +121,6 @@ def test_the_values_of_the_files_are_in_masters_parameters_and_buffers(
     simulate(load, world_size)
 
 
-def _train_after(ranks: SimulatedRanks, file: Path, loaded: nn.Module, made: nn.Module) -> None:
-    case = Case(stage=3, dtype="bf16")
-    engine = zero_core.build(loaded, case.config(), process_group=ranks)
-    engine(**batch(0, 0, ranks.rank))  # its units are gathered: they must be gathered again
-    zero_core.load_pretrained(engine, file)
-    other = zero_core.build(made, case.config(), process_group=ranks)
-    assert train_steps(engine, 0, 3) == train_steps(other, 0, 3)
-
-
-def test_training_goes_on_as_from_a_model_that_was_loaded_before_build(tmp_path: Path) -> None:
-    save_file(_weights(_source()), tmp_path / "model.safetensors")
-    models = [(_fresh("real"), _fresh("real")) for _ in range(2)]
-    for _, made in models:
-        made.load_state_dict(_source().state_dict())
-    simulate(lambda r: _train_after(r, tmp_path / "model.safetensors", *models[r.rank]), 2)
-
-
 def _engine() -> zero_core.Engine:
     return zero_core.build(_fresh("real"), Case().config())
 
@@ -215,17 +198,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     assert _is_untouched(engine)
 
 
-def test_a_tied_weight_may_be_there_under_both_names(tmp_path: Path) -> None:
-    source = _source()
-    save_file(
-        _weights(source) | {"embed.weight": source.embed.weight.detach().clone()},
-        tmp_path / "model.safetensors",
-    )
-    engine = _engine()
-    zero_core.load_pretrained(engine, tmp_path)
-    assert torch.equal(engine.full_state_dict()["head.weight"], source.embed.weight)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -256,7 +228,8 @@ def test_a_damaged_folder_is_refused_before_anything_changes(
 
 
 def test_several_files_are_read_as_one_and_none_has_a_tensor_of_another(tmp_path: Path) -> None:
-    weights = list(_weights(_source()).items())
+    tied = _source().embed.weight.detach()  # under both of its names
+    weights = list((_weights(_source()) | {"embed.weight": tied}).items())
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     engine = _engine()
     save_file(dict(weights[:6]), files[0])
@@ -265,7 +238,9 @@ def test_several_files_are_read_as_one_and_none_has_a_tensor_of_another(tmp_path
         zero_core.load_pretrained(engine, files)
     save_file(dict(weights[6:]), files[1])
     zero_core.load_pretrained(engine, files)
-    assert torch.equal(engine.full_state_dict()["gain"], _source().gain)
+    found = engine.full_state_dict()
+    assert torch.equal(found["gain"], _source().gain)
+    assert torch.equal(found["head.weight"], tied)
 
 
 def test_an_engine_that_has_stepped_is_refused(tmp_path: Path) -> None:

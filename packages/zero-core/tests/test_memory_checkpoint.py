@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from support.full_disk import files_up_to
 import zero_core
 from zero_core import CheckpointError, ConfigError
 from zero_core.checkpoint.in_memory import keeper, place, snapshots
-from zero_core.checkpoint.in_memory.ring import Ring
-from zero_core.checkpoint.in_memory.slot import Slice, Slot, Values
+from zero_core.checkpoint.in_memory.slot import Ring, Slot
 from zero_core.step.update import updates_in_backward
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
 from zero_core.testing.training import assert_same
@@ -213,15 +212,8 @@ def test_keeper_removes_the_folder_once_launcher_and_ranks_have_ended(tmp_path: 
     launcher = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     rank = os.open(folder / keeper.USERS, os.O_CREAT | os.O_RDWR)
     fcntl.flock(rank, fcntl.LOCK_SH)
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
-    peer, connection = os.pipe()  # to another rank, which reads the end of this one from it
-    arguments = [str(folder), str(launcher.pid), keeper.started_at(launcher.pid), str(lock)]
-    kept = subprocess.Popen(
-        [sys.executable, "-I", "-S", keeper.__file__, *arguments], pass_fds=(lock, connection)
-    )
-    os.close(connection)
-    os.close(lock)
-    assert os.read(peer, 1) == b""
+    arguments = [str(folder), str(launcher.pid), keeper.started_at(launcher.pid)]
+    kept = subprocess.Popen([sys.executable, "-I", "-S", keeper.__file__, *arguments])
     launcher.kill()
     launcher.communicate()
     with pytest.raises(subprocess.TimeoutExpired):
@@ -274,7 +266,7 @@ def test_second_engine_in_one_folder_is_refused(
 
 
 def test_full_memory_is_an_error_before_anything_is_written_there(tmp_path: Path) -> None:
-    values = [Values("0", torch.ones(1 << 18))]
+    values = {"0": torch.ones(1 << 18)}
     slot = Slot(tmp_path)
     with files_up_to(1 << 19), pytest.raises(CheckpointError, match="make the memory larger"):
         slot.write("master_weight-00000.safetensors", values)
@@ -286,9 +278,9 @@ def test_copy_under_way_at_close_has_the_values_of_the_last_step(
 ) -> None:
     write = Slot.write
 
-    def write_late(slot: Slot, name: str, parts: Sequence[Values | Slice]) -> int:
+    def write_late(slot: Slot, name: str, tensors: Any) -> int:
         time.sleep(0.1)
-        return write(slot, name, parts)
+        return write(slot, name, tensors)
 
     monkeypatch.setattr(Slot, "write", write_late)
 

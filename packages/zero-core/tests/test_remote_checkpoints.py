@@ -20,8 +20,8 @@ from torch.multiprocessing import ProcessExitedException
 
 import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError, ConfigError
-from zero_core.checkpoint.files import read_latest, read_manifest, read_weights
-from zero_core.checkpoint.manifest import seal
+from zero_core.checkpoint.files import read_latest, read_weights
+from zero_core.checkpoint.manifest import read_manifest, seal
 from zero_core.checkpoint.storage.location import Location, location_of
 from zero_core.testing import run_alone, spawn
 from zero_core.testing.training import assert_same
@@ -63,20 +63,6 @@ def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
 
 def _facts(directory: Location, tag: str) -> dict[str, object]:
     return {n: f.model_dump() for n, f in read_manifest(directory / tag).files.items()}
-
-
-def test_save_at_a_url_has_the_files_of_a_local_one(url: str, tmp_path: Path) -> None:
-    engine = _build()
-    _train(engine)
-    place = engine.save_checkpoint(url, client_state={"epoch": 3})
-    assert str(place) == "memory://bucket/run/step-1"
-    engine.save_checkpoint(tmp_path)
-    assert _facts(location_of(url), "step-1") == _facts(tmp_path, "step-1")
-    before = engine.full_state_dict()
-    _train(engine)
-    assert engine.resume(url) == {"epoch": 3}
-    assert engine.global_steps == 1
-    assert_same(engine.full_state_dict(), before)
 
 
 def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
@@ -145,14 +131,7 @@ def test_file_that_another_program_wrote_after_a_listing_is_read_whole(
     assert read_latest(objects) == "step-10"
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("link", "is a link"),
-        ("name", "of the form"),
-        ("bytes", r"objects://run/step-0/data-.* is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("how", "message"), [("link", "is a link"), ("name", "of the form")])
 def test_changed_data_folder_is_refused(
     how: str, message: str, objects: Location, tmp_path: Path
 ) -> None:
@@ -163,17 +142,12 @@ def test_changed_data_folder_is_refused(
     if how == "link":
         data.rename(tmp_path / "away")
         data.symlink_to(tmp_path / "away")
-    elif how == "name":
+    else:
         content = json.loads((place / "manifest.json").read_text()) | {"subfolder": "else"}
         data.rename(place / "else")
         (place / "manifest.json").write_bytes(seal(content))
-    else:
-        (file,) = data.glob("master_weight-*")
-        changed = bytearray(file.read_bytes())
-        changed[-1] ^= 1
-        file.write_bytes(changed)
     with pytest.raises(CheckpointCorruptError, match=message):
-        engine.load_checkpoint(objects if how == "bytes" else place.parent)
+        engine.load_checkpoint(place.parent)
 
 
 def _save_and_die(root: str, last: int) -> None:

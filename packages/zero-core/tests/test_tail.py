@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -447,29 +446,3 @@ def _train_compiled(rank: int, world_size: int) -> None:
 
 def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits() -> None:
     spawn(_train_compiled, 2)  # processes: torch compiles in one thread at a time
-
-
-# ------------------------------------------------------------------ checkpoints
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_a_checkpoint_of_an_engine_without_a_tail_loads(
-    ranks: SimulatedRanks, tmp_path: Path, stage: int
-) -> None:
-    old = _Net()
-    for param in (*old.norm.parameters(), *old.head.parameters(), *old.other.parameters()):
-        note_reader(old, param)  # then it stays in the root: the layout before there was a tail
-    config = Case(stage).config()
-    engine = zero_core.build(old, config, process_group=ranks)
-    assert not engine.layout.has_tail
-    train(engine, [_ids(step, ranks.rank) for step in range(2)])
-    engine.save_checkpoint(tmp_path)
-    new = zero_core.build(_Net(), config, process_group=ranks)
-    assert new.layout.has_tail
-    new.load_checkpoint(tmp_path)
-    for trained in (engine, new):
-        trained.backward(trained(_ids(2, ranks.rank)))
-        trained.step()
-    expected, found = engine.full_state_dict(), new.full_state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())

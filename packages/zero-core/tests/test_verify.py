@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import shutil
 from collections.abc import Callable
 from functools import reduce
@@ -161,21 +160,6 @@ def manifest(saved: dict[str, Path]) -> bytes:
     return (saved["AdamW"] / "step-2" / MANIFEST).read_bytes()
 
 
-def test_flipped_cut_and_longer_manifests_are_refused(manifest: bytes) -> None:
-    assert parse(manifest, "it").states
-    chosen = random.Random(0).sample(range(len(manifest)), 300)
-    last = range(len(manifest) - 90, len(manifest))  # the digest
-    changed = []
-    for at in (*chosen, *last):
-        flipped = manifest[at] ^ (1 << at % 8)
-        changed.append(manifest[:at] + bytes([flipped]) + manifest[at + 1 :])
-    changed += [manifest[:at] for at in (*chosen[::5], *last)]
-    changed += [manifest + tail for tail in (b"\n", b" ", b"\0", b"}", manifest)]
-    for data in changed:
-        with pytest.raises(CheckpointError):
-            parse(data, "it")
-
-
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner),
@@ -224,14 +208,3 @@ def test_any_json_is_decoded_or_refused(value: Any) -> None:
     for key in ("__tensor__", "__tuple__", "__mapping__", "__counter__", "__items__"):
         with contextlib.suppress(CheckpointCorruptError):
             decode({key: value})
-
-
-@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
-def test_deep_json_is_refused(tmp_path: Path, opening: bytes) -> None:
-    text = opening * 10**5
-    with pytest.raises(CheckpointCorruptError, match="not readable"):
-        parse(text, "it")
-    path = tmp_path / "deep.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CheckpointCorruptError, match="not a whole safetensors file"):
-        read_header(path)

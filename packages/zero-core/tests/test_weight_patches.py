@@ -200,7 +200,7 @@ def test_a_damaged_or_foreign_patch_changes_nothing():
     larger = nn.Sequential(*_mlp().bfloat16(), nn.Linear(2, 2))
     for other, taken, message in (
         (nn.Sequential(nn.Linear(128, 128)).bfloat16(), patch, "the model lacks"),
-        (_mlp(), patch, r"torch.float32 here, .*bfloat16"),
+        (_mlp(), patch, r"torch.float32 in the model, .*bfloat16"),
         (larger, engine.weight_patch(), r"none for \['4.weight'"),
     ):
         with pytest.raises(zero_core.CheckpointError, match=message):
@@ -262,7 +262,7 @@ def _whole_into_folder(ranks: SimulatedRanks, folder: Path) -> None:
     path = next(folder.glob("*.safetensors"))
     held = load_file(path)
     save_file({**held, "foreign": torch.ones(3)}, path)
-    with pytest.raises(zero_core.CheckpointError, match="none for foreign"):
+    with pytest.raises(zero_core.CheckpointError, match=r"none for .*foreign"):
         zero_core.apply_patch(folder, patch)
     assert all(torch.equal(value, load_file(path)[name]) for name, value in held.items())
 

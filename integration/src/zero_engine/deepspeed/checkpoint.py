@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from zero_core import CheckpointError
-from zero_core.checkpoint.files import MANIFEST, read_latest
+from zero_core.checkpoint.files import read_latest
+from zero_core.checkpoint.manifest import MANIFEST
 from zero_core.checkpoint.storage.location import local_path
 
 _CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zero_core.checkpoint.in_memory.snapshots import make_memory_checkpoints
+from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.topology import Ranks
 from zero_core.config import Config
@@ -45,9 +45,7 @@ def make_extensions(
     if config.world_size_invariant:
         found.append(Invariance(state.module, config, train, communicator, ranks))
     if config.memory_checkpoint is not None:
-        found.append(
-            make_memory_checkpoints(state, train, config.memory_checkpoint, ranks, per_node)
-        )
+        found.append(MemoryCheckpoints(state, train, config.memory_checkpoint, ranks, per_node))
     if config.check_replicas_every:
         found.append(ReplicaCheck(state, config))
     if not zero.ignore_unused_parameters and zero.stage in (1, 2):

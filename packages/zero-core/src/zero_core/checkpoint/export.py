@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -69,84 +67,83 @@ def _entries(
     A module that holds quantized parameters saves these itself, as soon as all of their components
     are there: in a model of blocks, those of one block at a time.
     """
-    holders = quantized_holders(state)
-    waiting = {name: path for path, holder in holders.items() for name in holder.needed}
+    holders = _quantized_holders(state)
+    waiting = {name for _, _, needed in holders.values() for name in needed}
     found: dict[str, Tensor] = {}
     for spec, tensor in params:
         if spec.name not in waiting:
             yield (spec.name, *spec.aliases), _cast(tensor, spec, dtype).contiguous()
             continue
         found[spec.name] = tensor
-        for path, holder in list(holders.items()):
-            if spec.name in holder.needed and holder.needed <= found.keys():
+        for path, (module, quantized, needed) in list(holders.items()):
+            if spec.name in needed and needed <= found.keys():
                 del holders[path]
-                for key, value in holder.save(state, found).items():
+                for key, value in _saved_by(module, path, quantized, state, found).items():
                     yield (key,), value
-                for name in holder.needed.difference(*(h.needed for h in holders.values())):
+                for name in needed.difference(*(others for _, _, others in holders.values())):
                     del found[name]
 
 
-@dataclass(frozen=True)
-class QuantizedHolder:
-    """A module that holds quantized parameters of more than their own memory.
+def _quantized_holders(
+    state: ShardedState,
+) -> dict[str, tuple[nn.Module, tuple[Quantized, ...], frozenset[str]]]:
+    """Find the modules that hold quantized parameters of more than their own memory.
 
-    Attributes:
-        module: the module.
-        path: its name in the unwrapped model.
-        quantized: those of its own.
-        needed: the names of their components.
+    Returns:
+        By the module's path: the module, these parameters, and the names of their components.
     """
-
-    module: nn.Module
-    path: str
-    quantized: tuple[Quantized, ...]
-    needed: frozenset[str]
-
-    def save(self, state: ShardedState, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the module itself saves, without its other parameters and buffers.
-
-        ``values``: those of the components by name, on the CPU.
-        """
-        prefix = f"{self.path}." if self.path else ""
-        with self.holding(state, values):
-            saved = save_own_state(self.module, prefix)
-        whole = {id(q.param) for q in self.quantized}
-        others = [n for n, p in self.module._parameters.items() if id(p) not in whole]
-        for name in (*others, *self.module._buffers):
-            saved.pop(prefix + name, None)
-        return saved
-
-    @contextmanager
-    def holding(self, state: ShardedState, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Have the components hold ``values`` within."""
-        components = {id(c): c for q in self.quantized for c in q.components}
-        with access.opened(self.module._parameters.values()):
-            try:
-                for key, component in components.items():
-                    component.data = values[state.param_names[key]]
-                yield
-            finally:
-                for key in components:
-                    flat, position = state.places[key]
-                    flat.restore(position)
-
-
-def quantized_holders(state: ShardedState) -> dict[str, QuantizedHolder]:
-    """Find the modules that hold quantized parameters of more than their own memory, by path."""
     whole = {id(q.param): q for q in state.quantized if not q.is_plain}
     holders = {}
     for path, module in state.module.named_modules(remove_duplicate=False):
         own = tuple(whole[id(p)] for p in module._parameters.values() if id(p) in whole)
         if own:
-            plain = plain_name(path)
             needed = frozenset(state.param_names[id(c)] for q in own for c in q.components)
-            holders[plain] = QuantizedHolder(module, plain, own, needed)
+            holders[plain_name(path)] = (module, own, needed)
     return holders
 
 
+def _saved_by(
+    module: nn.Module,
+    path: str,
+    quantized: Sequence[Quantized],
+    state: ShardedState,
+    values: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return what a module itself saves, without its other parameters and buffers.
+
+    ``values``: those of the components by name, on the CPU.
+    """
+    prefix = f"{path}." if path else ""
+    components = {id(c): c for q in quantized for c in q.components}
+    with access.opened(module._parameters.values()):
+        try:
+            for key, component in components.items():
+                component.data = values[state.param_names[key]]
+            saved = save_own_state(module, prefix)
+        finally:
+            for key in components:
+                flat, position = state.places[key]
+                flat.restore(position)
+    whole = {id(q.param) for q in quantized}
+    others = [n for n, p in module._parameters.items() if id(p) not in whole]
+    for name in (*others, *module._buffers):
+        saved.pop(prefix + name, None)
+    return saved
+
+
 def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dtype | None) -> Path:
-    params = _Gathered(state.full_params(rank=0, dtype=dtype))
     failure: list[Exception] = []
+    has_gathered = True
+
+    def gather() -> Iterator[tuple[ParamSpec, Tensor]]:
+        nonlocal has_gathered
+        try:
+            yield from state.full_params(rank=0, dtype=dtype)
+        except Exception:
+            has_gathered = False
+            raise
+
+    params = gather()
     if state.control.rank == 0:
         files = ModelFiles(directory)
         try:
@@ -158,7 +155,7 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
             files.finish()
         except Exception as error:
             files.discard()
-            if params.has_failed:  # the other ranks are within a collective, or failed as well
+            if not has_gathered:  # the other ranks are within a collective, or failed as well
                 raise
             failure.append(error)
     for _ in params:  # a collective: every rank goes on to the end, after an error of a file too
@@ -170,24 +167,6 @@ def export_safetensors(state: ShardedState, directory: Path, *, dtype: torch.dty
 
     state.control.together("export", report)
     return directory
-
-
-class _Gathered:
-    """Iterator over parameters that remembers whether it was gathering that failed."""
-
-    def __init__(self, params: Iterator[tuple[ParamSpec, Tensor]]) -> None:
-        self._params = params
-        self.has_failed = False
-
-    def __iter__(self) -> Iterator[tuple[ParamSpec, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[ParamSpec, Tensor]:
-        try:
-            return next(self._params)
-        except Exception as error:
-            self.has_failed = not isinstance(error, StopIteration)
-            raise
 
 
 def _cast(tensor: Tensor, spec: ParamSpec, dtype: torch.dtype | None) -> Tensor:

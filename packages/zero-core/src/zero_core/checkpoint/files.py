@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
@@ -17,10 +17,8 @@ from torch import Tensor
 
 from zero_core.checkpoint.manifest import (
     BUFFERS,
-    FORMAT,
     MANIFEST,
     VALUE,
-    VERSION,
     Manifest,
     Param,
     file_name,
@@ -35,19 +33,6 @@ from zero_core.errors import CheckpointCorruptError, CheckpointError, Checkpoint
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.stored import unflatten
 from zero_core.sharded.sharded_state import MASTER
-
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "VALUE",
-    "VERSION",
-    "Reader",
-    "Weight",
-    "find",
-    "read_buffers",
-    "read_manifest",
-    "read_weights",
-]
 
 _MAX_LATEST_BYTES = 1024
 _BLOCK_BYTES = 1 << 20
@@ -90,12 +75,7 @@ def read_latest(directory: Location) -> str | None:
 
 
 def newest_tag(directory: Location) -> str:
-    """Return the tag of the newest checkpoint in ``directory``.
-
-    Raises:
-        CheckpointError: there is none.
-        CheckpointCorruptError: the file ``latest`` names no checkpoint.
-    """
+    """Return the tag of the newest checkpoint in ``directory``."""
     tag = read_latest(directory)
     if tag is None:
         raise CheckpointError(
@@ -123,102 +103,7 @@ def find(directory: Location, tag: str | None) -> Location:
 
 
 def holds_checkpoint(directory: Location) -> bool:
-    """Return whether ``directory`` names a newest checkpoint."""
     return (directory / LATEST).is_file()
-
-
-class CheckedFiles:
-    """Files of a checkpoint, each chunk of which is checked before its first use.
-
-    Attributes:
-        folder: the checkpoint's.
-        manifest: its manifest.
-    """
-
-    def __init__(self, folder: Location, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self._files = folder / manifest.subfolder if manifest.subfolder else folder
-        if isinstance(self._files, Path) and manifest.subfolder and self._files.is_symlink():
-            raise CheckpointCorruptError(f"{self._files} is a link: put a copy in its place")
-        self._headers: dict[str, Mapping[str, StoredTensor]] = {}
-        self._checked: dict[str, set[int]] = {}
-
-    def chunks(self) -> list[tuple[str, int]]:
-        """Return name and number of each chunk of all files."""
-        files = self.manifest.files
-        return [(n, i) for n in sorted(files) for i in range(len(self.manifest.crcs(n)[1]))]
-
-    def check(self, chunks: Sequence[tuple[str, int]]) -> None:
-        """Compare chunks with their checksums, those that have not been compared before.
-
-        Raises:
-            CheckpointCorruptError: a file is missing, or is not what was written.
-        """
-        by_name: dict[str, list[int]] = {}
-        for name, index in chunks:
-            if index not in self._checked.setdefault(name, set()):
-                by_name.setdefault(name, []).append(index)
-        for name, indices in by_name.items():
-            self._check_file(name, indices)
-
-    def _check_file(self, name: str, indices: Sequence[int]) -> None:
-        path = self._files / name
-        expected = self.manifest.files[name].bytes
-        chunk, crcs = self.manifest.crcs(name)
-        try:
-            with open_regular(path, follows_links=False) as file:
-                if size_of(file) != expected:
-                    raise CheckpointCorruptError(
-                        f"{path} is damaged: it has {size_of(file)} bytes, {expected} were "
-                        f"written; {_ADVICE}"
-                    )
-                for index in indices:
-                    file.seek(index * chunk)
-                    found = crc_of(file, min(chunk, expected - index * chunk), path)
-                    if found != crcs[index]:
-                        raise CheckpointCorruptError(
-                            f"{path} is damaged between the bytes {index * chunk} and "
-                            f"{min((index + 1) * chunk, expected)}: expected crc32 "
-                            f"{crcs[index]}, found {found}; {_ADVICE}"
-                        )
-                    self._checked[name].add(index)
-        except CheckpointCorruptError:
-            raise
-        except (OSError, CheckpointError) as error:
-            raise CheckpointCorruptError(f"{path} cannot be read: {error}; {_ADVICE}") from error
-
-    def trust(self) -> None:
-        """Note that other ranks have checked all chunks of these very files."""
-        for name, index in self.chunks():
-            self._checked.setdefault(name, set()).add(index)
-
-    def tensors(self, name: str) -> Mapping[str, StoredTensor]:
-        """Return the tensors of file ``name``. Its header is checked.
-
-        Raises:
-            CheckpointCorruptError: the file is missing, or is not what was written.
-        """
-        if name not in self._headers:
-            if name not in self.manifest.files:
-                raise CheckpointCorruptError(
-                    f"{self.folder / MANIFEST} has no file {name}: the checkpoint is not whole"
-                )
-            self.check([(name, 0)])
-            found = read_header(self._files / name, follows_links=False)
-            first = min((t.start for t in found.values()), default=1)
-            self.check(self._chunks_of(name, 0, first))
-            self._headers[name] = found
-        return self._headers[name]
-
-    def check_range(self, name: str, tensor: StoredTensor, first: int, last: int) -> None:
-        """Check the chunks that have elements ``[first, last)`` of a tensor of file ``name``."""
-        size = tensor.dtype.itemsize
-        self.check(self._chunks_of(name, tensor.start + first * size, tensor.start + last * size))
-
-    def _chunks_of(self, name: str, low: int, high: int) -> list[tuple[str, int]]:
-        chunk = self.manifest.crcs(name)[0]
-        return [(name, index) for index in range(low // chunk, -(-high // chunk))]
 
 
 def newest_step(directory: Location) -> int:
@@ -230,11 +115,7 @@ def newest_step(directory: Location) -> int:
 
 
 def crc_of(file: IO[bytes], count: int, path: Location) -> int:
-    """Return the CRC-32 of the next ``count`` bytes of a file. ``path`` is for messages.
-
-    Raises:
-        CheckpointCorruptError: it has fewer.
-    """
+    """Return the CRC-32 of the next ``count`` bytes of a file. ``path`` is for messages."""
     crc, left = 0, count
     while left:
         data = file.read(min(left, _BLOCK_BYTES))
@@ -243,14 +124,6 @@ def crc_of(file: IO[bytes], count: int, path: Location) -> int:
         crc = zlib.crc32(data, crc)
         left -= len(data)
     return crc
-
-
-@dataclass(frozen=True)
-class _Place:
-    segment: int
-    start: int
-    stop: int
-    shard_numel: int
 
 
 @dataclass(frozen=True)
@@ -280,62 +153,185 @@ class Weight:
     is_trainable: bool
 
 
-class Reader(CheckedFiles):
-    """Reader of ranges of parameters' states from the slices that the writing ranks stored."""
+class Reader:
+    """Reader of ranges of parameters' states from the slices that the writing ranks stored.
+
+    Each chunk of a file is checked before its first use: a file that is missing, or is not what was
+    written, is a `CheckpointCorruptError`.
+
+    Attributes:
+        folder: the checkpoint's.
+        manifest: its manifest.
+    """
 
     def __init__(self, place: Location, manifest: Manifest) -> None:
-        """Read from folder ``place`` with the result of `read_manifest`."""
-        super().__init__(place, manifest)
-        self._places = {
-            name: _Place(index, start, stop, segment.shard_numel)
+        self.folder = place
+        self.manifest = manifest
+        self._files = place / manifest.subfolder if manifest.subfolder else place
+        if isinstance(self._files, Path) and manifest.subfolder and self._files.is_symlink():
+            raise CheckpointCorruptError(f"{self._files} is a link: put a copy in its place")
+        self._headers: dict[str, Mapping[str, StoredTensor]] = {}
+        self._checked: dict[str, set[int]] = {name: set() for name in manifest.files}
+        self._slots = {
+            name: (index, start, stop, segment.shard_numel)
             for index, segment in enumerate(manifest.segments)
             for name, start, stop in segment.slots
         }
 
     @classmethod
     def of(cls, place: Location) -> Self:
-        """Return the reader of the checkpoint in folder ``place``. Raises as `read_manifest`."""
         return cls(place, read_manifest(place))
+
+    def chunks(self) -> list[tuple[str, int]]:
+        """Return name and number of each chunk of all files."""
+        files = self.manifest.files
+        return [(name, i) for name in sorted(files) for i in range(len(files[name].crc32))]
+
+    def check(self, chunks: Iterable[tuple[str, int]]) -> None:
+        """Compare chunks with their checksums, those that have not been compared before."""
+        by_name: dict[str, list[int]] = {}
+        for name, index in chunks:
+            if index not in self._checked[name]:
+                by_name.setdefault(name, []).append(index)
+        for name, indices in by_name.items():
+            path, facts = self._files / name, self.manifest.files[name]
+            try:
+                with open_regular(path, follows_links=False) as file:
+                    if size_of(file) != facts.bytes:
+                        raise CheckpointCorruptError(
+                            f"{path} is damaged: it has {size_of(file)} bytes, {facts.bytes} were "
+                            f"written; {_ADVICE}"
+                        )
+                    for index in indices:
+                        start = index * self.manifest.chunk_bytes
+                        stop = min(start + self.manifest.chunk_bytes, facts.bytes)
+                        file.seek(start)
+                        found = crc_of(file, stop - start, path)
+                        if found != facts.crc32[index]:
+                            raise CheckpointCorruptError(
+                                f"{path} is damaged between the bytes {start} and {stop}: expected "
+                                f"crc32 {facts.crc32[index]}, found {found}; {_ADVICE}"
+                            )
+                        self._checked[name].add(index)
+            except CheckpointCorruptError:
+                raise
+            except (OSError, CheckpointError) as error:
+                raise CheckpointCorruptError(
+                    f"{path} cannot be read: {error}; {_ADVICE}"
+                ) from error
+
+    def _check_bytes(self, name: str, low: int, high: int) -> None:
+        chunk = self.manifest.chunk_bytes
+        self.check((name, index) for index in range(low // chunk, -(-high // chunk)))
+
+    def trust(self) -> None:
+        """Note that other ranks have checked all chunks of these very files."""
+        for name, index in self.chunks():
+            self._checked[name].add(index)
+
+    def tensors(self, name: str) -> Mapping[str, StoredTensor]:
+        """Return the tensors of file ``name``. Its header is checked."""
+        if name not in self._headers:
+            if name not in self.manifest.files:
+                raise CheckpointCorruptError(
+                    f"{self.folder / MANIFEST} has no file {name}: the checkpoint is not whole"
+                )
+            self.check([(name, 0)])
+            found = read_header(self._files / name, follows_links=False)
+            self._check_bytes(name, 0, min((t.start for t in found.values()), default=1))
+            self._headers[name] = found
+        return self._headers[name]
+
+    def read_parts(self, parts: list[Part]) -> Tensor:
+        """Return the elements of consecutive parts, 1-D. They are checked first."""
+        for part in parts:
+            start, size = part.tensor.start, part.tensor.dtype.itemsize
+            self._check_bytes(part.file, start + part.first * size, start + part.last * size)
+        found = [part.tensor.read(part.first, part.last) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def read_tensor(self, file: str, name: str) -> Tensor:
+        """Return tensor ``name`` of ``file``. It is checked first."""
+        stored = self.tensors(file).get(name)
+        if stored is None:
+            raise CheckpointCorruptError(f"{self._files / file} has no tensor {name!r}")
+        whole = Part(file, stored, 0, math.prod(stored.shape))
+        return self.read_parts([whole]).view(stored.shape)
+
+    def read_buffers(self) -> dict[str, Tensor]:
+        return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}
 
     def weights(self) -> Iterator[Weight]:
         """Yield every parameter as `read_weights` does."""
         for param in self.manifest.params:
-            if param.is_trainable or self.manifest.has_frozen:
-                yield Weight(
-                    names=(param.name, *param.aliases),
-                    value=self._value_of(param),
-                    dtype=param.torch_dtype,
-                    is_trainable=param.is_trainable,
+            if not param.is_trainable and not self.manifest.has_frozen:
+                continue
+            start, stop = self.span(param.name)
+            state = MASTER if param.is_trainable else VALUE
+            flat = self.read(state, param.name, 0, stop - start)
+            if param.memory_order is not None and state == VALUE:
+                flat = flat.view(param.torch_dtype)
+            if flat.numel() != param.numel:
+                raise CheckpointError(
+                    f"{self.folder}: {param.name} is quantized, and this version of the format "
+                    "does not say how: load it with an engine"
                 )
-
-    def _value_of(self, param: Param) -> Tensor:
-        state = MASTER if param.is_trainable else VALUE
-        start, stop = self.span(param.name)
-        flat = self.read(state, param.name, 0, stop - start)
-        if param.memory_order is not None and state == VALUE:
-            flat = flat.view(param.torch_dtype)
-        if flat.numel() != param.numel:
-            raise CheckpointError(
-                f"{self.folder}: {param.name} is quantized, and this version of the format does "
-                "not say how: load it with an engine"
+            value = unflatten(flat, param.shape, param.memory_order or ())
+            yield Weight(
+                names=(param.name, *param.aliases),
+                value=value if self.is_quantized(param) else value.contiguous(),
+                dtype=param.torch_dtype,
+                is_trainable=param.is_trainable,
             )
-        value = unflatten(flat, param.shape, param.memory_order or ())
-        return value if self.is_quantized(param) else value.contiguous()
 
     def read(self, state: str, param: str, start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of a parameter's ``state``, 1-D, on the CPU.
-
-        Raises:
-            CheckpointCorruptError: the files do not have them, or are not what was written.
-        """
         return self.read_parts(self.parts(state, param, start, stop))
 
-    def scalars(self, param: str) -> Mapping[str, float]:
-        """Return the numbers in a parameter's optimizer state. A frozen one was never updated.
+    def parts(self, state: str, param: str, start: int, stop: int) -> list[Part]:
+        """Find elements ``[start, stop)`` of a parameter's ``state``, without reading them."""
+        segment, slot_start, slot_stop, numel = self._slots[param]
+        low, high = slot_start + start, slot_start + stop
+        if not slot_start <= low <= high <= slot_stop:
+            raise CheckpointCorruptError(f"{self.folder}: {param} has no [{start}, {stop})")
+        saved, found = self.manifest.by_name[param], []
+        for rank in self.ranks_of(param, start, stop):
+            name, own = file_name(state, rank), rank * numel
+            # ``stored`` has [first, last) of the segment: the rank's shard, or what the parameter
+            # has of it, in files of a state that not all parameters have.
+            stored, first, last = self.tensors(name).get(slice_key(param)), own, own + numel
+            if stored is None:
+                stored = self.tensors(name).get(str(segment))
+            else:
+                first = max(slot_start, first)
+                last = max(min(slot_stop, last), first)
+            if stored is None or stored.shape != (last - first,):
+                there = "nothing" if stored is None else f"shape {stored.shape}"
+                raise CheckpointCorruptError(
+                    f"{self._files / name} must have {last - first} elements for {param}, found "
+                    f"{there}"
+                )
+            is_value = stored.dtype in (saved.torch_dtype, torch.uint8)
+            if not (is_value if state == VALUE else stored.dtype.is_floating_point):
+                raise CheckpointCorruptError(
+                    f"{self._files / name} has {state} of {param}, {saved.dtype}, as {stored.dtype}"
+                )
+            begin, end = (min(max(x, first), last) - first for x in (low, high))
+            found.append(Part(name, stored, begin, end))
+        return found
 
-        Raises:
-            CheckpointCorruptError: there are none of a trained parameter.
-        """
+    def ranks_of(self, param: str, start: int, stop: int) -> range:
+        """Return the writing ranks whose slices have elements ``[start, stop)`` of a parameter."""
+        _, slot_start, _, numel = self._slots[param]
+        low, high = slot_start + start, slot_start + stop
+        if low >= high:
+            return range(1)  # an empty parameter has the dtype of the file
+        return range(low // numel, (high - 1) // numel + 1)
+
+    def span(self, param: str) -> tuple[int, int]:
+        return self._slots[param][1:3]
+
+    def scalars(self, param: str) -> Mapping[str, float]:
+        """Return the numbers in a parameter's optimizer state. A frozen one was never updated."""
         if not self.manifest.by_name[param].is_trainable:
             return {"num_steps": 0}
         if param not in self.manifest.scalars:
@@ -354,92 +350,6 @@ class Reader(CheckedFiles):
         """Whether the saved slot of a parameter has the elements in the order of ``spec``'s."""
         saved = self.manifest.by_name[spec.name]
         return spec.is_opaque or (saved.memory_order or ()) == spec.order
-
-    def span(self, param: str) -> tuple[int, int]:
-        """Return a parameter's slot in its segment."""
-        place = self._places[param]
-        return place.start, place.stop
-
-    def ranks_of(self, param: str, start: int, stop: int) -> range:
-        """Return the writing ranks whose slices have elements ``[start, stop)`` of a parameter."""
-        place = self._places[param]
-        low, high = place.start + start, place.start + stop
-        if low >= high:
-            return range(1)  # an empty parameter has the dtype of the file
-        return range(low // place.shard_numel, (high - 1) // place.shard_numel + 1)
-
-    def read_buffers(self) -> dict[str, Tensor]:
-        """Return the persistent buffers by name."""
-        return {name: self.read_tensor(BUFFERS, name) for name in self.tensors(BUFFERS)}
-
-    def read_tensor(self, file: str, name: str) -> Tensor:
-        """Return tensor ``name`` of ``file``. It is checked first.
-
-        Raises:
-            CheckpointCorruptError: there is none, or the file is not what was written.
-        """
-        stored = self.tensors(file).get(name)
-        if stored is None:
-            raise CheckpointCorruptError(f"{self._files / file} has no tensor {name!r}")
-        numel = math.prod(stored.shape)
-        self.check_range(file, stored, 0, numel)
-        return stored.value()
-
-    def read_parts(self, parts: list[Part]) -> Tensor:
-        """Return the elements of consecutive parts. They are checked first."""
-        for part in parts:
-            self.check_range(part.file, part.tensor, part.first, part.last)
-        found = [part.tensor.read(part.first, part.last) for part in parts]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def parts(self, state: str, param: str, start: int, stop: int) -> list[Part]:
-        """Find elements ``[start, stop)`` of a parameter's ``state``, without reading them.
-
-        Raises:
-            CheckpointCorruptError: the files do not have them.
-        """
-        place = self._places[param]
-        low, high = place.start + start, place.start + stop
-        if not place.start <= low <= high <= place.stop:
-            raise CheckpointCorruptError(f"{self.folder}: {param} has no [{start}, {stop})")
-        found: list[Part] = []
-        while low < high or not found:  # an empty parameter has the dtype of the file
-            rank, offset = divmod(low, place.shard_numel) if low < high else (0, 0)
-            end = max(low, min(high, (rank + 1) * place.shard_numel))
-            found.append(self._part(state, param, rank, offset, end - low))
-            low = end
-        return found
-
-    def _part(self, state: str, param: str, rank: int, offset: int, numel: int) -> Part:
-        """Find ``numel`` elements from ``offset`` of ``rank``'s shard on."""
-        name, place = file_name(state, rank), self._places[param]
-        tensors = self.tensors(name)
-        own_start = rank * place.shard_numel
-        low = min(max(place.start - own_start, 0), place.shard_numel)
-        high = max(min(place.stop - own_start, place.shard_numel), low)
-        stored = tensors.get(slice_key(param))
-        expected = high - low
-        if stored is not None:  # it begins where the parameter does, or with the rank's shard
-            offset = max(offset - low, 0)
-        else:
-            stored, expected = tensors.get(str(place.segment)), place.shard_numel
-        if stored is None or stored.shape != (expected,):
-            found = "nothing" if stored is None else f"shape {stored.shape}"
-            raise CheckpointCorruptError(
-                f"{self._files / name} must have {expected} elements for {param}, found {found}"
-            )
-        self._check_dtype(name, state, self.manifest.by_name[param], stored.dtype)
-        return Part(name, stored, offset, offset + numel)
-
-    def _check_dtype(self, name: str, state: str, param: Param, dtype: torch.dtype) -> None:
-        if state == VALUE:
-            is_known = dtype in (param.torch_dtype, torch.uint8)
-        else:
-            is_known = dtype.is_floating_point
-        if not is_known:
-            raise CheckpointCorruptError(
-                f"{self._files / name} has {state} of {param.name}, {param.dtype}, as {dtype}"
-            )
 
 
 def read_weights(directory: Path | str, tag: str | None = None) -> Iterator[Weight]:

@@ -38,7 +38,16 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        return {_TENSOR: _describe(value, where)}
+        is_dense = value.layout is torch.strided and not value.is_quantized
+        if value.numel() > MAX_NUMEL or value.is_complex() or not is_dense:
+            raise CheckpointError(
+                f"{where} is a tensor of shape {tuple(value.shape)}, {value.dtype} and "
+                f"{value.layout}: beside the model, a checkpoint keeps real, dense tensors of up "
+                f"to {MAX_NUMEL} elements. Make it a buffer of the module, or save it to a file of "
+                "its own"
+            )
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_TENSOR: [dtype, list(value.shape), value.detach().reshape(-1).tolist()]}
     if isinstance(value, list | tuple):
         rows = [encode(v, f"{where}[{index}]", advice) for index, v in enumerate(value)]
         return rows if isinstance(value, list) else {"__tuple__": rows}
@@ -83,23 +92,8 @@ def _decode(value: Any) -> Any:
     if value.keys() == {"__mapping__"}:
         return {_decode(k): _decode(v) for k, v in value["__mapping__"]}
     if value.keys() == {_TENSOR}:
-        return _tensor(*value[_TENSOR])
+        dtype, shape, values = value[_TENSOR]
+        if len(values) > MAX_NUMEL or math.prod(shape) != len(values) or min(shape, default=0) < 0:
+            raise ValueError(f"{len(values)} values of a tensor of shape {shape}")
+        return torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)
     return {k: _decode(v) for k, v in value.items()}
-
-
-def _describe(tensor: Tensor, where: str) -> list[Any]:
-    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
-    if tensor.numel() > MAX_NUMEL or tensor.is_complex() or not is_dense:
-        raise CheckpointError(
-            f"{where} is a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} and "
-            f"{tensor.layout}: beside the model, a checkpoint keeps real, dense tensors of up to "
-            f"{MAX_NUMEL} elements. Make it a buffer of the module, or save it to a file of its own"
-        )
-    values = tensor.detach().reshape(-1).tolist()
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), values]
-
-
-def _tensor(dtype: str, shape: list[int], values: list[Any]) -> Tensor:
-    if len(values) > MAX_NUMEL or math.prod(shape) != len(values) or min(shape, default=0) < 0:
-        raise ValueError(f"{len(values)} values of a tensor of shape {shape}")
-    return torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)

@@ -15,9 +15,9 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -56,7 +56,6 @@ _Number = int | Annotated[float, Field(allow_inf_nan=True)]
 
 
 def file_name(state: str, rank: int) -> str:
-    """Return the name of ``rank``'s file of ``state``."""
     return f"{state}-{rank:05d}.safetensors"
 
 
@@ -165,18 +164,12 @@ class Manifest(_Strict):
         _check_names(self)
         _check_layout(self)
         _check_states(self)
-        _check_rng(self)  # as many as there are ranks: before anything is made for each
         _check_files(self)
         return self
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
-        """Parameters by their first name."""
         return {param.name: param for param in self.params}
-
-    def crcs(self, name: str) -> tuple[int, tuple[int, ...]]:
-        """Return the bytes of file ``name`` under one CRC-32, and the CRC-32 of each such chunk."""
-        return self.chunk_bytes, self.files[name].crc32
 
     def progress_step(self) -> int:
         """Return the number of optimizer steps at which it was saved, -1 if it has none."""
@@ -219,7 +212,10 @@ def _check_layout(manifest: Manifest) -> None:
             seen.add(name)
             if param.is_trainable != segment.is_trainable:
                 raise ValueError(f"{name} and its segment differ in is_trainable")
-            if not start <= stop <= end or stop - start not in _slot_numels(param):
+            lengths = [param.numel]
+            if not param.is_trainable:  # a component's slot has bytes
+                lengths.append(param.numel * param.torch_dtype.itemsize)
+            if not start <= stop <= end or stop - start not in lengths:
                 raise ValueError(f"{name}, {param.shape}, has the slot {start} to {stop} of {end}")
             if start < stop:
                 spans.append((start, stop))
@@ -230,12 +226,6 @@ def _check_layout(manifest: Manifest) -> None:
                 raise ValueError(f"the slots up to {before} and {start} to {stop} overlap")
     if len(seen) != len(by_name):
         raise ValueError(f"{min(by_name.keys() - seen)} has no slot")
-
-
-def _slot_numels(param: Param) -> tuple[int, ...]:
-    """Return the lengths that a slot may have: elements, of components bytes."""
-    as_bytes = param.numel * param.torch_dtype.itemsize
-    return (param.numel,) if param.is_trainable else (param.numel, as_bytes)
 
 
 def _check_states(manifest: Manifest) -> None:
@@ -257,37 +247,27 @@ def _check_states(manifest: Manifest) -> None:
 
 
 def _check_files(manifest: Manifest) -> None:
-    if manifest.subfolder is not None and not storage.SUBFOLDER.fullmatch(manifest.subfolder):
-        raise ValueError(f"subfolder {manifest.subfolder!r:.60} is not of the form data-TOKEN")
-    for name, facts in manifest.files.items():
-        if not is_plain(name) or name == MANIFEST:
-            raise ValueError(f"files: {name!r} is no plain name of a file")
-        chunk, crcs = manifest.crcs(name)
-        if len(crcs) != max(-(-facts.bytes // chunk), 1):
-            raise ValueError(f"files.{name} has {len(crcs)} checksums for {facts.bytes} bytes")
-    missing = next((n for n in _needed_files(manifest) if n not in manifest.files), None)
-    if missing is not None:
-        raise ValueError(f"files has no {missing}")
-
-
-def _needed_files(manifest: Manifest) -> Iterator[str]:
-    states = [*manifest.states, RNG]
-    if manifest.has_frozen:
-        states.append(VALUE)
-    yield BUFFERS
-    for state in states:
-        for rank in range(manifest.world_size):
-            yield file_name(state, rank)
-
-
-def _check_rng(manifest: Manifest) -> None:
-    if len(manifest.python_rng) != manifest.world_size:
+    if len(manifest.python_rng) != manifest.world_size:  # before anything is made for each rank
         raise ValueError(f"python_rng has {len(manifest.python_rng)} ranks")
     for version, numbers, gauss in manifest.python_rng:
         try:
             random.Random().setstate((version, numbers, gauss))
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"python_rng is no state of a generator: {error}") from None
+    if manifest.subfolder is not None and not storage.SUBFOLDER.fullmatch(manifest.subfolder):
+        raise ValueError(f"subfolder {manifest.subfolder!r:.60} is not of the form data-TOKEN")
+    for name, facts in manifest.files.items():
+        if not is_plain(name) or name == MANIFEST:
+            raise ValueError(f"files: {name!r} is no plain name of a file")
+        if len(facts.crc32) != max(-(-facts.bytes // manifest.chunk_bytes), 1):
+            raise ValueError(
+                f"files.{name} has {len(facts.crc32)} checksums for {facts.bytes} bytes"
+            )
+    states = [*manifest.states, RNG, *([VALUE] if manifest.has_frozen else [])]
+    needed = chain([BUFFERS], (file_name(s, r) for s in states for r in range(manifest.world_size)))
+    missing = next((name for name in needed if name not in manifest.files), None)
+    if missing is not None:
+        raise ValueError(f"files has no {missing}")
 
 
 def is_plain(name: str) -> bool:
@@ -321,12 +301,9 @@ def parse(data: bytes, where: object) -> Manifest:
         CheckpointError: it is of another format.
         CheckpointCorruptError: it is not what was written.
     """
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointCorruptError(
-            f"{where} has {len(data)} bytes, more than the {MAX_MANIFEST_BYTES} of any manifest"
-        )
-    found = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0))
-    if found is not None and not is_sealed(data):
+    _check_size(len(data), where)
+    has_digest = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0)) is not None
+    if has_digest and not is_sealed(data):
         raise CheckpointCorruptError(
             f"{where} is damaged: its SHA-256 is not the one at its end; load an older checkpoint "
             "by its tag"
@@ -338,7 +315,7 @@ def parse(data: bytes, where: object) -> Manifest:
                 f"{where} has format {kind.format!r:.60} version {kind.version!r:.60}; this "
                 f"package reads {FORMAT!r} version {VERSION}"
             )
-        if found is None:
+        if not has_digest:
             raise ValueError("it does not end with a member sha256")
         return Manifest.model_validate_json(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -365,8 +342,12 @@ def read_manifest(place: Location) -> Manifest:
     path = place / MANIFEST
     with open_regular(path, follows_links=False) as file:
         size = size_of(file)
-        if size > MAX_MANIFEST_BYTES:
-            raise CheckpointCorruptError(
-                f"{path} has {size} bytes, more than the {MAX_MANIFEST_BYTES} of any manifest"
-            )
+        _check_size(size, path)  # before there is memory for it
         return parse(file.read(size), path)
+
+
+def _check_size(size: int, where: object) -> None:
+    if size > MAX_MANIFEST_BYTES:
+        raise CheckpointCorruptError(
+            f"{where} has {size} bytes, more than the {MAX_MANIFEST_BYTES} of any manifest"
+        )

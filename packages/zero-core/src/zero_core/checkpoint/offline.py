@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,9 +11,10 @@ import torch
 
 from zero_core.checkpoint.files import Reader, find, newest_tag, read_latest
 from zero_core.checkpoint.load import check_rng, read_progress
-from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, Param, file_name, read_manifest
+from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, file_name, read_manifest
 from zero_core.checkpoint.model_files import ModelFiles
 from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, prune
+from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import local_path, location_of
 from zero_core.checkpoint.whole_states import check as check_state
 from zero_core.errors import CheckpointCorruptError, CheckpointError
@@ -53,16 +54,23 @@ def verify_checkpoint(
     with _staying(reader):
         for name, index in reader.chunks():
             reader.check([(name, index)])
-            chunk, size = manifest.crcs(name)[0], manifest.files[name].bytes
-            done += min(chunk, size - index * chunk)
+            chunk = manifest.chunk_bytes
+            done += min(chunk, manifest.files[name].bytes - index * chunk)
             if progress is not None:
                 progress(done, total)
         for name in manifest.files:
             reader.tensors(name)
         for param in manifest.params:
-            for state in _states_of(reader, param):
-                start, stop = reader.span(param.name)
-                reader.parts(state, param.name, 0, stop - start)
+            name, whole = param.name, manifest.whole_states.get(param.name)
+            if whole is not None:
+                check_state(whole.state, reader.tensors(whole.file))
+            has_state = param.numel > 0 and reader.scalars(name)["num_steps"] > 0
+            states = manifest.states if has_state and whole is None else (MASTER,)
+            if not param.is_trainable:
+                states = (VALUE,) if manifest.has_frozen else ()
+            start, stop = reader.span(name)
+            for state in states:
+                reader.parts(state, name, 0, stop - start)
         buffers = list(reader.tensors(BUFFERS))
         if len(set(buffers)) < len(buffers) or manifest.by_name.keys() & buffers:
             raise CheckpointCorruptError(
@@ -72,18 +80,6 @@ def verify_checkpoint(
             check_rng(reader, reader.read_tensor(file_name(RNG, rank), "torch"))
         read_progress(reader)
     return done
-
-
-def _states_of(reader: Reader, param: Param) -> Sequence[str]:
-    """Return the sliced states that must be there of a parameter, whose whole state is checked."""
-    manifest, name = reader.manifest, param.name
-    if not param.is_trainable:
-        return [VALUE] if manifest.has_frozen else []
-    has_state = param.numel > 0 and reader.scalars(name)["num_steps"] > 0
-    whole = manifest.whole_states.get(name)
-    if whole is not None:
-        check_state(whole.state, reader.tensors(whole.file))
-    return manifest.states if has_state and whole is None else [MASTER]
 
 
 @contextmanager
@@ -207,9 +203,7 @@ def prune_checkpoints(
     Raises:
         CheckpointError: a number is below 1, or there is no such folder.
     """
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None and value < 1:
-            raise CheckpointError(f"{name} = {value}: expected 1 or more")
+    SaveOptions(keep_last=keep_last, keep_every=keep_every).check()
     return prune(
         location_of(directory),
         keep_last=keep_last,

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,12 @@ def load_pretrained(
     def check() -> tuple[_Match, bytes]:
         stored = find_tensors(source)
         match = _match(state, stored)
-        if strict:
-            _refuse_gaps(match, source)
+        missing, unexpected = match.names.missing, match.names.unexpected
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"{source} does not fit the model: missing {_some(missing)}, unexpected "
+                f"{_some(unexpected)}; strict=False leaves both as they are"
+            )
         described = repr([(n, t.shape, t.dtype, t.start) for n, t in stored.items()])
         return match, hashlib.sha256(described.encode()).digest()
 
@@ -104,17 +108,15 @@ def load_pretrained(
         rounds = engine.config.data_types.master_weights_from == "rounded"
         restore = partial(_restore, state, match, rounds_masters=rounds)
         state.control.together("load_pretrained: read", restore)
-    return Loaded(match.missing, match.unexpected)
+    return match.names
 
 
-@dataclass(frozen=True)
-class _Match:
+class _Match(NamedTuple):
     """Stored tensors of parameters (by their first name) and of buffers, and unmatched names."""
 
     params: dict[str, StoredTensor]
     buffers: dict[str, StoredTensor]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    names: Loaded
 
 
 def _match(state: ShardedState, stored: dict[str, StoredTensor]) -> _Match:
@@ -136,22 +138,23 @@ def _match(state: ShardedState, stored: dict[str, StoredTensor]) -> _Match:
             raise CheckpointError(f"the files hold {target} twice, with {prefix!r} and without")
         else:
             by_target[first_of.get(target, target)][target] = tensor
-    params = {}
-    for spec in state.layout.params:
-        if spec.name in by_target:
-            for name, tensor in by_target[spec.name].items():
-                _check_fits(name, tensor, spec)
-            params[spec.name] = _the_one(state, spec.name, by_target[spec.name])
-    for name, buffer in buffers.items():
-        if name in by_target:
-            spec = ParamSpec(name, tuple(buffer.shape), buffer.dtype, is_trainable=False)
-            _check_fits(name, by_target[name][name], spec)
+    specs = [s for s in state.layout.params if s.name in by_target]
+    for spec in specs:
+        for name, tensor in by_target[spec.name].items():
+            _check_fits(name, tensor, spec)
+    params = {spec.name: _the_one(state, spec.name, by_target[spec.name]) for spec in specs}
+    found = {name: by_target[name][name] for name in buffers if name in by_target}
+    for name, tensor in found.items():
+        shape, dtype = tuple(buffers[name].shape), buffers[name].dtype
+        _check_fits(name, tensor, ParamSpec(name, shape, dtype, is_trainable=False))
     missing = [n for n in (*(s.name for s in state.layout.params), *buffers) if n not in by_target]
     return _Match(
         params,
-        {name: by_target[name][name] for name in buffers if name in by_target},
-        _not_ignored(state.module, "_keys_to_ignore_on_load_missing", missing),
-        _not_ignored(state.module, "_keys_to_ignore_on_load_unexpected", unexpected),
+        found,
+        Loaded(
+            _not_ignored(state.module, "_keys_to_ignore_on_load_missing", missing),
+            _not_ignored(state.module, "_keys_to_ignore_on_load_unexpected", unexpected),
+        ),
     )
 
 
@@ -193,14 +196,6 @@ def _the_one(state: ShardedState, first: str, found: dict[str, StoredTensor]) ->
                     "them in the model"
                 )
     return tensor
-
-
-def _refuse_gaps(match: _Match, source: object) -> None:
-    if match.missing or match.unexpected:
-        raise CheckpointError(
-            f"{source} does not fit the model: missing {_some(match.missing)}, unexpected "
-            f"{_some(match.unexpected)}; strict=False leaves both as they are"
-        )
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_core.checkpoint.files import read_latest
 from zero_core.checkpoint.manifest import is_plain, read_manifest
@@ -21,29 +21,17 @@ GIVEN_PREFIXES = ("step-", "global_step")
 """What the step follows in tags that this project gives."""
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A checkpoint in a folder.
-
-    Attributes:
-        tag: its name.
-        saved_at: when, in nanoseconds since the epoch.
-        prefix: the tag without the digits at its end.
-        step: these digits, or None.
-    """
+class Kept(NamedTuple):
+    """A checkpoint in a folder. Its tag ends with the digits of ``step``, if these are digits."""
 
     tag: str
-    saved_at: int
+    saved_at: int  # in nanoseconds since the epoch
     prefix: str
     step: int | None
 
 
 def list_checkpoints(directory: Location) -> list[Kept]:
-    """Return the complete checkpoints in ``directory``, oldest first. No manifest is read.
-
-    Raises:
-        CheckpointError: there is no such folder.
-    """
+    """Return the complete checkpoints in ``directory``, oldest first. No manifest is read."""
     found = []
     try:
         places = [p for p in directory.iterdir() if is_plain(p.name) and p.is_dir()]
@@ -100,24 +88,16 @@ def prune(
         reached = max((step for _, step in saved), default=0)
     # By step: a folder that was copied has new times. What is beyond the newest was given up.
     saved.sort(key=lambda one: (one[1] <= reached, one[1]))
-    removed = [
-        tag
-        for tag, step in saved[: max(len(saved) - keep_last, 0)]
-        if tag not in always
-        and not (keep_every and step % keep_every == 0)
-        and _is_of(directory / tag, step)
-    ]
+    removed = []
+    for tag, step in saved[: max(len(saved) - keep_last, 0)]:
+        if tag in always or (keep_every and step % keep_every == 0):
+            continue
+        with suppress(CheckpointError):  # what cannot be read stays
+            if read_manifest(directory / tag).progress_step() == step:
+                removed.append(tag)
     for tag in () if is_trial else removed:
         try:
             entry(directory / tag).discard()
         except OSError as error:
             _log.warning("%s stays, though it is not to be kept: %s", directory / tag, error)
     return removed
-
-
-def _is_of(place: Location, step: int) -> bool:
-    """Whether ``place`` can be read and was saved at ``step``."""
-    try:
-        return read_manifest(place).progress_step() == step
-    except CheckpointError:
-        return False

@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, Annotated, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -101,21 +101,24 @@ class StoredTensor:
             raise CheckpointCorruptError(
                 f"{self.path} has {math.prod(self.shape)} elements where {first} to {last} are read"
             )
+        with open_regular(self.path, follows_links=self.follows_links) as file:
+            return self.read_from(file, first, last)
+
+    def read_from(self, file: IO[bytes], first: int, last: int) -> Tensor:
+        """Return what `read` does, of the open ``file``."""
         if first == last:
             return torch.empty(0, dtype=self.dtype)
         data = bytearray((last - first) * self.dtype.itemsize)
         left = memoryview(data)
-        with open_regular(self.path, follows_links=self.follows_links) as file:
-            file.seek(self.start + first * self.dtype.itemsize)
-            while left.nbytes:
-                count = file.readinto(left)  # type: ignore[attr-defined]
-                if not count:
-                    raise CheckpointCorruptError(f"{self.path} ends within a tensor")
-                left = left[count:]
+        file.seek(self.start + first * self.dtype.itemsize)
+        while left.nbytes:
+            count = file.readinto(left)  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointCorruptError(f"{self.path} ends within a tensor")
+            left = left[count:]
         return torch.frombuffer(data, dtype=self.dtype)
 
     def value(self) -> Tensor:
-        """Return the whole tensor, as `read` does."""
         return self.read(0, math.prod(self.shape)).view(self.shape)
 
 
@@ -138,12 +141,7 @@ def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredT
 
 
 def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Return the files of a model: of a file, several files, or a Hugging Face folder.
-
-    Raises:
-        CheckpointError: there is none.
-        CheckpointCorruptError: the index is no index, or names files elsewhere.
-    """
+    """Return the files of a model: of a file, several files, or a Hugging Face folder."""
     if not isinstance(source, str | Path):
         return [Path(path) for path in source]
     path = Path(source)
@@ -157,19 +155,17 @@ def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
                 "format must be saved as safetensors first"
             )
         path = path / INDEX
-    return _files_of_index(path) if path.name.endswith(".index.json") else [path]
-
-
-def _files_of_index(index: Path) -> list[Path]:
-    with open_regular(index) as file:
+    if not path.name.endswith(".index.json"):
+        return [path]
+    with open_regular(path) as file:
         data = file.read(_MAX_INDEX_BYTES)
     try:
         names = sorted(set(_Index.model_validate_json(data).weight_map.values()))
     except ValidationError as error:
-        raise CheckpointCorruptError(f"{index} has no weight_map: {first_error(error)}") from error
+        raise CheckpointCorruptError(f"{path} has no weight_map: {first_error(error)}") from error
     if any(Path(name).name != name for name in names):
-        raise CheckpointCorruptError(f"{index} names files outside its folder: {names[:3]}")
-    return [index.parent / name for name in names]
+        raise CheckpointCorruptError(f"{path} names files outside its folder: {names[:3]}")
+    return [path.parent / name for name in names]
 
 
 def read_header(path: Location, *, follows_links: bool = True) -> dict[str, StoredTensor]:
@@ -180,55 +176,42 @@ def read_header(path: Location, *, follows_links: bool = True) -> dict[str, Stor
         CheckpointCorruptError: it is not whole.
     """
     with open_regular(path, follows_links=follows_links) as file:
-        found, _ = read_open(file, path)
-        return {name: replace(t, follows_links=follows_links) for name, t in found.items()}
+        return read_open(file, path, follows_links=follows_links)[0]
 
 
-def read_open(file: IO[bytes], path: Location) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of an open file, and the strings of its writer. ``path``: for messages.
-
-    Raises:
-        CheckpointError: a tensor has a dtype that torch lacks.
-        CheckpointCorruptError: it is not whole.
-    """
+def read_open(
+    file: IO[bytes], path: Location, *, follows_links: bool = True
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors of an open file, and the strings of its writer. ``path``: for messages."""
+    found, size = {}, size_of(file)
     try:
-        length, header = _header_of(file)
-        return _checked(path, size_of(file), length, header), header.metadata
+        stop = length = 8 + int.from_bytes(file.read(8), "little")
+        if length > min(size, _MAX_HEADER_BYTES):
+            raise ValueError(f"it has {size} bytes, and a header of {length}")
+        header = _Header.model_validate_json(file.read(length - 8))
+        # The tensors follow one another up to the file's end.
+        entries = header.__pydantic_extra__.items()
+        for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
+            if entry.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{path}: tensor {name} has dtype {entry.dtype}, not read here"
+                )
+            dtype, (low, high) = DTYPES[entry.dtype], entry.data_offsets
+            numel = math.prod(entry.shape)
+            if length + low != stop or high - low != numel * dtype.itemsize:
+                raise ValueError(
+                    f"{name}, {entry.dtype} {entry.shape}, has the bytes {low} to {high}"
+                )
+            found[name] = StoredTensor(path, dtype, entry.shape, stop, follows_links)
+            stop = length + high
+        if stop != size:
+            raise ValueError(f"it has {size} bytes, and its tensors end at {stop}")
     except (ValidationError, ValueError) as error:
         reason = first_error(error) if isinstance(error, ValidationError) else error
         raise CheckpointCorruptError(
             f"{path} is not a whole safetensors file: {reason}; copy or download it again"
         ) from error
-
-
-def header_bytes(prefix: bytes) -> int:
-    """Return the bytes in front of a file's first tensor. ``prefix``: its first 8 bytes."""
-    return 8 + int.from_bytes(prefix, "little")
-
-
-def _header_of(file: IO[bytes]) -> tuple[int, _Header]:
-    """Return the bytes in front of the first tensor, and the header."""
-    length = header_bytes(file.read(8))
-    if length > min(size_of(file), _MAX_HEADER_BYTES):
-        raise ValueError(f"it has {size_of(file)} bytes, and a header of {length}")
-    return length, _Header.model_validate_json(file.read(length - 8))
-
-
-def _checked(path: Location, size: int, length: int, header: _Header) -> dict[str, StoredTensor]:
-    """Return the tensors of a header whose tensors follow one another up to the file's end."""
-    found, stop = {}, 0
-    entries = header.__pydantic_extra__.items()
-    for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
-        if entry.dtype not in DTYPES:
-            raise CheckpointError(f"{path}: tensor {name} has dtype {entry.dtype}, not read here")
-        dtype, (low, high) = DTYPES[entry.dtype], entry.data_offsets
-        if low != stop or high - low != math.prod(entry.shape) * dtype.itemsize:
-            raise ValueError(f"{name}, {entry.dtype} {entry.shape}, has the bytes {low} to {high}")
-        stop = high
-        found[name] = StoredTensor(path, dtype, entry.shape, length + low)
-    if length + stop != size:
-        raise ValueError(f"it has {size} bytes, and its tensors end at {length + stop}")
-    return found
+    return found, header.metadata
 
 
 def first_error(error: ValidationError) -> str:
@@ -239,11 +222,6 @@ def first_error(error: ValidationError) -> str:
 
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:
-    """Return the format's name of ``dtype``.
-
-    Raises:
-        CheckpointError: it has none. ``name`` is the tensor's, for the message.
-    """
     if dtype not in _NAMES:
         raise CheckpointError(f"{name} is {dtype}, which safetensors cannot hold")
     return _NAMES[dtype]
@@ -275,3 +253,38 @@ def make_header(
     text = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+class Blocks(Protocol):
+    """A 1-D tensor whose parts are made when they are reached, once."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __iter__(self) -> Iterator[Tensor]: ...
+
+
+def arrange(
+    tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]],
+) -> tuple[bytes, int, Iterator[Tensor]]:
+    """Return the header of a file, the bytes behind it, and the tensors that have them, in order.
+
+    A sequence of 1-D tensors stands for their concatenation, which is not made.
+    """
+    found: list[tuple[str, torch.dtype, Sequence[int], Iterable[Tensor]]] = []
+    for key, values in tensors.items():
+        parts = [values] if isinstance(values, Tensor) else values
+        if not isinstance(parts, Sequence):
+            found.append((key, parts.dtype, parts.shape, parts))
+        elif len(parts) == 1:
+            found.append((key, parts[0].dtype, parts[0].shape, parts))
+        else:
+            found.append((key, parts[0].dtype, [sum(t.numel() for t in parts)], parts))
+    # The order of the safetensors library: every tensor is aligned to its elements.
+    found.sort(key=lambda one: (-one[1].itemsize, one[0]))
+    header = make_header((one[:3] for one in found), {})
+    size = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape, _ in found)
+    return header, size, (tensor.contiguous() for one in found for tensor in one[3])

@@ -28,8 +28,9 @@ import logging
 import random
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -52,22 +53,21 @@ from zero_core.checkpoint.manifest import (
     slice_key,
 )
 from zero_core.checkpoint.retention import prune, split_tag
-from zero_core.checkpoint.safetensors_files import bytes_of, make_header
-from zero_core.checkpoint.storage.disk import no_room, write_all
+from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
+from zero_core.checkpoint.storage import ADVICE
+from zero_core.checkpoint.storage.local import no_room, write_all
 from zero_core.checkpoint.storage.location import Location, Staging, entry
 from zero_core.checkpoint.whole_states import flatten
 from zero_core.comm.control import Exchange
 from zero_core.errors import CheckpointError
-from zero_core.layout.arithmetic import ParamSpec
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import WholeStateTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState
-from zero_core.sharded.snapshot import Snapshot, StateBlocks
+from zero_core.sharded.snapshot import Snapshot
 
 _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 20
 """Bytes written at once: they stay in the processor's cache for their checksum."""
-_ADVICE = "save to another folder; checkpoints that were there before are whole"
 _Facts = dict[str, dict[str, Any]]
 """Size and checksums of files, by name."""
 
@@ -82,163 +82,128 @@ class SaveOptions:
     keep_every: int | None = None
 
     def check(self) -> None:
-        """Raise CheckpointError where a value is out of range."""
         for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if value is not None and value < 1:
                 raise CheckpointError(f"{name} = {value}: expected 1 or more, or None")
 
 
-@dataclass(frozen=True)
-class KnownFile:
-    """A file of an engine's last save. If it would be written again, it is linked.
-
-    Attributes:
-        path: where it is.
-        inode: of what was written there: see `zero_core.checkpoint.storage.location.Entry`.
-        facts: size and checksums.
-        version: of the states in it, None if that is not known.
-    """
+class KnownFile(NamedTuple):
+    """A file of an engine's last save. If it would be written again, it is linked."""
 
     path: Location
-    inode: tuple[int, ...]
-    facts: dict[str, Any]
-    version: int | None
+    inode: tuple[int, ...]  # of what was written there: see `LocalEntry.inode`
+    facts: dict[str, Any]  # size and checksums
+    version: int | None  # of the states in it, None if that is not known
 
 
+@dataclass
 class Save:
     """One checkpoint under way.
 
-    The constructor takes what is small. `write` does the rest, at once or in another thread.
+    Making one takes what is small; every rank must do so. `write` does the rest, at once or in
+    another thread.
 
     Attributes:
-        place: the checkpoint's folder.
+        state: frozen values are read from it as long as `write` runs.
+        snapshot: its trainable segments' states.
+        directory: folder of all checkpoints. Where ranks have folders of their own, a load needs
+            all files in one folder.
+        previous: this rank's files of the last save.
+        version: of the states: one that they had before stands for the same values. None: not
+            known.
         known: this rank's files, once the checkpoint is complete.
     """
 
-    def __init__(
-        self,
-        state: ShardedState,
-        snapshot: Snapshot,
-        directory: Location,
-        tag: str,
-        progress: TrainState,
-        client_state: Mapping[str, Any],
-        options: SaveOptions,
-        *,
-        previous: Mapping[str, KnownFile],
-        version: int | None,
-    ) -> None:
-        """Take what is small. Every rank must call it.
+    state: ShardedState
+    snapshot: Snapshot
+    directory: Location
+    tag: str
+    progress: TrainState
+    client_state: Mapping[str, Any]
+    options: SaveOptions
+    previous: Mapping[str, KnownFile]
+    version: int | None
+    known: dict[str, KnownFile] = field(default_factory=dict)
 
-        Args:
-            state: frozen values are read from it as long as `write` runs.
-            snapshot: its trainable segments' states.
-            directory: folder of all checkpoints. Where ranks have folders of their own, a load
-                needs all files in one folder.
-            tag: name of this one.
-            progress: counters and the like.
-            client_state: JSON and small tensors.
-            options: see `zero_core.Engine.save_checkpoint`.
-            previous: this rank's files of the last save.
-            version: of the states: one that they had before stands for the same values. None: not
-                known.
+    @property
+    def place(self) -> Location:
+        return self.directory / self.tag
 
-        Raises:
-            CheckpointError: something cannot be stored.
-        """
-        self.place = directory / tag
-        self.known: dict[str, KnownFile] = {}
-        self._state = state
-        self._snapshot = snapshot
-        self._directory = directory
-        self._options = options
-        self._previous = previous
-        self._version = version
-        self._names = _all_state_names(state)
+    def __post_init__(self) -> None:
+        state, rank = self.state, self.state.control.rank
+        # The states of any rank's tier: one without updates may have fewer.
+        own = json.dumps(list(state.tier.state_names())).encode()
+        rows = [json.loads(row) for row in state.control.gather_bytes(own)]
+        self._names = list(dict.fromkeys(name for row in rows for name in row))
         self._tensors: dict[str, dict[str, Tensor]] = {}  # by file
         self._sliced: dict[str, dict[str, Tensor]] = {}  # by state
-        kept = progress.state_dict()
+        self._wholes: dict[str, Any] = {}
+        kept = self.progress.state_dict()
 
         def prepare() -> None:
-            check_tag(tag)
-            options.check()
+            check_tag(self.tag)
+            self.options.check()
             self._words = {
                 "progress": encode(kept, "progress"),
-                "client_state": encode(client_state, "client_state"),
+                "client_state": encode(self.client_state, "client_state"),
             }
-            self._take_small()
-            directory.mkdir(parents=True, exist_ok=True)
+            self._scalars = own_scalars(state)
+            self._python_rng = random.getstate()
+            self._tensors[file_name(RNG, rank)] = random_states()
+            if rank == 0:
+                self._tensors[BUFFERS] = state.buffers()
+            if isinstance(state.tier, WholeStateTier):
+                whole = self._tensors[file_name(WHOLE, rank)] = {}
+                self._wholes = whole_states(state, state.tier, whole)
+            self.directory.mkdir(parents=True, exist_ok=True)
 
         state.control.together("checkpoint: prepare", prepare)
-
-    def _take_small(self) -> None:
-        state, rank = self._state, self._state.control.rank
-        self._scalars = own_scalars(state)
-        self._python_rng = random.getstate()
-        rng = {"torch": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            rng["cuda"] = torch.cuda.get_rng_state()
-        self._tensors[file_name(RNG, rank)] = rng
-        if rank == 0:
-            self._tensors[BUFFERS] = state.buffers()
-        self._wholes: dict[str, Any] = {}
-        if isinstance(state.tier, WholeStateTier):
-            tensors = self._tensors.setdefault(file_name(WHOLE, rank), {})
-            self._wholes = whole_states(state, state.tier, tensors)
 
     def detach(self) -> None:
         """Copy what steps may change before `write` has read it, beside the snapshot's states.
 
         Those are states of whole parameters, and frozen values that are not in host memory.
         """
-        state, rank = self._state, self._state.control.rank
+        state, rank = self.state, self.state.control.rank
         whole = self._tensors.get(file_name(WHOLE, rank), {})
         whole.update({key: t.detach().to("cpu", copy=True) for key, t in whole.items()})
         if isinstance(state.tier, WholeStateTier):
             self._sliced = {n: slices(state, state.tier, n) for n in self._names if n != MASTER}
-        if self._options.has_frozen:
-            self._tensors[file_name(VALUE, rank)] = _frozen(state)
+        if self.options.has_frozen:
+            self._tensors[file_name(VALUE, rank)] = frozen_slices(state)
 
     def write(self, exchange: Exchange) -> Location:
-        """Write the checkpoint. Every rank must call it, and ``exchange`` is theirs.
-
-        Raises:
-            CheckpointError: a rank failed. What was written is removed.
-        """
+        """Write the checkpoint. Every rank must call it, and ``exchange`` is theirs."""
         token = exchange.gather_bytes(uuid.uuid4().hex.encode())[0].decode()
-        staging = entry(self._directory).staging(self.place.name, token)
-        is_first = _is_first_in(self._directory, token, exchange)
-
-        def make_folder() -> None:
-            if is_first:
-                staging.make()
+        staging = entry(self.directory).staging(self.tag, token)
+        is_first = _is_first_in(self.directory, token, exchange)
+        options, tag = self.options, self.tag
 
         def describe() -> None:
             if is_first:
                 gathered = [json.loads(row) for row in rows]
-                facts = {**self._words, "has_frozen": self._options.has_frozen}
-                frame = fill(frame_of(self._state), gathered, self._names)
-                write_manifest(staging, {**frame, **facts})
+                content = fill(frame_of(self.state), gathered, self._names)
+                write_manifest(staging, content | self._words | {"has_frozen": options.has_frozen})
 
         def finish() -> None:
-            if is_first:
-                options, directory, tag = self._options, self._directory, self.place.name
-                staging.commit(is_latest=options.is_latest)
-                prefix, number = split_tag(tag)
-                is_step = number == self._words["progress"]["global_steps"]
-                try:
-                    prune(
-                        directory,
-                        keep_last=options.keep_last if is_step else None,
-                        keep_every=options.keep_every,
-                        newest=tag,
-                        prefixes=(prefix,),
-                    )
-                except (OSError, CheckpointError) as error:  # this one is committed
-                    _log.warning("checkpoints beside %s stay: %s", self.place, error)
+            if not is_first:
+                return
+            staging.commit(is_latest=options.is_latest)
+            prefix, number = split_tag(tag)
+            is_step = number == self._words["progress"]["global_steps"]
+            try:
+                prune(
+                    self.directory,
+                    keep_last=options.keep_last if is_step else None,
+                    keep_every=options.keep_every,
+                    newest=tag,
+                    prefixes=(prefix,),
+                )
+            except (OSError, CheckpointError) as error:  # this one is committed
+                _log.warning("checkpoints beside %s stay: %s", self.place, error)
 
         try:
-            exchange.together("checkpoint: prepare", make_folder)
+            exchange.together("checkpoint: prepare", lambda: staging.make() if is_first else None)
             written = exchange.together(
                 "checkpoint: write", lambda: self._write_files(staging.folder)
             )
@@ -252,27 +217,27 @@ class Save:
 
     def _write_files(self, folder: Location) -> _Facts:
         """Write this rank's files, and return size and checksums of each."""
-        state, rank = self._state, self._state.control.rank
+        state, rank = self.state, self.state.control.rank
         trainable = [s.index for s in state.layout.segments if s.is_trainable]
         written: _Facts = {}
         for name in self._names:
             # One state at a time: the copies of only one are in memory.
-            tensors: Mapping[str, Tensor | StateBlocks]
+            tensors: Mapping[str, Tensor | Blocks]
             if name == MASTER or not isinstance(state.tier, WholeStateTier):
-                tensors = {str(s): self._snapshot.tensor(s, name) for s in trainable}
+                tensors = {str(s): self.snapshot.tensor(s, name) for s in trainable}
             elif name in self._sliced:
                 tensors = self._sliced.pop(name)
             else:
                 tensors = slices(state, state.tier, name)
             file = file_name(name, rank)
-            known = self._previous.get(file)
-            is_same = known is not None and known.version == self._version is not None
-            written |= self._put(folder, file, tensors, known if is_same else None, self._version)
-        if self._options.has_frozen:
-            self._tensors.setdefault(file_name(VALUE, rank), _frozen(state))
+            known = self.previous.get(file)
+            is_same = known is not None and known.version == self.version is not None
+            written |= self._put(folder, file, tensors, known if is_same else None, self.version)
+        if self.options.has_frozen:
+            self._tensors.setdefault(file_name(VALUE, rank), frozen_slices(state))
         for file, values in self._tensors.items():
-            known = self._previous.get(file) if file.startswith((VALUE, BUFFERS)) else None
-            is_same = known is not None and known.facts == _sum_of(values)
+            known = self.previous.get(file) if file.startswith((VALUE, BUFFERS)) else None
+            is_same = known is not None and known.facts == _write_summed(values)
             written |= self._put(folder, file, values, known if is_same else None)
         return written
 
@@ -280,20 +245,20 @@ class Save:
         self,
         folder: Location,
         name: str,
-        tensors: Mapping[str, Tensor | StateBlocks],
+        tensors: Mapping[str, Tensor | Blocks],
         same: KnownFile | None,
         version: int | None = None,
     ) -> _Facts:
         """Link a file to ``same``, which has the same content, or write it."""
         path = folder / name
         if same is not None and entry(path).link_to(same.path, same.inode):
-            facts = same.facts
+            facts = {name: same.facts}
         else:
-            facts = write_file(folder, name, tensors)[name]
+            facts = write_file(folder, name, tensors)
         inode = entry(path).inode()
         if inode is not None:
-            self.known[name] = KnownFile(self.place / name, inode, facts, version)
-        return {name: facts}
+            self.known[name] = KnownFile(self.place / name, inode, facts[name], version)
+        return facts
 
 
 def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
@@ -313,16 +278,14 @@ def _is_first_in(directory: Location, token: str, exchange: Exchange) -> bool:
         marks[-1].unlink(missing_ok=True)
 
 
-def _all_state_names(state: ShardedState) -> list[str]:
-    """Return the states of any rank's tier. A tier without updates may have fewer."""
-    rows = state.control.gather_bytes(json.dumps(list(state.tier.state_names())).encode())
-    return list(dict.fromkeys(name for row in rows for name in json.loads(row)))
-
-
-def _frozen(state: ShardedState) -> dict[str, Tensor]:
-    """Return this rank's slices of frozen values, by segment."""
+def frozen_slices(state: ShardedState) -> dict[str, Tensor]:
     frozen = [s.index for s in state.layout.segments if not s.is_trainable]
     return {str(s): state.own_slice(s) for s in frozen}
+
+
+def random_states() -> dict[str, Tensor]:
+    found = {"torch": torch.get_rng_state()}
+    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, Tensor]:
@@ -361,7 +324,7 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
 
 
 def write_file(
-    folder: Location, name: str, tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]]
+    folder: Location, name: str, tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]]
 ) -> dict[str, dict[str, Any]]:
     """Write a safetensors file so that it lasts, and return its size and checksums.
 
@@ -371,77 +334,37 @@ def write_file(
     Raises:
         CheckpointError: there is no room, or a file of that name.
     """
-    path, summed = folder / name, _Summed()
+    path = folder / name
     try:
         with entry(path).writing() as file:
-            for data in _content(tensors):
-                summed.add(data, file)
+            facts = _write_summed(tensors, file)
     except OSError as error:
-        raise no_room(path, error, _ADVICE) from error
-    return {name: summed.facts()}
+        raise no_room(path, error, ADVICE) from error
+    return {name: facts}
 
 
-def _sum_of(tensors: Mapping[str, Tensor | StateBlocks]) -> dict[str, Any]:
-    """Return size and checksums of the file that `write_file` would write."""
-    summed = _Summed()
-    for data in _content(tensors):
-        summed.add(data)
-    return summed.facts()
+def _write_summed(
+    tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]], file: IO[bytes] | None = None
+) -> dict[str, Any]:
+    """Return size and checksums of a safetensors file, as the manifest has them.
 
-
-def _content(
-    tensors: Mapping[str, Tensor | StateBlocks | Sequence[Tensor]],
-) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file, each part valid until the next one."""
-    found = {key: _Stored.of(values) for key, values in tensors.items()}
-    # The order of the safetensors library: every tensor is aligned to its elements.
-    ordered = sorted(found.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    yield memoryview(make_header(((key, t.dtype, t.shape) for key, t in ordered), {}))
-    for tensor in (t for _, stored in ordered for t in stored.parts):
-        value = tensor.contiguous()  # as long as its bytes are read
-        yield bytes_of(value)
-
-
-class _Stored(NamedTuple):
-    """A tensor of a file, and the consecutive parts of its elements."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: Iterable[Tensor]
-
-    @classmethod
-    def of(cls, values: Tensor | StateBlocks | Sequence[Tensor]) -> _Stored:
-        if isinstance(values, StateBlocks):
-            return cls(values.dtype, values.shape, values)
-        parts = (values,) if isinstance(values, Tensor) else tuple(values)
-        is_one = len(parts) == 1
-        shape = tuple(parts[0].shape) if is_one else (sum(t.numel() for t in parts),)
-        return cls(parts[0].dtype, shape, parts)
-
-
-class _Summed:
-    """Size of a file, and the CRC-32 of each of its chunks."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.crcs = [0]
-
-    def facts(self) -> dict[str, Any]:
-        """Return them as the manifest has them."""
-        return {"bytes": self.size, "crc32": self.crcs}
-
-    def add(self, data: memoryview, file: IO[bytes] | None = None) -> None:
-        """Add ``data``, block by block, and append each to ``file`` while it is in the cache."""
+    Each block is appended to ``file`` while it is in the cache.
+    """
+    size, crcs = 0, [0]
+    header, _, values = arrange(tensors)
+    for value in chain([torch.frombuffer(bytearray(header), dtype=torch.uint8)], values):
+        data = bytes_of(value)
         while data.nbytes:
-            used = self.size % CHUNK_BYTES
-            if self.size and not used:
-                self.crcs.append(0)
+            used = size % CHUNK_BYTES
+            if size and not used:
+                crcs.append(0)
             block = data[: min(CHUNK_BYTES - used, _BLOCK_BYTES)]
-            self.crcs[-1] = zlib.crc32(block, self.crcs[-1])
+            crcs[-1] = zlib.crc32(block, crcs[-1])
             if file is not None:
                 write_all(file, block)
-            self.size += block.nbytes
+            size += block.nbytes
             data = data[block.nbytes :]
+    return {"bytes": size, "crc32": crcs}
 
 
 def fill(frame: Mapping[str, Any], rows: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
@@ -450,20 +373,14 @@ def fill(frame: Mapping[str, Any], rows: Sequence[Any], names: Sequence[str]) ->
     A row has the files, scalars, state of Python's generator and whole states of a rank, in rank
     order. ``names`` are those of all states.
     """
-    files: dict[str, Any] = {}
-    scalars: dict[str, Any] = {}
-    wholes: dict[str, Any] = {}
-    for written, owned, _, of_rank in rows:
-        files |= written
-        scalars |= owned
-        wholes |= of_rank
+    files, scalars, rng, wholes = zip(*rows, strict=True)
     return {
         **frame,
         "states": list(names),
-        "scalars": scalars,
-        "whole_states": wholes,
-        "python_rng": [rng for _, _, rng, _ in rows],
-        "files": files,
+        "scalars": {k: v for row in scalars for k, v in row.items()},
+        "whole_states": {k: v for row in wholes for k, v in row.items()},
+        "python_rng": list(rng),
+        "files": {k: v for row in files for k, v in row.items()},
     }
 
 
@@ -476,7 +393,17 @@ def frame_of(state: ShardedState) -> dict[str, Any]:
         "chunk_bytes": CHUNK_BYTES,
         "world_size": layout.world_size,
         "optimizer": state.optimizer,
-        "params": [_describe(spec) for spec in layout.params],
+        "params": [
+            {
+                "name": spec.name,
+                "aliases": list(spec.aliases),
+                "shape": list(spec.shape),
+                "dtype": str(spec.dtype).removeprefix("torch."),
+                "is_trainable": spec.is_trainable,
+                **({"memory_order": list(spec.order)} if spec.order else {}),
+            }
+            for spec in layout.params
+        ],
         "segments": [
             {
                 "is_trainable": s.is_trainable,
@@ -486,17 +413,6 @@ def frame_of(state: ShardedState) -> dict[str, Any]:
             for s in layout.segments
         ],
     }
-
-
-def _describe(spec: ParamSpec) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "name": spec.name,
-        "aliases": list(spec.aliases),
-        "shape": list(spec.shape),
-        "dtype": str(spec.dtype).removeprefix("torch."),
-        "is_trainable": spec.is_trainable,
-    }
-    return {**found, "memory_order": list(spec.order)} if spec.order else found
 
 
 def write_manifest(staging: Staging, content: Mapping[str, Any]) -> None:

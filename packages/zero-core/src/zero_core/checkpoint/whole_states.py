@@ -104,11 +104,7 @@ def check(value: Any, tensors: Collection[str]) -> None:
 
 
 def check_classes(value: Any) -> None:
-    """Refuse what `check` has passed where a tensor's class is not known to be safe here.
-
-    Raises:
-        CheckpointError: it is not one that torch takes to be safe.
-    """
+    """Refuse what `check` has passed where a tensor's class is not known to be safe here."""
     if isinstance(value, dict):
         if _WRAPPED in value:
             _safe_class(value[_WRAPPED])
@@ -126,11 +122,7 @@ def _is_key(value: Any) -> bool:
 
 
 def restore(value: Any, reader: Reader, file: str) -> Any:
-    """Return the argument of `flatten`, which `check` has passed, with the tensors of ``file``.
-
-    Raises:
-        CheckpointError: a tensor's class is not one that torch takes to be safe.
-    """
+    """Return the argument of `flatten`, which `check` has passed, with the tensors of ``file``."""
     if isinstance(value, list):
         return [restore(item, reader, file) for item in value]
     if not isinstance(value, dict):

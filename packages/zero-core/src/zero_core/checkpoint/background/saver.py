@@ -16,7 +16,6 @@ import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -85,9 +84,10 @@ class Saver:
     ) -> Location:
         """Write a checkpoint at once. Every rank must call it. See `Save`."""
         self._settle("wait")
-        snapshot = Snapshot(self._state, None)
-        save = self._take(snapshot, directory, tag, client_state, options)
-        return self._write(save, self._state.control)
+        save = self._take(Snapshot(self._state, None), directory, tag, client_state, options)
+        place = save.write(self._state.control)
+        self._known = save.known
+        return place
 
     def start(
         self,
@@ -104,7 +104,7 @@ class Saver:
         See `zero_core.Engine.async_save`.
         """
         self._settle(on_pending)
-        snapshot = Snapshot(self._state, self._watched(), max_bytes)
+        snapshot = Snapshot(self._state, self._watch, max_bytes)
         try:
             save = self._take(snapshot, directory, tag, client_state, options)
             save.detach()
@@ -113,8 +113,7 @@ class Saver:
         except BaseException:
             snapshot.end()
             raise
-        pending = PendingSave(tag, snapshot)
-        self._pending = pending
+        self._pending = pending = PendingSave(tag, snapshot)
         self._state.readers[:] = [pending]
         threading.Thread(
             target=self._run, args=(pending, save, snapshot), name=f"zero-core save of {tag}"
@@ -122,21 +121,23 @@ class Saver:
         return pending
 
     def _settle(self, on_pending: OnPending) -> None:
-        """Have no save under way. Its error is raised on all ranks, unless all have asked for it.
-
-        Raises:
-            CheckpointError: it failed, or is under way and ``on_pending`` is "refuse".
-        """
+        """Have no save under way. Raise its error on all ranks, unless all have asked for it."""
 
         def settle() -> None:
-            if on_pending == "refuse":
-                self._check_is_done()
+            pending = self._pending
+            if on_pending == "refuse" and pending is not None and not pending.done():
+                raise CheckpointError(
+                    f"the save of {pending.tag} is under way, and on_pending is 'refuse': save "
+                    "later, wait for result() of that one, or choose on_pending='wait'"
+                )
             try:
                 self.finish()
             except CollectiveError as error:  # of the store, perhaps on this rank alone
                 raise CheckpointFailedError(str(error)) from error
 
         self._state.control.together("checkpoint: prepare", settle)
+        if self._watch is None and isinstance(self._state.tier, SnapshotTier):
+            self._watch = StateWatch(self._state.tier)
 
     def finish(self) -> None:
         """Wait for the save under way. Raises its error, unless somebody has asked for it."""
@@ -149,19 +150,6 @@ class Saver:
         if self._pending is not None:
             wait([self._pending])
 
-    def _check_is_done(self) -> None:
-        if self._pending is not None and not self._pending.done():
-            raise CheckpointError(
-                f"the save of {self._pending.tag} is under way, and on_pending is 'refuse': save "
-                "later, wait for result() of that one, or choose on_pending='wait'"
-            )
-
-    def _watched(self) -> StateWatch | None:
-        tier = self._state.tier
-        if self._watch is None and isinstance(tier, SnapshotTier):
-            self._watch = StateWatch(tier)
-        return self._watch
-
     def _take(
         self,
         snapshot: Snapshot,
@@ -170,7 +158,6 @@ class Saver:
         client_state: Mapping[str, Any],
         options: SaveOptions,
     ) -> Save:
-        watch = self._watched()
         return Save(
             self._state,
             snapshot,
@@ -179,22 +166,17 @@ class Saver:
             self._progress,
             client_state,
             options,
-            previous=self._known,
-            version=None if watch is None else watch.num_changes,
+            self._known,
+            None if self._watch is None else self._watch.num_changes,
         )
 
-    def _write(self, save: Save, exchange: Exchange) -> Location:
-        place = save.write(exchange)
-        self._known = save.known
-        return place
-
     def _run(self, pending: PendingSave, save: Save, snapshot: Snapshot) -> None:
-        place: Location = Path()
         failure = None
         try:
             use_one_core()
             with torch.no_grad(), snapshot.reading():
-                place = self._write(save, self._exchange)
+                save.write(self._exchange)
+            self._known = save.known
         except BaseException as error:
             failure = error
             _log.error(
@@ -203,6 +185,6 @@ class Saver:
         snapshot.end()
         self._exchange.leave()  # the next save uses it once there is a result
         if failure is None:
-            pending.set_result(place)
+            pending.set_result(save.place)
         else:
             pending.set_exception(failure)

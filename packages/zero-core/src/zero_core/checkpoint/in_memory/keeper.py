@@ -48,13 +48,5 @@ def keep(folder: Path, launcher: int, start: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def close_all_but(kept: int) -> None:
-    """Close what the rank had open: its connections would outlive it, and peers wait."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > 2 and descriptor != kept:
-            os.closerange(descriptor, descriptor + 1)  # that of the list is closed already
-
-
 if __name__ == "__main__":
-    close_all_but(int(sys.argv[4]))
     keep(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zero_core.checkpoint.files import Reader, crc_of
-from zero_core.checkpoint.in_memory.slot import Slot, Values, read_markers, slot_folders
+from zero_core.checkpoint.in_memory.slot import Slot, read_markers, slot_folders
 from zero_core.checkpoint.manifest import (
     BUFFERS,
     CHUNK_BYTES,
@@ -33,21 +32,13 @@ from zero_core.comm.control import PIECE_BYTES
 from zero_core.sharded.sharded_state import ShardedState
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A snapshot that is whole over all ranks.
+class Snapshot(NamedTuple):
+    """A snapshot that is whole over all ranks."""
 
-    Attributes:
-        serial: its number; the slot is the remainder by two.
-        attempt: the start of the job that wrote it.
-        step: optimizer steps at which it was taken.
-        holders: for each rank that wrote it, the lowest rank here whose host has its files.
-    """
-
-    serial: int
-    attempt: str
-    step: int
-    holders: tuple[int, ...]
+    serial: int  # the slot is the remainder by two
+    attempt: str  # the start of the job that wrote it
+    step: int  # optimizer steps at which it was taken
+    holders: tuple[int, ...]  # of each writing rank's files: the lowest rank here whose host has it
 
 
 def find_newest(state: ShardedState, folder: Path, last_step: int | None) -> Snapshot | None:
@@ -65,24 +56,20 @@ def find_newest(state: ShardedState, folder: Path, last_step: int | None) -> Sna
     holders: dict[tuple[int, str, int, int], dict[int, int]] = {}
     for holder, row in enumerate(rows):
         for serial, attempt, step, world_size, rank in row:
-            if lasts[0] is not None and step > lasts[0]:
-                continue
-            holders.setdefault((serial, attempt, step, world_size), {}).setdefault(rank, holder)
+            if lasts[0] is None or step <= lasts[0]:
+                key = (serial, attempt, step, world_size)
+                holders.setdefault(key, {}).setdefault(rank, holder)
     whole = [key for key, found in holders.items() if found.keys() == set(range(key[-1]))]
     if not whole:
         return None
-    serial, attempt, step, world_size = max(whole)
-    found = holders[serial, attempt, step, world_size]
-    return Snapshot(serial, attempt, step, tuple(found[rank] for rank in range(world_size)))
+    serial, attempt, step, world_size = newest = max(whole)
+    return Snapshot(serial, attempt, step, tuple(holders[newest][r] for r in range(world_size)))
 
 
 def open_snapshot(state: ShardedState, folder: Path, snapshot: Snapshot) -> Reader:
     """Return a reader of a snapshot, of which this rank's host has what this rank needs.
 
     Every rank must call it.
-
-    Raises:
-        CheckpointError: a rank failed.
     """
     control = state.control
     place = slot_folders(folder)[snapshot.serial % 2]
@@ -97,13 +84,10 @@ def open_snapshot(state: ShardedState, folder: Path, snapshot: Snapshot) -> Read
         dict.fromkeys(name for rank in sorted(markers) for name in markers[rank]["states"])
     )
     frame = markers[0]["frame"]
-
-    def measure() -> dict[int, Any]:
-        for rank, marker in own.items():
-            _add_missing(place, rank, frame, [n for n in names if n not in marker["states"]])
-        return {rank: _facts(place, rank, m["files"], names) for rank, m in own.items()}
-
-    measured = control.together("memory_checkpoint: read", measure)
+    measured = control.together(
+        "memory_checkpoint: read",
+        lambda: {rank: _measure(place, rank, m, names, frame) for rank, m in own.items()},
+    )
     facts = _merged(control.gather_bytes(json.dumps(measured).encode()))
     rows = [[facts[rank], *markers[rank]["row"]] for rank in sorted(markers)]
     content = {**fill(frame, rows, names), "has_frozen": True}
@@ -115,37 +99,33 @@ def open_snapshot(state: ShardedState, folder: Path, snapshot: Snapshot) -> Read
 
 
 def _merged(rows: Iterable[bytes]) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-    for row in rows:
-        found |= {int(rank): value for rank, value in json.loads(row).items()}
-    return found
+    return {int(rank): value for row in rows for rank, value in json.loads(row).items()}
 
 
-def _add_missing(place: Path, rank: int, frame: Mapping[str, Any], names: list[str]) -> None:
-    """Write zeros for states that a rank without updates did not know, as a save does."""
+def _measure(
+    place: Path, rank: int, marker: Mapping[str, Any], names: list[str], frame: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return size and checksums of a rank's files.
+
+    States that a rank without updates did not know are written before: zeros, as a save does.
+    """
     dtypes = {param["name"]: param["dtype"] for param in frame["params"]}
     slot = Slot(place)
-    for name in names:
-        parts = []
+    for name in [name for name in names if name not in marker["states"]]:
+        zeros = {}
         for index, segment in enumerate(frame["segments"]):
             if segment["is_trainable"]:
-                is_wide = any(dtypes[slot[0]] == "float64" for slot in segment["slots"])
+                is_wide = any(dtypes[param] == "float64" for param, _, _ in segment["slots"])
                 dtype = torch.float64 if is_wide else torch.float32
-                parts.append(Values(str(index), torch.zeros(segment["shard_numel"], dtype=dtype)))
-        slot.write(file_name(name, rank), parts)
-
-
-def _facts(
-    place: Path, rank: int, files: Mapping[str, int], names: list[str]
-) -> dict[str, dict[str, Any]]:
-    """Return size and checksums of a rank's files."""
+                zeros[str(index)] = torch.zeros(segment["shard_numel"], dtype=dtype)
+        slot.write(file_name(name, rank), zeros)
     found = {}
-    for name in dict.fromkeys((*files, *(file_name(state, rank) for state in names))):
-        with open_regular(place / name, follows_links=False) as file:
-            size = size_of(file)
+    for file in dict.fromkeys((*marker["files"], *(file_name(name, rank) for name in names))):
+        with open_regular(place / file, follows_links=False) as opened:
+            size = size_of(opened)
             starts = range(0, max(size, 1), CHUNK_BYTES)
-            crcs = [crc_of(file, min(CHUNK_BYTES, size - s), place / name) for s in starts]
-            found[name] = {"bytes": size, "crc32": crcs}
+            crcs = [crc_of(opened, min(CHUNK_BYTES, size - s), place / file) for s in starts]
+            found[file] = {"bytes": size, "crc32": crcs}
     return found
 
 
@@ -157,14 +137,15 @@ def _needed(state: ShardedState, reader: Reader) -> set[str]:
         (state.layout.params[p.param], p.offset, p.offset + p.stop - p.start) for p in state.pieces
     ]
     ranges += [(spec, low, high) for _, spec, low, high in state.frozen_parts()]
-    found = {BUFFERS, *(whole.file for whole in manifest.whole_states.values())}
+    found = {BUFFERS}
     if manifest.world_size == state.control.world_size:
         found.add(file_name(RNG, state.control.rank))
     for spec, low, high in ranges:
         span = (low, high) if reader.has_order_of(spec) else (0, spec.numel)
         for kind in manifest.states if is_trained[spec.name] else (VALUE,):
             found |= {file_name(kind, rank) for rank in reader.ranks_of(spec.name, *span)}
-    found |= {name for name in manifest.files if name.startswith(WHOLE) and manifest.whole_states}
+    if manifest.whole_states:
+        found |= {name for name in manifest.files if name.startswith(WHOLE)}
     return found
 
 
@@ -176,14 +157,11 @@ def _fetch(
     sources: Mapping[str, int],
 ) -> None:
     """Have every rank get the files of ``place`` that it lacks from ranks that have them."""
-    control = state.control
+    control, slot = state.control, Slot(place)
     asked = [json.loads(row) for row in control.gather_bytes(json.dumps(lacking).encode())]
     for name in sorted({name for row in asked for name in row}):
         size = reader.manifest.files[name].bytes
-        path = place / name
-        aside = place / f".{name}.{control.rank}"
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        slot = Slot(place)
+        path, aside = place / name, place / f".{name}.{control.rank}"
         for start in range(0, size, PIECE_BYTES):
             piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8)
             if sources[name] == control.rank:
@@ -198,5 +176,5 @@ def _fetch(
             aside.replace(path)
     control.together(
         "memory_checkpoint: verify",
-        lambda: reader.check([chunk for chunk in reader.chunks() if chunk[0] in set(lacking)]),
+        lambda: reader.check(chunk for chunk in reader.chunks() if chunk[0] in set(lacking)),
     )

@@ -1,14 +1,18 @@
-"""One of the two slots of a folder in memory: files that are written in place, and markers."""
+"""The two slots of a folder in memory, and their exchange between nodes.
+
+A slot has files that are written in place, and markers.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,14 @@ import torch
 from torch import Tensor
 
 from zero_core.checkpoint.manifest import BUFFERS, is_sealed
-from zero_core.checkpoint.safetensors_files import make_header
-from zero_core.checkpoint.storage.disk import create, no_room, write_all
+from zero_core.checkpoint.safetensors_files import Blocks, arrange, bytes_of
+from zero_core.checkpoint.storage.local import create, no_room, write_all
+from zero_core.comm.p2p import Messages, wait_all
 from zero_core.errors import CheckpointError
 from zero_core.protocols import StateTier
 
-_BLOCK_NUMEL = {True: 1 << 18, False: 1 << 23}
-"""Elements read at once: on a CPU few, which stay in its cache until they are written."""
-_MARKER = re.compile(r"rank-([0-9]{5})\.json")
+_BLOCK_BYTES = 8 << 20  # of a message
+_MAX_CARD_BYTES = 128 << 20
 _OWNED = re.compile(r".+-([0-9]{5})\.(?:json|safetensors)")
 _ADVICE = (
     "make the memory larger (a container's by --shm-size), give a folder in larger memory as "
@@ -32,34 +36,14 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Values:
-    """A tensor to be written under ``key``."""
-
-    key: str
-    tensor: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def blocks(self) -> Iterator[Tensor]:
-        yield self.tensor.contiguous()
-
-
-@dataclass(frozen=True)
 class Slice:
-    """Elements ``[start, stop)`` of a state of ``tier``, to be written under ``key``."""
+    """Elements ``[start, stop)`` of a state of ``tier``, read in blocks of ``block_numel``."""
 
-    key: str
     tier: StateTier
     name: str
     start: int
     stop: int
-    is_on_host: bool
+    block_numel: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,10 +53,9 @@ class Slice:
     def shape(self) -> tuple[int, ...]:
         return (self.stop - self.start,)
 
-    def blocks(self) -> Iterator[Tensor]:
-        size = _BLOCK_NUMEL[self.is_on_host]
-        for low in range(self.start, self.stop, size):
-            yield self.tier.read_state(self.name, low, min(low + size, self.stop))
+    def __iter__(self) -> Iterator[Tensor]:
+        for low in range(self.start, self.stop, self.block_numel):
+            yield self.tier.read_state(self.name, low, min(low + self.block_numel, self.stop))
 
 
 class Slot:
@@ -89,31 +72,18 @@ class Slot:
         self.folder = folder
         self._files: dict[str, Tensor] = {}
 
-    def write(self, name: str, parts: Sequence[Values | Slice]) -> int:
-        """Write a safetensors file in place, and return its bytes.
-
-        Raises:
-            CheckpointError: there is no room.
-        """
-        typed = [(part.dtype, part) for part in parts]
-        typed.sort(key=lambda item: (-item[0].itemsize, item[1].key))
-        header = make_header(((p.key, dtype, p.shape) for dtype, p in typed), {})
-        size = sum(math.prod(part.shape) * dtype.itemsize for dtype, part in typed)
-        into = self.file(name, len(header) + size)
-        stop = len(header)
+    def write(self, name: str, tensors: Mapping[str, Tensor | Blocks]) -> int:
+        """Write a safetensors file in place, and return its bytes."""
+        header, size, blocks = arrange(tensors)
+        into, stop = self.file(name, len(header) + size), len(header)
         into[:stop] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        for _, part in typed:
-            for block in part.blocks():
-                start, stop = stop, stop + block.nbytes
-                into[start:stop] = block.view(-1).view(torch.uint8)
+        for block in blocks:
+            start, stop = stop, stop + block.nbytes
+            into[start:stop] = block.view(-1).view(torch.uint8)
         return into.numel()
 
     def file(self, name: str, size: int) -> Tensor:
-        """Return the bytes of a file, as they are in memory. It gets ``size`` of them.
-
-        Raises:
-            CheckpointError: there is no room.
-        """
+        """Return the bytes of a file, as they are in memory. It gets ``size`` of them."""
         found = self._files.get(name)
         if found is None or found.numel() != size:
             try:
@@ -132,7 +102,6 @@ class Slot:
         return found
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file that this process wrote."""
         return self._files[name].numel()
 
     def invalidate(self, rank: int) -> None:
@@ -155,27 +124,21 @@ class Slot:
 
 
 def slot_folders(folder: Path) -> list[Path]:
-    """Return the folders of the two slots."""
     return [folder / "0", folder / "1"]
 
 
 def read_markers(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the markers of a slot, by rank, whose files are there in the size that they had."""
     found = {}
-    for path in sorted(folder.glob("rank-*.json")):
-        match = _MARKER.fullmatch(path.name)
-        try:
+    for path in sorted(folder.glob("rank-?????.json")):
+        with suppress(OSError):  # another rank writes it
             data = path.read_bytes()
-            marker = json.loads(data) if match is not None and is_sealed(data) else None
-            if marker is not None and _are_whole(folder, marker["files"]):
-                found[int(marker["rank"])] = marker
-        except OSError:  # another rank writes it
-            continue
+            if is_sealed(data):
+                marker = json.loads(data)
+                sizes = {name: (folder / name).stat().st_size for name in marker["files"]}
+                if sizes == marker["files"]:
+                    found[int(marker["rank"])] = marker
     return found
-
-
-def _are_whole(folder: Path, files: dict[str, int]) -> bool:
-    return all((folder / name).stat().st_size == size for name, size in files.items())
 
 
 def drop_others(folder: Path, attempt: str) -> None:
@@ -191,16 +154,57 @@ def drop_strangers(folder: Path, ranks: set[int]) -> None:
     for slot in slot_folders(folder):
         for path in sorted(slot.glob("*")):
             match = _OWNED.fullmatch(path.name)
-            is_buffers = path.name == BUFFERS
-            if (0 if is_buffers else int(match[1]) if match else -1) not in ranks:
+            owner = int(match[1]) if match else 0 if path.name == BUFFERS else -1
+            if owner not in ranks:
                 path.unlink(missing_ok=True)
 
 
-def check_plain_size(name: str, size: int) -> None:
-    """Refuse a file that a peer announces, unless it is one of a rank's.
+class Ring:
+    """Connections of a rank with ``target``, which keeps its copy, and ``source``, the reverse."""
 
-    Raises:
-        CheckpointError: it is none.
-    """
-    if not (name == BUFFERS or _OWNED.fullmatch(name)) or "/" in name or size < 0:
-        raise CheckpointError(f"a peer sends the file {name!r:.80} of {size} bytes: no copy has it")
+    def __init__(self, messages: Messages, *, rank: int, world_size: int, per_node: int) -> None:
+        """Every rank makes its own, in one order."""
+        self.target = (rank + per_node) % world_size
+        self.source = (rank - per_node) % world_size
+        self._messages = messages
+        self._channel = messages.next_channel()
+
+    def swap(self, slot: Slot, files: Mapping[str, int], marker: bytes) -> None:
+        """Send ``files`` (name and bytes) of ``slot`` and its marker, and store the source's.
+
+        Every rank must call it.
+        """
+        said = json.dumps([files, marker.decode()]).encode()
+        card = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        size = torch.empty(1, dtype=torch.int64)
+        self._exchange(torch.tensor([card.numel()]), size)
+        if not 0 < int(size) <= _MAX_CARD_BYTES:
+            raise RuntimeError(f"rank {self.source} announces {int(size)} bytes about its copy")
+        received = torch.empty(int(size), dtype=torch.uint8)
+        self._exchange(card, received)
+        their_files, their_marker = json.loads(bytes(bytes_of(received)))
+        for name, nbytes in their_files.items():
+            if not (name == BUFFERS or _OWNED.fullmatch(name)) or "/" in name or nbytes < 0:
+                raise CheckpointError(
+                    f"a peer sends the file {name!r:.80} of {nbytes} bytes: no copy has it"
+                )
+        slot.invalidate(self.source)
+        for out, into in zip_longest(_blocks(slot, files), _blocks(slot, their_files)):
+            self._exchange(out, into)
+        slot.commit(self.source, their_marker.encode())
+
+    def _exchange(self, given: Tensor | None, into: Tensor | None) -> None:
+        works = []
+        if into is not None:
+            works.append(self._messages.irecv(into, self.source, self._channel))
+        if given is not None:
+            works.append(self._messages.isend(given, self.target, self._channel))
+        wait_all(works)
+
+
+def _blocks(slot: Slot, files: Mapping[str, int]) -> Iterator[Tensor]:
+    """Yield the bytes of each message, where they are in memory."""
+    for name, size in files.items():
+        data = slot.file(name, size)
+        for start in range(0, size, _BLOCK_BYTES):
+            yield data[start : start + _BLOCK_BYTES]

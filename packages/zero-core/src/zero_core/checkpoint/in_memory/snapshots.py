@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,10 @@ from zero_core._libc import use_one_core
 from zero_core.checkpoint.files import newest_step
 from zero_core.checkpoint.in_memory.place import Place, check_launcher
 from zero_core.checkpoint.in_memory.recovery import Snapshot, find_newest, open_snapshot
-from zero_core.checkpoint.in_memory.ring import Ring
 from zero_core.checkpoint.in_memory.slot import (
+    Ring,
     Slice,
     Slot,
-    Values,
     drop_others,
     drop_strangers,
     slot_folders,
@@ -29,7 +27,14 @@ from zero_core.checkpoint.in_memory.slot import (
 from zero_core.checkpoint.json_values import encode
 from zero_core.checkpoint.load import check_fits, restore_from
 from zero_core.checkpoint.manifest import BUFFERS, RNG, VALUE, WHOLE, file_name, seal
-from zero_core.checkpoint.save import frame_of, own_scalars, slices, whole_states
+from zero_core.checkpoint.save import (
+    frame_of,
+    frozen_slices,
+    own_scalars,
+    random_states,
+    slices,
+    whole_states,
+)
 from zero_core.checkpoint.storage.location import Location
 from zero_core.comm.groups import backend_on
 from zero_core.comm.queues import HostQueues
@@ -43,33 +48,6 @@ from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.snapshot import stream_after
 
 
-@dataclass(frozen=True)
-class _Small:
-    """Copies of the values that the next forward changes.
-
-    Attributes:
-        serial: number of the snapshot.
-        step: optimizer steps so far.
-        frame: what all ranks have in common; rank 0 keeps it.
-        random: states of torch's generators.
-        python_random: state of Python's.
-        buffers: the model's; rank 0 keeps them.
-        frozen_version: of the values of frozen parameters.
-        done: fires when the update is done on an accelerator.
-        is_read: set when this rank has read its states, or failed to.
-    """
-
-    serial: int
-    step: int
-    frame: dict[str, Any] | None
-    random: dict[str, Tensor]
-    python_random: Any
-    buffers: dict[str, Tensor]
-    frozen_version: int
-    done: torch.Event | None
-    is_read: threading.Event
-
-
 class MemoryCheckpoints(Extension):
     """Snapshots of one engine: made after a step, found and restored after a restart."""
 
@@ -77,27 +55,30 @@ class MemoryCheckpoints(Extension):
         self,
         state: ShardedState,
         train: TrainState,
-        ring: Ring | None,
-        *,
-        every: int,
-        path: str | None,
+        settings: MemoryCheckpointConfig,
+        ranks: Ranks,
         per_node: int,
     ) -> None:
-        """Prepare. `open` gives the folder.
+        """Prepare. `open` gives the folder. Every rank must call it.
 
-        Args:
-            state: read by the snapshots.
-            train: progress of the training.
-            ring: sends copies to the next node. None: there are none.
-            every: steps between snapshots.
-            path: folder in memory; None is the launcher's.
-            per_node: ranks of a node.
+        Raises:
+            ConfigError: the ranks cannot send memory of the host to another node.
         """
+        self._ring: Ring | None = None  # sends copies to the next node
+        if settings.copies and per_node < ranks.size:
+            if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:
+                raise ConfigError(
+                    "memory_checkpoint.copies = 1 sends memory of the host between nodes: have the "
+                    'process group serve it by init_process_group("cpu:gloo,cuda:nccl"), or set '
+                    "memory_checkpoint.copies to 0"
+                )
+            self._ring = Ring(
+                ranks.messages(), rank=ranks.rank, world_size=ranks.size, per_node=per_node
+            )
         self._state = state
         self._train = train
-        self._ring = ring
-        self._every = every
-        self._path = path
+        self._every = settings.every
+        self._path = settings.path
         self._per_node = per_node
         self._queue = HostQueues()
         self._under_way: Work | None = None
@@ -117,10 +98,6 @@ class MemoryCheckpoints(Extension):
         """Take the folder for copies of the training that is saved in ``directory``.
 
         Every rank must call it.
-
-        Raises:
-            ConfigError: nothing here outlives a rank.
-            CheckpointError: a rank has no such folder, or it is in use.
         """
         self.remove()
         if self._path is None:
@@ -133,12 +110,7 @@ class MemoryCheckpoints(Extension):
         self._restart()
 
     def before_update(self, number: int) -> None:
-        """Wait for the snapshot under way: states are about to be written.
-
-        Raises:
-            RuntimeError: `newer_state` has not been called.
-            CheckpointError: the snapshot failed.
-        """
+        """Wait for the snapshot under way: states are about to be written."""
         if self._place is None:
             raise RuntimeError(
                 "memory_checkpoint keeps copies for engine.resume(directory): call it after "
@@ -147,11 +119,7 @@ class MemoryCheckpoints(Extension):
         self.before_write()
 
     def stepped(self, ended: EndedStep) -> None:
-        """Start to make a snapshot, if it is due.
-
-        Raises:
-            CheckpointError: the client state cannot be stored.
-        """
+        """Start to make a snapshot, if it is due."""
         if ended.number % self._every:
             return
         state, place = self._state, self._place
@@ -163,116 +131,97 @@ class MemoryCheckpoints(Extension):
                 drop_others(place.folder, self._attempt)
         self._serial += 1
         self._num_made += 1
+        content = {
+            "progress": encode(self._train.state_dict(), "progress"),
+            "client_state": encode(ended.client_state, "client_state"),
+        }
         rank, device = state.control.rank, state.device
-        generators = {"torch": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            generators["cuda"] = torch.cuda.get_rng_state()
-        frame = None
+        tensors = {file_name(RNG, rank): random_states()}
         if rank == 0:
-            frame = {
-                **frame_of(state),
-                "progress": encode(self._train.state_dict(), "progress"),
-                "client_state": encode(ended.client_state, "client_state"),
-            }
-        else:
-            encode(ended.client_state, "client_state")
+            tensors[BUFFERS] = state.buffers()
+        facts = {
+            "attempt": self._attempt,
+            "serial": self._serial,
+            "rank": rank,
+            "world_size": state.control.world_size,
+            "step": ended.number,
+            "frame": frame_of(state) | content if rank == 0 else None,
+        }
         is_here = device.type == "cpu"
-        small = _Small(
-            serial=self._serial,
-            step=ended.number,
-            frame=frame,
-            random=generators,
-            python_random=random.getstate(),
-            buffers=state.buffers() if rank == 0 else {},
-            frozen_version=sum(
-                state.params[s.index].version for s in state.layout.segments if not s.is_trainable
-            ),
-            done=None if is_here else torch.accelerator.current_stream(device).record_event(),
-            is_read=threading.Event(),
-        )
-        self._under_way = self._queue.launch(partial(self._make, small), is_reduction=False)
-        self._is_read = small.is_read
+        done = None if is_here else torch.accelerator.current_stream(device).record_event()
+        frozen = [s.index for s in state.layout.segments if not s.is_trainable]
+        frozen_version = sum(state.params[index].version for index in frozen)
+        is_read = threading.Event()
+        make = partial(self._make, facts, tensors, random.getstate(), frozen_version, done, is_read)
+        self._under_way = self._queue.launch(make, is_reduction=False)
+        self._is_read = is_read
 
     def before_write(self) -> None:
-        """Wait for the snapshot under way.
-
-        Raises:
-            CheckpointError: it failed.
-            RuntimeError: a neighbour is gone.
-        """
+        """Wait for the snapshot under way."""
         work, self._under_way = self._under_way, None
         if work is not None:
             work.wait()
 
     @torch.no_grad()
-    def _make(self, small: _Small) -> None:
+    def _make(
+        self,
+        facts: dict[str, Any],
+        tensors: dict[str, dict[str, Tensor]],
+        python_random: Any,
+        frozen_version: int,
+        done: torch.Event | None,
+        is_read: threading.Event,
+    ) -> None:
+        """Write a snapshot, and send it to the next node.
+
+        ``tensors`` are copies of what the next forward changes, by file. On an accelerator ``done``
+        fires at the end of the update. ``is_read``: this rank has read its states, or failed to.
+        """
+        slot, frozen = self._slots[facts["serial"] % 2], file_name(VALUE, facts["rank"])
         try:
             use_one_core()
-            slot = self._slots[small.serial % 2]
-            with stream_after(small.done, self._state.device):
-                sent, marker = self._write(small, slot)
+            with stream_after(done, self._state.device):
+                if self._num_made == 2:  # the first one is whole on all ranks
+                    self._drop_strangers()
+                slot.invalidate(facts["rank"])
+                names, written, wholes = self._write(slot, tensors)
+                sent = dict(written)
+                if self._frozen_versions[facts["serial"] % 2] != frozen_version:
+                    sent[frozen] = slot.write(frozen, frozen_slices(self._state))
+                written[frozen] = slot.size(frozen)
+                row = [own_scalars(self._state), python_random, wholes]
+                marker = seal({**facts, "states": names, "files": written, "row": row})
+                slot.commit(facts["rank"], marker)
         finally:
-            small.is_read.set()
+            is_read.set()
         if self._ring is not None:
             self._ring.swap(slot, sent, marker)
-        self._frozen_versions[small.serial % 2] = small.frozen_version
+        self._frozen_versions[facts["serial"] % 2] = frozen_version
 
-    def _write(self, small: _Small, slot: Slot) -> tuple[dict[str, int], bytes]:
-        """Write this rank's files, and return those that are new and the marker."""
+    def _write(
+        self, slot: Slot, tensors: dict[str, dict[str, Tensor]]
+    ) -> tuple[list[str], dict[str, int], dict[str, Any]]:
+        """Write this rank's states and ``tensors``. Returns names, files and whole states."""
         state, tier, rank = self._state, self._state.tier, self._state.control.rank
-        if self._num_made == 2:  # the first one is whole on all ranks
-            self._drop_strangers()
-        slot.invalidate(rank)
         names, written = list(tier.state_names()), {}
-        for name in names:
-            written[file_name(name, rank)] = slot.write(file_name(name, rank), self._parts(name))
+        for name in names:  # as a save writes them, one at a time
+            parts: Mapping[str, Tensor | Slice]
+            if name != MASTER and isinstance(tier, WholeStateTier):
+                parts = slices(state, tier, name)
+            else:
+                # On a CPU few elements, which stay in its cache until they are written.
+                block_numel = 1 << 18 if state.device.type == "cpu" else 1 << 23
+                parts = {
+                    str(s.index): Slice(tier, name, *state.own_span(s.index), block_numel)
+                    for s in state.layout.segments
+                    if s.is_trainable
+                }
+            written[file_name(name, rank)] = slot.write(file_name(name, rank), parts)
         wholes: dict[str, Any] = {}
         if isinstance(tier, WholeStateTier):
-            tensors: dict[str, Tensor] = {}
-            wholes = whole_states(state, tier, tensors)
-            file = file_name(WHOLE, rank)
-            written[file] = slot.write(file, [Values(k, t) for k, t in tensors.items()])
-        generators = [Values(key, tensor) for key, tensor in small.random.items()]
-        written[file_name(RNG, rank)] = slot.write(file_name(RNG, rank), generators)
-        if rank == 0:
-            buffers = [Values(key, tensor) for key, tensor in small.buffers.items()]
-            written[BUFFERS] = slot.write(BUFFERS, buffers)
-        frozen = file_name(VALUE, rank)
-        is_new = self._frozen_versions[small.serial % 2] != small.frozen_version
-        size = slot.write(frozen, self._frozen()) if is_new else slot.size(frozen)
-        sent = {**written, frozen: size} if is_new else dict(written)
-        marker = seal(
-            {
-                "attempt": self._attempt,
-                "serial": small.serial,
-                "rank": rank,
-                "world_size": state.control.world_size,
-                "step": small.step,
-                "states": names,
-                "files": {**written, frozen: size},
-                "row": [own_scalars(state), small.python_random, wholes],
-                "frame": small.frame,
-            }
-        )
-        slot.commit(rank, marker)
-        return sent, marker
-
-    def _parts(self, name: str) -> list[Values | Slice]:
-        """Return this rank's slices of a state, as a save writes them."""
-        state = self._state
-        if name != MASTER and isinstance(state.tier, WholeStateTier):
-            return [Values(k, t) for k, t in slices(state, state.tier, name).items()]
-        is_on_host = state.device.type == "cpu"
-        return [
-            Slice(str(s.index), state.tier, name, *state.own_span(s.index), is_on_host)
-            for s in state.layout.segments
-            if s.is_trainable
-        ]
-
-    def _frozen(self) -> list[Values]:
-        state = self._state
-        frozen = (s.index for s in state.layout.segments if not s.is_trainable)
-        return [Values(str(index), state.own_slice(index)) for index in frozen]
+            wholes = whole_states(state, tier, tensors.setdefault(file_name(WHOLE, rank), {}))
+        written |= {file: slot.write(file, values) for file, values in tensors.items()}
+        return names, written, wholes
 
     def _drop_strangers(self) -> None:
         """Remove the files of ranks that are not here any more, on the first rank of a node."""
@@ -290,8 +239,7 @@ class MemoryCheckpoints(Extension):
     ) -> Callable[[], dict[str, Any]] | None:
         """Open the folder for ``directory``, and find the newest snapshot that is whole.
 
-        Returns what restores it, where shards and states may be written. It raises
-        `CheckpointError` if the snapshot belongs to another model, or a rank failed.
+        Returns what restores it, where shards and states may be written.
         """
         self.open(directory)
         assert self._place is not None
@@ -336,29 +284,3 @@ class MemoryCheckpoints(Extension):
             place.close()
         else:  # its end frees the folder: it may still write the copy of a neighbour there
             self._queue.launch(place.close, is_reduction=False)
-
-
-def make_memory_checkpoints(
-    state: ShardedState,
-    train: TrainState,
-    settings: MemoryCheckpointConfig,
-    ranks: Ranks,
-    per_node: int,
-) -> MemoryCheckpoints:
-    """Return the snapshots that ``settings`` ask for. Every rank must call it.
-
-    Raises:
-        ConfigError: the ranks cannot send memory of the host to another node.
-    """
-    ring = None
-    if settings.copies and per_node < ranks.size:
-        if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:
-            raise ConfigError(
-                "memory_checkpoint.copies = 1 sends memory of the host between nodes: have the "
-                'process group serve it by init_process_group("cpu:gloo,cuda:nccl"), or set '
-                "memory_checkpoint.copies to 0"
-            )
-        ring = Ring(ranks.messages(), rank=ranks.rank, world_size=ranks.size, per_node=per_node)
-    return MemoryCheckpoints(
-        state, train, ring, every=settings.every, path=settings.path, per_node=per_node
-    )

@@ -7,11 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zero_core.checkpoint.patches.document import Document, PatchedTensor, WeightPatch
+from zero_core.checkpoint.patches.document import Version, WeightPatch
 from zero_core.checkpoint.patches.folder import patch_folder
 from zero_core.checkpoint.patches.received import ReceivedPatch, open_patch
-from zero_core.checkpoint.patches.versions import Version, check_version
-from zero_core.checkpoint.safetensors_files import DTYPES
 from zero_core.errors import CheckpointError
 from zero_core.layout.discovery import plain_name
 from zero_core.layout.stored import flatten, unflatten
@@ -62,26 +60,7 @@ def apply_patch(
 
 def _patch_model(model: nn.Module, patch: ReceivedPatch, version: int | None) -> None:
     document = patch.document
-    known: Version | None = getattr(model, _VERSION, None)
-    check_version(document, known, version, "the model")
-    targets = _targets(model, document)
-    with torch.no_grad():
-        for is_trial in (True, False):
-            for tensor in document.tensors:
-                for target in targets[tensor.names[0]]:
-                    flat = flatten(target, tensor.order)
-                    patch.apply(tensor, flat, is_trial=is_trial)
-                    if not is_trial and flat.data_ptr() != target.data_ptr():  # a copy
-                        target.copy_(unflatten(flat, tensor.shape, tensor.order))
-    setattr(model, _VERSION, Version(engine=document.engine, version=document.version))
-
-
-def _targets(model: nn.Module, document: Document) -> dict[str, list[Tensor]]:
-    """Return the tensors of ``model`` that each of the patch's is written to.
-
-    Raises:
-        CheckpointError: a name, a shape or a dtype differs, or an engine has the model.
-    """
+    patch.check_version(getattr(model, _VERSION, None), version, "the model")
     params = {plain_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {plain_name(n): b for n, b in model.named_buffers(remove_duplicate=False)}
     if any(owner_of(p) is not None for p in params.values()):
@@ -90,37 +69,13 @@ def _targets(model: nn.Module, document: Document) -> dict[str, list[Tensor]]:
             "to a plain model, or load a checkpoint"
         )
     there: dict[str, Tensor] = {**params, **buffers}
-    found: dict[str, list[Tensor]] = {}
-    for tensor in document.tensors:
-        own = {id(there[name]): there[name] for name in tensor.names if name in there}
-        if not own:
-            raise CheckpointError(
-                f"the patch changes {tensor.names[0]}, which the model lacks: it has "
-                f"{', '.join(sorted(there)[:4])}, ...; use the model of the training"
-            )
-        for value in own.values():
-            _check_like(value, tensor)
-        found[tensor.names[0]] = list(own.values())
-    if document.since is None:
-        _check_whole(params, found)
-    return found
-
-
-def _check_like(value: Tensor, tensor: PatchedTensor) -> None:
-    if tuple(value.shape) != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
-        raise CheckpointError(
-            f"{tensor.names[0]} is {tuple(value.shape)} in {value.dtype} here, and {tensor.shape} "
-            f"in {DTYPES[tensor.dtype]} in the patch: build the receiver of the training's model, "
-            "in its compute dtype"
-        )
-
-
-def _check_whole(params: dict[str, nn.Parameter], found: dict[str, list[Tensor]]) -> None:
-    """Refuse a patch of all values that lacks some of the model's parameters."""
-    given = {id(value) for values in found.values() for value in values}
-    lacking = [n for n, p in params.items() if id(p) not in given and p.is_floating_point()]
-    if lacking:
-        raise CheckpointError(
-            f"the patch has all values of the training's model, and none for {lacking[:4]}: use "
-            "the model of the training"
-        )
+    found = patch.match(list(there.items()), {n: there[n] for n in params}, "the model")
+    targets = {id(value): (tensor, value) for _, tensor, value in found}  # tied ones once
+    with torch.no_grad():
+        for is_trial in (True, False):
+            for tensor, target in targets.values():
+                flat = flatten(target, tensor.order)
+                patch.apply(tensor, flat, is_trial=is_trial)
+                if not is_trial and flat.data_ptr() != target.data_ptr():  # a copy
+                    target.copy_(unflatten(flat, tensor.shape, tensor.order))
+    setattr(model, _VERSION, Version(engine=document.engine, version=document.version))

@@ -92,6 +92,13 @@ class Document(_Part):
     tensors: tuple[PatchedTensor, ...]
 
 
+class Version(_Part):
+    """Version ``version`` of the engine ``engine``, as a receiver keeps it."""
+
+    engine: str
+    version: int
+
+
 @dataclass(frozen=True)
 class WeightPatch:
     """A patch of the weights.
@@ -110,12 +117,10 @@ class WeightPatch:
 
 
 def positions_key(piece: Piece) -> str:
-    """Return the name of a piece's positions in the file."""
     return f"{piece.number}.positions"
 
 
 def values_key(piece: Piece) -> str:
-    """Return the name of a piece's values in the file."""
     return f"{piece.number}.values"
 
 
@@ -129,6 +134,5 @@ def crc_of(*tensors: Tensor) -> int:
 
 
 def to_metadata(document: Document) -> dict[str, str]:
-    """Return the metadata of a patch's file."""
     text = document.model_dump_json()
     return {METADATA_KEY: text, CHECKSUM_KEY: str(zlib.crc32(text.encode()))}

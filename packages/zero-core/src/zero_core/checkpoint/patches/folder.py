@@ -16,11 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zero_core.checkpoint.patches.document import Document, PatchedTensor
+from zero_core.checkpoint.patches.document import PatchedTensor, Version
 from zero_core.checkpoint.patches.received import ReceivedPatch
-from zero_core.checkpoint.patches.versions import Version, check_version
 from zero_core.checkpoint.safetensors_files import (
-    DTYPES,
     INDEX,
     StoredTensor,
     bytes_of,
@@ -28,14 +26,14 @@ from zero_core.checkpoint.safetensors_files import (
     model_files,
     read_open,
 )
-from zero_core.checkpoint.storage.disk import (
+from zero_core.checkpoint.storage.local import (
     create,
     no_room,
-    open_regular,
     sync_folder,
     write_all,
     write_synced,
 )
+from zero_core.checkpoint.storage.location import open_regular
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.stored import flatten, unflatten
 
@@ -44,7 +42,6 @@ _VERSION_SUFFIX = re.compile(r"-patch(\d+)$")
 
 
 def patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> None:
-    """Apply ``patch`` to the files in ``folder``. See `zero_core.apply_patch`."""
     document = patch.document
     if not folder.is_dir():
         raise CheckpointError(
@@ -64,10 +61,19 @@ def patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> Non
         kept = (index.get("metadata") or {}).get(_KEY)
     else:
         kept = metadata[files[0]].get(_KEY)
-    check_version(document, _read_version(folder, kept), version, str(folder))
-    changed = _changed(folder, stored, document)
-    if document.since is None:
-        _check_whole(folder, stored, changed)
+    try:
+        known = None if kept is None else Version.model_validate_json(kept)
+    except ValidationError as error:
+        raise CheckpointCorruptError(
+            f"{folder} has a version that is none, {kept!r}: export the model again"
+        ) from error
+    patch.check_version(known, version, str(folder))
+    there = [(path, name, value) for path, of in stored.items() for name, value in of.items()]
+    required = {f"{name} in {path.name}": value for path, name, value in there}
+    paths = {id(value): path for path, _, value in there}
+    changed: dict[Path, dict[str, PatchedTensor]] = {}
+    for name, tensor, value in patch.match([(n, v) for _, n, v in there], required, str(folder)):
+        changed.setdefault(paths[id(value)], {})[name] = tensor
     mark = Version(engine=document.engine, version=document.version).model_dump_json()
     try:
         if is_indexed:
@@ -83,62 +89,6 @@ def patch_folder(folder: Path, patch: ReceivedPatch, version: int | None) -> Non
         raise no_room(folder, error) from error
 
 
-def _read_version(folder: Path, kept: str | None) -> Version | None:
-    try:
-        return None if kept is None else Version.model_validate_json(kept)
-    except ValidationError as error:
-        raise CheckpointCorruptError(
-            f"{folder} has a version that is none, {kept!r}: export the model again"
-        ) from error
-
-
-def _changed(
-    folder: Path, stored: Mapping[Path, Mapping[str, StoredTensor]], document: Document
-) -> dict[Path, dict[str, PatchedTensor]]:
-    """Return the tensors with changes, by file and their name there.
-
-    Raises:
-        CheckpointError: a name, a shape or a dtype differs.
-    """
-    found: dict[Path, dict[str, PatchedTensor]] = {}
-    for tensor in document.tensors:
-        own = [(p, n, of[n]) for p, of in stored.items() for n in tensor.names if n in of]
-        if not own:
-            raise CheckpointError(
-                f"the patch changes {tensor.names[0]}, which {folder} lacks: use an export of the "
-                "training's model"
-            )
-        for path, name, value in own:
-            if value.shape != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
-                raise CheckpointError(
-                    f"{name} is {value.shape} in {value.dtype} in {path}, and {tensor.shape} in "
-                    f"{DTYPES[tensor.dtype]} in the patch: export the model in the training's "
-                    "compute dtype"
-                )
-            found.setdefault(path, {})[name] = tensor
-    return found
-
-
-def _check_whole(
-    folder: Path,
-    stored: Mapping[Path, Mapping[str, StoredTensor]],
-    changed: Mapping[Path, Mapping[str, PatchedTensor]],
-) -> None:
-    """Refuse a patch of all values that leaves some of a folder's out."""
-    for path, tensors in stored.items():
-        for name, tensor in tensors.items():
-            if tensor.dtype.is_floating_point and name not in changed.get(path, {}):
-                raise CheckpointError(
-                    f"the patch of all values has none for {name} in {path}: {folder} holds "
-                    "another model than the training's"
-                )
-
-
-def _next_number(path: Path) -> int:
-    found = _VERSION_SUFFIX.search(path.stem)
-    return 1 if found is None else int(found[1]) + 1
-
-
 def _replace_indexed(
     folder: Path,
     index: dict[str, Any],
@@ -150,9 +100,10 @@ def _replace_indexed(
 ) -> None:
     new_names: dict[str, str] = {}
     for path, tensors in changed.items():
-        stem = _VERSION_SUFFIX.sub("", path.stem)
         # A new name each time: versions of two engines may have one number.
-        name = f"{stem}-patch{_next_number(path)}{path.suffix}"
+        found = _VERSION_SUFFIX.search(path.stem)
+        number = 1 if found is None else int(found[1]) + 1
+        name = f"{_VERSION_SUFFIX.sub('', path.stem)}-patch{number}{path.suffix}"
         _rewrite(stored[path], folder / name, metadata[path], tensors, patch)
         new_names[path.name] = name
     weights = {t: new_names.get(name, name) for t, name in index["weight_map"].items()}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -20,22 +20,21 @@ from zero_core.checkpoint.patches.document import (
     Document,
     PatchedTensor,
     Piece,
+    Version,
     WeightPatch,
     crc_of,
     positions_key,
     values_key,
 )
-from zero_core.checkpoint.safetensors_files import (
-    DTYPES,
-    StoredTensor,
-    first_error,
-    read_open,
-)
-from zero_core.checkpoint.storage.disk import open_regular
-from zero_core.errors import CheckpointCorruptError, CheckpointError
+from zero_core.checkpoint.safetensors_files import DTYPES, StoredTensor, first_error, read_open
+from zero_core.checkpoint.storage.location import open_regular
+from zero_core.errors import CheckpointCorruptError, CheckpointError, PatchGapError
 from zero_core.sharded.changes.positions import Form, decode, from_low_bits
 
 _ADVICE = "copy it again, or take all by engine.weight_patch(since=None)"
+
+
+_Value = TypeVar("_Value", Tensor, StoredTensor)
 
 
 class ReceivedPatch:
@@ -47,12 +46,6 @@ class ReceivedPatch:
     """
 
     def __init__(self, file: IO[bytes], name: str) -> None:
-        """Read the description.
-
-        Raises:
-            CheckpointError: it is another safetensors file, or of a later format.
-            CheckpointCorruptError: it is not whole.
-        """
         self.name = name
         self._file = file
         self._stored, metadata = read_open(file, Path(name))
@@ -70,11 +63,7 @@ class ReceivedPatch:
             ) from error
 
     def check(self) -> None:
-        """Check all checksums, positions and lengths.
-
-        Raises:
-            CheckpointCorruptError: something is not as it was written.
-        """
+        """Check all checksums, positions and lengths."""
         for tensor in self.document.tensors:
             with self._named(tensor):
                 if tensor.order and sorted(tensor.order) != list(range(len(tensor.shape))):
@@ -87,9 +76,6 @@ class ReceivedPatch:
         """Write the changes of ``tensor`` to ``values``, flattened.
 
         ``is_trial``: write nothing, but check that it can be done.
-
-        Raises:
-            CheckpointError: they are not those of a version that the patch applies to.
         """
         for piece in tensor.pieces:
             with self._named(tensor):
@@ -108,18 +94,94 @@ class ReceivedPatch:
             if not is_trial:
                 part[place] = new.to(values.device)
 
+    def check_version(self, known: Version | None, given: int | None, what: str) -> None:
+        """Refuse a receiver ``what`` that the patch does not apply to.
+
+        ``known``: the version that is kept with it. ``given`` by the caller, another one counts.
+
+        Raises:
+            PatchGapError: the receiver is too old.
+            CheckpointError: its version is not known, is another engine's, or is newer.
+        """
+        document = self.document
+        if document.since is None:
+            return
+        version = given
+        if version is None:
+            if known is None:
+                raise CheckpointError(
+                    f"the patch applies to version {document.since} and newer ones, and that of "
+                    f"{what} is not known: apply a patch of all values first (since=None), or pass "
+                    "version="
+                )
+            if known.engine != document.engine:
+                raise CheckpointError(
+                    f"{what} has version {known.version} of another engine than the patch: after "
+                    "a new build(), apply a patch of all values first (since=None)"
+                )
+            version = known.version
+        if version < document.since:
+            raise PatchGapError(
+                f"{what} has version {version}, and the patch applies to {document.since} and "
+                f"newer ones: ask the engine for weight_patch(since={version}), or for all by "
+                "since=None"
+            )
+        if version > document.version:
+            raise CheckpointError(
+                f"{what} has version {version}, which is newer than that of the patch, "
+                f"{document.version}: apply patches in their order"
+            )
+
+    def match(
+        self, there: Sequence[tuple[str, _Value]], required: Mapping[str, _Value], what: str
+    ) -> list[tuple[str, PatchedTensor, _Value]]:
+        """Return what the patch's tensors are written to, by names and values of a receiver.
+
+        ``required`` are values that a patch of all must have. ``what``: the receiver.
+        """
+        by_name = {name: tensor for tensor in self.document.tensors for name in tensor.names}
+        found = [(name, by_name[name], value) for name, value in there if name in by_name]
+        known = {tensor.names for _, tensor, _ in found}
+        for tensor in self.document.tensors:
+            if tensor.names not in known:
+                raise CheckpointError(
+                    f"the patch changes {tensor.names[0]}, which {what} lacks: it has "
+                    f"{', '.join(sorted(name for name, _ in there)[:4])}, ...; use the model of "
+                    "the training, or an export of it"
+                )
+        for name, tensor, value in found:
+            if tuple(value.shape) != tensor.shape or value.dtype != DTYPES[tensor.dtype]:
+                raise CheckpointError(
+                    f"{name} is {tuple(value.shape)} in {value.dtype} in {what}, and "
+                    f"{tensor.shape} in {DTYPES[tensor.dtype]} in the patch: use the training's "
+                    "model, or an export of it, in its compute dtype"
+                )
+        given = {id(value) for _, _, value in found}
+        lacking = [
+            n for n, v in required.items() if id(v) not in given and v.dtype.is_floating_point
+        ]
+        if self.document.since is None and lacking:
+            raise CheckpointError(
+                f"the patch has all values of the training's model, and none for {lacking[:4]} in "
+                f"{what}: use the model of the training"
+            )
+        return found
+
     def _content(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
         """Return the positions in a piece, and what was sent of their values."""
-        positions, sent = self._read(positions_key(piece)), self._read(values_key(piece))
+        positions, sent = (
+            stored.read_from(self._file, 0, math.prod(stored.shape))
+            for stored in (self._stored[positions_key(piece)], self._stored[values_key(piece)])
+        )
         if crc_of(positions, sent) != piece.data_crc:
             raise ValueError("its checksum is wrong")
         if piece.start + piece.numel > math.prod(tensor.shape):
             raise ValueError(f"{piece.numel} elements from {piece.start} on")
         index = decode(piece.kind, positions, piece.numel)
         count = index.numel() if isinstance(index, Tensor) else piece.numel
-        is_whole = piece.form is Form.VALUES
-        num_sent = count if is_whole else -(-count * piece.form.num_bits // 8)
-        dtype = DTYPES[tensor.dtype] if is_whole else torch.uint8
+        num_sent, dtype = count, DTYPES[tensor.dtype]
+        if piece.form is not Form.VALUES:
+            num_sent, dtype = -(-count * piece.form.num_bits // 8), torch.uint8
         if sent.numel() != num_sent or sent.dtype != dtype:
             raise ValueError(f"{sent.numel()} values, {sent.dtype}, for {count} positions")
         return index, sent
@@ -132,20 +194,6 @@ class ReceivedPatch:
             raise CheckpointCorruptError(
                 f"{self.name} is damaged: {tensor.names[0]}: {error}; {_ADVICE}"
             ) from error
-
-    def _read(self, key: str) -> Tensor:
-        stored: StoredTensor = self._stored[key]
-        data = bytearray(math.prod(stored.shape) * stored.dtype.itemsize)
-        if not data:
-            return torch.empty(0, dtype=stored.dtype)
-        self._file.seek(stored.start)
-        left = memoryview(data)
-        while left.nbytes:
-            count = self._file.readinto(left)  # type: ignore[attr-defined]
-            if not count:
-                raise CheckpointCorruptError(f"{self.name} ends within {key}; {_ADVICE}")
-            left = left[count:]
-        return torch.frombuffer(data, dtype=stored.dtype)
 
 
 @contextmanager
@@ -160,8 +208,7 @@ def open_patch(patch: WeightPatch | bytes | str | Path) -> Iterator[ReceivedPatc
     source = patch.source if isinstance(patch, WeightPatch) else patch
     if source is None:
         raise ValueError("the patch is on rank 0: apply it there, or send its bytes or file")
-    is_here = isinstance(source, bytes)
-    name = "the patch" if is_here else str(source)
+    name = "the patch" if isinstance(source, bytes) else str(source)
     with io.BytesIO(source) if isinstance(source, bytes) else open_regular(Path(source)) as file:
         received = ReceivedPatch(file, name)
         received.check()

@@ -1,8 +1,9 @@
 """Folders of checkpoints in the file system of this machine.
 
-Hidden names in a folder of checkpoints: ``.TAG.saving`` is one under way, ``.TAG.old`` one that is
-being replaced, ``.latest.*.saving`` the file ``latest`` under way. By marks, ``.TOKEN-RANK``, ranks
-find out which of them share a folder.
+Files are opened only if they are regular, created and never reopened, and written through. Hidden
+names in a folder of checkpoints: ``.TAG.saving`` is one under way, ``.TAG.old`` one that is being
+replaced, ``.latest.*.saving`` the file ``latest`` under way. By marks, ``.TOKEN-RANK``, ranks find
+out which of them share a folder.
 """
 
 from __future__ import annotations
@@ -11,59 +12,70 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from zero_core.checkpoint.storage import LATEST, MANIFEST
-from zero_core.checkpoint.storage.disk import (
-    create,
-    no_room,
-    open_regular,
-    sync_folder,
-    write_synced,
-)
-from zero_core.errors import CheckpointError
+from zero_core.checkpoint.storage import ADVICE, LATEST, MANIFEST, NO_SAVE_S
+from zero_core.errors import CheckpointCorruptError, CheckpointError, CheckpointFailedError
 
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)")
 _MARK = re.compile(r"\.[0-9a-f]{32}-[0-9]+")
-_NO_SAVE_S = 24 * 3600
-"""Seconds after which nothing that is hidden belongs to a save under way, where no lock says so."""
 _TRIES = 200
 _PAUSE_S = 0.01
-_ADVICE = "save to another folder; checkpoints that were there before are whole"
 
 
 class LocalEntry:
-    """A path of this machine. See `zero_core.checkpoint.storage.location.Entry`."""
+    """A location of this machine, seen as what its place permits. `RemotePath` has these, too."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def open(self, *, follows_links: bool) -> IO[bytes]:
-        return open_regular(self._path, follows_links=follows_links)
+        """Open a file for reading. See `zero_core.checkpoint.storage.location.open_regular`."""
+        path = self._path
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)
+        try:
+            if not follows_links and path.is_symlink():
+                raise CheckpointCorruptError(
+                    f"{path} is a link: put a copy of the file in its place"
+                )
+            file = os.fdopen(os.open(path, flags), "rb", buffering=0)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"there is no file {path}") from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise CheckpointCorruptError(f"{path} is not a regular file")
+        return file
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
+        """Create a file, which lasts from the end of the context on."""
         with create(self._path) as file:
             yield file
             os.fsync(file.fileno())
 
-    def identity(self) -> list[int]:
+    def identity(self) -> list[Any]:
+        """Return what two ranks that see one file have alike, as JSON."""
         found = self._path.stat()
         return [found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
 
     def modified_ns(self) -> int:
         return self._path.stat().st_mtime_ns
 
-    def inode(self) -> tuple[int, ...]:
+    def inode(self) -> tuple[int, ...] | None:
+        """Return its identity, which a rewrite changes. None where it cannot be linked to."""
         found = self._path.stat()
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
-    def link_to(self, known: Path, inode: tuple[int, ...]) -> bool:
+    def link_to(self, known: Any, inode: tuple[int, ...]) -> bool:
+        """Have it hold the content of ``known``, which was ``inode``. Return whether it does."""
         try:
             os.link(known, self._path, follow_symlinks=False)
             if self.inode() == inode:
@@ -74,30 +86,42 @@ class LocalEntry:
         return False
 
     def discard(self) -> None:
-        _discard(self._path)
+        """Remove a checkpoint's folder, which is none from the rename on.
+
+        The next save removes what is left under the hidden name if this is cut short.
+        """
+        path = self._path
+        hidden = path.with_name(f".{path.name.lstrip('.')}.{uuid.uuid4().hex}.saving")
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def staging(self, tag: str, token: str) -> Aside:
+        """Return checkpoint ``tag`` under way here. ``token`` is new, and the same on all ranks."""
         return Aside(self._path, tag)
 
 
 class Aside:
-    """Folder of a checkpoint under way, locked until it is renamed or removed.
+    """A checkpoint under way: its folder is locked until it is renamed or removed.
 
-    See `zero_core.checkpoint.storage.location.Staging`.
+    Nothing of it counts before `commit`. `zero_core.checkpoint.storage.remote.Upload` has the same
+    methods.
 
     Attributes:
-        folder: its path.
-        subfolder: None.
+        folder: for its files.
+        subfolder: its name within the checkpoint's folder, None as the files are in that itself.
     """
+
+    subfolder: str | None = None
 
     def __init__(self, directory: Path, tag: str) -> None:
         self.folder = directory / f".{tag}.saving"
-        self.subfolder: str | None = None
         self._place = directory / tag
         self._descriptor: int | None = None
 
     def make(self) -> None:
         """Remove what killed saves left in the folder of checkpoints, then make and lock this one.
+
+        One of the ranks calls it.
 
         Raises:
             CheckpointError: another program saves the same tag there.
@@ -107,12 +131,16 @@ class Aside:
         for _ in range(_TRIES):
             try:
                 self.folder.mkdir()
-                self._descriptor = _open_locked(self.folder)
+                descriptor, is_locked = _open_locked(self.folder)
+                if is_locked is not False:
+                    self._descriptor = descriptor
+                    return
+                os.close(descriptor)
             except FileExistsError:
                 if not is_lost:
                     break
-            if self._descriptor is not None:
-                return
+            except FileNotFoundError:
+                pass
             # Another program took it for one that a killed save left, and is removing it.
             is_lost = True
             time.sleep(_PAUSE_S)
@@ -127,10 +155,13 @@ class Aside:
             write_synced(self.folder / MANIFEST, manifest)
             sync_folder(self.folder)
         except OSError as error:
-            raise no_room(self.folder / MANIFEST, error, _ADVICE) from error
+            raise no_room(self.folder / MANIFEST, error, ADVICE) from error
 
     def commit(self, *, is_latest: bool) -> None:
-        """Rename the folder to the checkpoint's, whose old content stays readable until then."""
+        """Rename the folder to the checkpoint's, whose old content stays readable until then.
+
+        ``is_latest``: make it the newest one, too.
+        """
         place = self._place
         directory, old = place.parent, place.with_name(f".{place.name}.old")
         mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"
@@ -143,12 +174,12 @@ class Aside:
             self.folder.rename(place)
             self._close()
             if old.exists():
-                _discard(old)
+                LocalEntry(old).discard()
             if is_latest:
                 mark.replace(directory / LATEST)
             sync_folder(directory)
         except OSError as error:
-            raise no_room(place, error, _ADVICE) from error
+            raise no_room(place, error, ADVICE) from error
         finally:
             mark.unlink(missing_ok=True)
 
@@ -164,40 +195,30 @@ class Aside:
             self._descriptor = None
 
 
-def _open_locked(folder: Path) -> int | None:
-    """Open and lock a folder that was just made. None: another program is removing it."""
-    try:
-        descriptor = _open(folder)
-    except FileNotFoundError:
-        return None
-    try:
-        is_own = _lock(descriptor) is not False
-        if is_own and os.path.samestat(folder.stat(), os.fstat(descriptor)):
-            return descriptor
-    except FileNotFoundError:
-        pass
-    os.close(descriptor)
-    return None
-
-
-def _open(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-
-
-def _lock(descriptor: int) -> bool | None:
-    """Lock a folder until its descriptor is closed.
+def _open_locked(folder: Path) -> tuple[int, bool | None]:
+    """Open a folder and lock it until its descriptor is closed.
 
     Returns:
-        Whether it is locked now. False: another program has the lock. None: the file system has no
-        locks.
+        The descriptor, and whether it is locked. False: another program has the lock, or the name
+        is another folder's by now. None: the file system has no locks.
+
+    Raises:
+        FileNotFoundError: another program removes it.
     """
+    is_locked: bool | None = True
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        is_locked = False
     except OSError:
-        return None
-    return True
+        is_locked = None
+    try:
+        is_same = os.path.samestat(folder.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        os.close(descriptor)
+        raise
+    return descriptor, is_locked if is_same else False
 
 
 def remove_stale(directory: Path) -> None:
@@ -206,7 +227,7 @@ def remove_stale(directory: Path) -> None:
     A save under way of a live program is left alone. Where the file system has no locks, so is all
     that is younger than a day, and so are marks in any case.
     """
-    for path in sorted(directory.iterdir(), key=_saving_first):
+    for path in sorted(directory.iterdir(), key=lambda path: (path.suffix != ".saving", path.name)):
         match = _HIDDEN.fullmatch(path.name)
         if match is None:
             if _MARK.fullmatch(path.name) and _is_past(path):
@@ -215,55 +236,60 @@ def remove_stale(directory: Path) -> None:
             if match["tag"].startswith(LATEST) and match["kind"] == "saving":
                 path.unlink(missing_ok=True)
         elif match["kind"] == "saving":
-            _remove_unlocked(path)
+            with suppress(FileNotFoundError):  # another program was first
+                descriptor, is_dead = _open_locked(path)
+                if is_dead or (is_dead is None and _is_past(path)):
+                    shutil.rmtree(path, ignore_errors=True)
+                os.close(descriptor)
         elif not (directory / f".{match['tag']}.saving").exists():  # else it is being replaced
+            place = directory / match["tag"]
             with suppress(OSError):  # another program was first
-                _settle(path, directory / match["tag"])
-
-
-def _settle(old: Path, place: Path) -> None:
-    """Remove what ``place`` has replaced, or put it back if that was never done."""
-    if place.joinpath(MANIFEST).is_file():
-        _discard(old)
-    elif old.joinpath(MANIFEST).is_file() and not place.exists():
-        old.rename(place)
-
-
-def _saving_first(path: Path) -> tuple[bool, str]:
-    return path.suffix != ".saving", path.name
+                if (place / MANIFEST).is_file():
+                    LocalEntry(path).discard()
+                elif (path / MANIFEST).is_file() and not place.exists():
+                    path.rename(place)
 
 
 def _is_past(path: Path) -> bool:
     """Whether ``path`` is too old to belong to a save under way."""
     try:
-        return time.time() - path.lstat().st_mtime > _NO_SAVE_S
+        return time.time() - path.lstat().st_mtime > NO_SAVE_S
     except FileNotFoundError:
         return False
 
 
-def _remove_unlocked(path: Path) -> None:
+def create(path: Path) -> IO[bytes]:
+    """Create a file for writing, with the modes of any new file. What is there is never opened."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
+
+
+def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
+    """Write all of ``data``, whatever an unbuffered write takes at once."""
+    left = memoryview(data)
+    while left.nbytes:
+        left = left[file.write(left) :]
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Create a file with ``data``, written through to the disk."""
+    with LocalEntry(path).writing() as file:
+        write_all(file, data)
+
+
+def sync_folder(path: Path) -> None:
+    """Write a folder's names through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        descriptor = _open(path)
-    except FileNotFoundError:  # another program was first
-        return
-    try:
-        is_dead = _lock(descriptor)
-        # The name may be that of a new save by now, whose folder has another lock.
-        is_same = os.path.samestat(path.stat(), os.fstat(descriptor))
-        if is_same and (is_dead or (is_dead is None and _is_past(path))):
-            shutil.rmtree(path, ignore_errors=True)
-    except FileNotFoundError:  # another program was first
-        pass
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _discard(path: Path) -> None:
-    """Remove a folder, under a hidden name: the next save removes what is left if it is cut short.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    hidden = path.with_name(f".{path.name.lstrip('.')}.{uuid.uuid4().hex}.saving")
-    path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def no_room(
+    path: object, error: OSError, advice: str = "give another folder"
+) -> CheckpointFailedError:
+    """Return the error of a file that could not be written."""
+    return CheckpointFailedError(
+        f"{path} could not be written ({error}): make room there, or {advice}"
+    )

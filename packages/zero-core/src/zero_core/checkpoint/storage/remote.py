@@ -14,21 +14,18 @@ import logging
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC
 from typing import IO, Any
 
-from zero_core.checkpoint.storage import LATEST, MANIFEST, SUBFOLDER
-from zero_core.checkpoint.storage.disk import no_room
+from zero_core.checkpoint.storage import ADVICE, LATEST, MANIFEST, NO_SAVE_S, SUBFOLDER
+from zero_core.checkpoint.storage.local import no_room
 from zero_core.errors import CheckpointError, CheckpointFailedError
 
 _log = logging.getLogger(__name__)
 _NAMED = re.compile(f'"subfolder": "(?P<name>{SUBFOLDER.pattern})"'.encode())
 _IN_PLACE = frozenset(("sftp", "ssh", "ftp", "smb", "webdav", "webhdfs", "hdfs", "dbfs"))
 """Protocols that write into the object that is there: a write that is cut short destroys it."""
-_NO_SAVE_S = 24 * 3600
-"""Seconds after which files without a manifest do not belong to a save under way."""
-_ADVICE = "save to another place; checkpoints that were there before are whole"
 
 
 class RemotePath:
@@ -77,56 +74,59 @@ class RemotePath:
         return self
 
     def exists(self) -> bool:
-        with self._fresh():
-            return bool(self._files.exists(self._path))
+        with self._store() as files:
+            return bool(files.exists(self._path))
 
     def is_file(self) -> bool:
-        with self._fresh():
-            return bool(self._files.isfile(self._path))
+        with self._store() as files:
+            return bool(files.isfile(self._path))
 
     def is_dir(self) -> bool:
-        with self._fresh():
-            return bool(self._files.isdir(self._path))
+        with self._store() as files:
+            return bool(files.isdir(self._path))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        with self._fresh():
-            names = self._files.ls(self._path, detail=False)
+        with self._store() as files:
+            names = files.ls(self._path, detail=False)
         for name in names:
             yield self / str(name).rstrip("/").rpartition("/")[2]
 
     @contextmanager
-    def _fresh(self) -> Iterator[None]:
-        """Ask the store in this context, not what a listing of before said."""
-        with _as_os_error(self):
+    def _store(self) -> Iterator[Any]:
+        """Give the file system, without what a listing of before said. Its errors are OSErrors."""
+        try:
             self._files.invalidate_cache()
-            yield
+            yield self._files
+        except (OSError, CheckpointError):
+            raise
+        except Exception as error:
+            raise OSError(f"{self}: {type(error).__name__}: {error}") from error
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        with _as_os_error(self):
-            self._files.makedirs(self._path, exist_ok=exist_ok)
+        with self._store() as files:
+            files.makedirs(self._path, exist_ok=exist_ok)
 
     def touch(self) -> None:
         self.write_bytes(b"")
 
     def write_bytes(self, data: bytes) -> None:
-        """Write an object as a whole."""
-        with _as_os_error(self):
-            self._files.pipe_file(self._path, data)
+        with self._store() as files:
+            files.pipe_file(self._path, data)
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         try:
-            with _as_os_error(self):
-                self._files.rm_file(self._path)
+            with self._store() as files:
+                files.rm_file(self._path)
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
-    # ------------------------------------- zero_core.checkpoint.storage.location.Entry
+    # ----------------------------------------- zero_core.checkpoint.storage.local.LocalEntry
 
     def open(self, *, follows_links: bool) -> IO[bytes]:
         try:
-            with self._fresh():  # or the size is that of a listing of before
-                found: IO[bytes] = self._files.open(self._path, "rb")
+            with self._store() as files:  # or the size is that of a listing of before
+                found: IO[bytes] = files.open(self._path, "rb")
                 return found
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise CheckpointError(f"there is no file {self}") from None
@@ -135,15 +135,15 @@ class RemotePath:
 
     @contextmanager
     def writing(self) -> Iterator[IO[bytes]]:
-        with _as_os_error(self), self._files.open(self._path, "wb") as file:
+        with self._store() as files, files.open(self._path, "wb") as file:
             yield file
 
     def identity(self) -> list[str]:
         return [str(self)]
 
     def modified_ns(self) -> int:
-        with _as_os_error(self):
-            found = self._files.modified(self._path)
+        with self._store() as files:
+            found = files.modified(self._path)
         aware = found if found.tzinfo else found.replace(tzinfo=UTC)
         return int(aware.timestamp() * 1e9)
 
@@ -163,26 +163,25 @@ class RemotePath:
 
     def is_past(self) -> bool:
         """Whether this folder has files, all of them too old to belong to a save under way."""
-        with _as_os_error(self):
-            paths = self._files.find(self._path)
+        with self._store() as files:
+            paths = files.find(self._path)
         files = [self._at(path, path) for path in paths]
         newest = max((file.modified_ns() for file in files), default=time.time_ns())
-        return time.time() - newest / 1e9 > _NO_SAVE_S
+        return time.time() - newest / 1e9 > NO_SAVE_S
 
     def remove_tree(self) -> None:
-        """Remove a folder, if there is one."""
+        """Remove a folder that no checkpoint needs, if there is one and it can be removed."""
         try:
-            with _as_os_error(self):
-                self._files.rm(self._path, recursive=True)
+            with self._store() as files:
+                files.rm(self._path, recursive=True)
         except FileNotFoundError:
             pass
+        except OSError as error:
+            _log.warning("%s stays, though no checkpoint needs it: %s", self, error)
 
 
 class Upload:
-    """A checkpoint under way. See [Note: a commit without renames].
-
-    And `zero_core.checkpoint.storage.location.Staging`.
-    """
+    """A checkpoint under way, as `Aside` is one. See [Note: a commit without renames]."""
 
     def __init__(self, directory: RemotePath, tag: str, token: str) -> None:
         self.subfolder: str | None = f"data-{token}"
@@ -199,51 +198,28 @@ class Upload:
         self._manifest = manifest
 
     def commit(self, *, is_latest: bool) -> None:
+        replaced = None  # the folder of the checkpoint of this tag that is there
         try:
-            replaced = self._find_replaced()
-            (self._place / MANIFEST).write_bytes(self._manifest)
+            manifest = self._place / MANIFEST
+            with suppress(CheckpointError), manifest.open(follows_links=False) as file:
+                replaced = _NAMED.search(file.read())
+            manifest.write_bytes(self._manifest)
             self._is_own = False
             if is_latest:
                 (self._place.parent / LATEST).write_bytes(self._place.name.encode())
         except OSError as error:
-            raise no_room(self._place, error, _ADVICE) from error
+            raise no_room(self._place, error, ADVICE) from error
         try:  # it is committed: nothing of this may fail the save
             for old in [p for p in self._place.iterdir() if SUBFOLDER.fullmatch(p.name)]:
-                if old.name != self.folder.name and (old.name == replaced or old.is_past()):
-                    _remove(old)
+                is_replaced = replaced is not None and old.name == replaced["name"].decode()
+                if old.name != self.folder.name and (is_replaced or old.is_past()):
+                    old.remove_tree()
         except OSError as error:
             _log.warning("%s may have files that no checkpoint needs: %s", self._place, error)
 
-    def _find_replaced(self) -> str:
-        """Return the name of the folder of the checkpoint of this tag that is there, or nothing."""
-        try:
-            with (self._place / MANIFEST).open(follows_links=False) as file:
-                found = _NAMED.search(file.read())
-        except CheckpointError:
-            return ""
-        return found["name"].decode() if found else ""
-
     def remove(self) -> None:
         if self._is_own:
-            _remove(self.folder)
-
-
-def _remove(folder: RemotePath) -> None:
-    try:
-        folder.remove_tree()
-    except OSError as error:
-        _log.warning("%s stays, though no checkpoint needs it: %s", folder, error)
-
-
-@contextmanager
-def _as_os_error(path: RemotePath) -> Iterator[None]:
-    """Raise errors of a file system's library in this context as OSError."""
-    try:
-        yield
-    except (OSError, CheckpointError):
-        raise
-    except Exception as error:
-        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
+            self.folder.remove_tree()
 
 
 def open_url(url: str) -> RemotePath:
