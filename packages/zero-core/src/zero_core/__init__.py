@@ -11,6 +11,7 @@ from zero_core.checkpoint.patches.apply import apply_patch
 from zero_core.checkpoint.patches.document import WeightPatch
 from zero_core.checkpoint.pretrained import Loaded, load_pretrained
 from zero_core.config import Config, load_config
+from zero_core.core.extension import EndedStep, Extension
 from zero_core.engine import Engine
 from zero_core.errors import (
     AccumulationScheduleError,
@@ -44,8 +45,10 @@ __all__ = [
     "CollectiveError",
     "Config",
     "ConfigError",
+    "EndedStep",
     "Engine",
     "EvaluationOnlyError",
+    "Extension",
     "Layout",
     "Lion",
     "Loaded",

@@ -99,8 +99,10 @@ class Blueprint:
             check_patterns(config.zero_optimization.offload_optimizer.parameters or (), layout)
         return cls(model, found, layout, optimizer, group_of, given)
 
-    def check_ranks_agree(self, control: ControlGroup, config: Config) -> None:
-        """Refuse a model or a configuration that is not the same on every rank.
+    def check_ranks_agree(
+        self, control: ControlGroup, config: Config, extensions: Sequence[str] = ()
+    ) -> None:
+        """Refuse a model, a configuration or ``extensions`` that are not the same on every rank.
 
         Raises:
             RankMismatchError: with the ranks that differ, and in what.
@@ -117,6 +119,7 @@ class Blueprint:
             ("model", model),
             ("configuration", dict(_flat(settings))),
             ("optimizer", describe_groups(self.groups)),
+            ("list of extensions", {"extensions": ", ".join(extensions)}),
         ):
             if len(set(control.gather_bytes(_digest(json.dumps(facts)).encode()))) > 1:
                 raise RankMismatchError(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._libc import release_free_pages
 from zero_core.blueprint import Blueprint
+from zero_core.checkpoint.load import KEPT
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
@@ -82,6 +83,7 @@ def build(
     mesh: DeviceMesh | None = ...,
     pretrained: str | Path | Sequence[str | Path] | None = ...,
     attach: Attach | None = ...,
+    extensions: Sequence[Extension] = ...,
     is_training: Literal[True] = ...,
 ) -> Engine: ...
 @overload
@@ -98,6 +100,7 @@ def build(
     mesh: DeviceMesh | None = ...,
     pretrained: str | Path | Sequence[str | Path] | None = ...,
     attach: Attach | None = ...,
+    extensions: Sequence[Extension] = ...,
     is_training: bool,
 ) -> ShardedModel: ...
 def build(
@@ -113,6 +116,7 @@ def build(
     mesh: DeviceMesh | None = None,
     pretrained: str | Path | Sequence[str | Path] | None = None,
     attach: Attach | None = None,
+    extensions: Sequence[Extension] = (),
     is_training: bool = True,
 ) -> ShardedModel:
     """Make a training engine out of a model and a DeepSpeed-style configuration.
@@ -148,6 +152,7 @@ def build(
             model may then be on the meta device, but for buffers that are not in its state dict.
         attach: called with the engine before values move to its memory, for an adapter that adds to
             the engine and the model. If it raises, the build is undone.
+        extensions: follow the training, besides those of the configuration.
         is_training: False for a `ShardedModel`, which evaluates alone.
 
     Raises:
@@ -164,11 +169,11 @@ def build(
     if resolved.seed is not None:
         torch.manual_seed(resolved.seed)
     if not is_training:
-        resolved = for_evaluation(resolved, optimizer, lr_scheduler)
+        resolved = for_evaluation(resolved, optimizer, lr_scheduler, extensions)
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     initial = InitialValues(model)
-    joined = _join(drawn, resolved, ranks)
+    joined = _join(drawn, resolved, ranks, extensions)
     check_values(joined.control, initial, has_pretrained=pretrained is not None)
     if ranks.rank == 0 and is_training:
         warn_frozen(drawn.layout, drawn.found.params)
@@ -239,15 +244,18 @@ class _Joined:
     meter: Meter
     shared: SharedMemory | None
     transport: HostCollectives | DeviceCollectives
+    extensions: Sequence[Extension]
 
 
-def _join(drawn: Blueprint, config: Config, ranks: Ranks) -> _Joined:
+def _join(
+    drawn: Blueprint, config: Config, ranks: Ranks, extensions: Sequence[Extension]
+) -> _Joined:
     """Connect to the other ranks, and refuse those that differ. Every rank must call it."""
     check_devices(ranks)
     ranks = ranks.limited(config.collective_timeout_s)
     control = ranks.connect(config.name_waits_within_s)
     control.place.enter("build()")
-    drawn.check_ranks_agree(control, config)
+    drawn.check_ranks_agree(control, config, [type(one).__qualname__ for one in extensions])
     per_node = count_per_node(control, ranks)
     meter = Meter(Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu"))
     shared = share_memory(control, ranks, per_node)
@@ -255,7 +263,7 @@ def _join(drawn: Blueprint, config: Config, ranks: Ranks) -> _Joined:
         ranks, per_node, shared, meter, is_sequential=config.world_size_invariant
     )
     config = config.on_nodes(per_node, ranks.size)
-    return _Joined(config, ranks, control, per_node, meter, shared, transport)
+    return _Joined(config, ranks, control, per_node, meter, shared, transport, extensions)
 
 
 @dataclass(frozen=True)
@@ -382,7 +390,13 @@ def _make_engine(
         per_node = joined.per_node
         followers = make_extensions(config, state, train, communicator, facts, ranks, per_node)
         patches = PatchWriter(state)
-        followers.append(patches)
+        followers += [patches, *joined.extensions]
+        for extension in joined.extensions:
+            extension.attach(state)
+            for name, values in extension.states().items():
+                if f"{KEPT}{name}" in state.kept:
+                    raise ConfigError(f"two extensions have a state {name!r}: names must differ")
+                state.kept[f"{KEPT}{name}"] = values
     extensions = Extensions(followers)
     gradient = StepGradient(state, communicator, train, config, facts, extensions)
     unit_set = UnitSet(

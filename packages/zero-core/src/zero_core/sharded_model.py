@@ -9,7 +9,7 @@ leaves them in the model, before another engine trains it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from zero_core.comm.host import HostCollectives
 from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.core import access
+from zero_core.core.extension import Extension
 from zero_core.errors import ConfigError, EvaluationOnlyError
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.train_state import LossScaler, TrainState
@@ -703,16 +704,17 @@ def for_evaluation(
     config: Config,
     optimizer: torch.optim.Optimizer | None,
     lr_scheduler: Schedule | ScheduleFactory | None,
+    extensions: Sequence[Extension],
 ) -> Config:
     """Return ``config`` without what only a training uses, and log which keys these are.
 
     Raises:
-        ConfigError: an optimizer or scheduler was given all the same.
+        ConfigError: an optimizer, a scheduler or extensions were given all the same.
     """
-    if optimizer is not None or lr_scheduler is not None:
+    if optimizer is not None or lr_scheduler is not None or extensions:
         raise ConfigError(
-            "build(is_training=False) uses no optimizer and no lr_scheduler: leave them out, or "
-            "build for training"
+            "build(is_training=False) uses no optimizer, no lr_scheduler and no extensions: leave "
+            "them out, or build for training"
         )
     offload = config.zero_optimization.offload_optimizer
     given = {

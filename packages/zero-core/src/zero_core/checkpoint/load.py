@@ -41,6 +41,9 @@ were frozen, "optimizer" states and hyperparameters: the engine may then have an
 "progress" are the counters, the loss scale and the states of random
 generators."""
 
+KEPT = "extension."
+"""Begin of the names of extensions' states, each of which ``without`` may name."""
+
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
 
 
@@ -67,7 +70,7 @@ def load_checkpoint(
     control = state.control
 
     def look() -> Reader:
-        unknown = sorted(set(without) - set(PARTS))
+        unknown = sorted(p for p in {*without} - {*PARTS} if not p.startswith(KEPT))
         if unknown:
             raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
         reader = Reader.of(find(directory, tag))
@@ -124,6 +127,15 @@ def check_fits(
             raise CheckpointError(
                 f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
                 "engine updates slices: was is_elementwise declared since?" + _HINT
+            )
+    if "optimizer" not in without:
+        kept = {name for name in manifest.states if name.startswith(KEPT)}
+        if differing := sorted((kept ^ state.kept.keys()) - set(without)):
+            lacking = [name for name in differing if name not in kept]
+            raise CheckpointError(
+                f"{place} lacks the states {lacking} of extensions, and has "
+                f"{[name for name in differing if name in kept]} besides: give build() the same "
+                f"extensions, or load without={tuple(differing)} to leave them as they are"
             )
     is_complete = manifest.has_frozen or all(p.is_trainable for p in manifest.params)
     if not is_complete and "frozen" not in without:
@@ -217,21 +229,30 @@ class Restoring:
         """Find all that is going to be read. Changes nothing, and allocates nothing large."""
         state, reader, without = self._state, self._reader, self._without
         reader.trust()  # every chunk was compared, by one of the ranks
-        for name in (MASTER,) if "optimizer" in without else reader.manifest.states:
+        names = {MASTER} if "optimizer" in without else {*reader.manifest.states} - {*without}
+        for name in sorted(names):
             for piece in state.pieces:
                 spec = state.layout.params[piece.param]
-                source = self._sources[spec.name] if name == MASTER else name
+                is_kept = name in state.kept
+                source = self._sources[spec.name]
+                if name != MASTER and not (is_kept and source == VALUE):
+                    source = name
                 if source == VALUE and "frozen" in without:
                     continue
                 # A parameter that was never updated has no such states.
-                if name != MASTER and not (
-                    _is_sliced(state, piece.param) and reader.scalars(spec.name)["num_steps"]
+                if (
+                    name != MASTER
+                    and not is_kept
+                    and not (
+                        _is_sliced(state, piece.param) and reader.scalars(spec.name)["num_steps"]
+                    )
                 ):
                     continue
                 stop = piece.offset + piece.stop - piece.start
                 read = self._find(source, spec, piece.offset, stop)
-                self._parts.append((partial(state.tier.write_state, name, piece.start), read))
-                self._sliced.add(name)
+                self._parts.append((partial(state.write_state, name, piece.start), read))
+                if not is_kept:
+                    self._sliced.add(name)
         for store, spec, low, high in state.frozen_parts():
             if self._sources[spec.name] == MASTER or "frozen" not in without:
                 self._parts.append((store, self._find(self._sources[spec.name], spec, low, high)))

@@ -152,6 +152,8 @@ class Save:
             self._tensors[file_name(RNG, rank)] = random_states()
             if rank == 0:
                 self._tensors[BUFFERS] = state.buffers()
+            for name in state.kept:
+                self._tensors[file_name(name, rank)] = state.kept_slices(name)
             if isinstance(state.tier, WholeStateTier):
                 whole = self._tensors[file_name(WHOLE, rank)] = {}
                 self._wholes = whole_states(state, state.tier, whole)
@@ -182,7 +184,7 @@ class Save:
         def describe() -> None:
             if is_first:
                 gathered = [json.loads(row) for row in rows]
-                content = fill(frame_of(self.state), gathered, self._names)
+                content = fill(frame_of(self.state), gathered, [*self._names, *self.state.kept])
                 write_manifest(staging, content | self._words | {"has_frozen": options.has_frozen})
 
         def finish() -> None:

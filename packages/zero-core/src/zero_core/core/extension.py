@@ -38,6 +38,18 @@ class Extension:
     An event takes place on all ranks alike if the engine's call must be made on all ranks.
     """
 
+    def attach(self, state: Any) -> None:
+        """Take the engine's `ShardedState`, which has no values yet."""
+
+    def states(self) -> Mapping[str, Tensor]:
+        """Return states that checkpoints keep beside the optimizer's, by name. After `attach`.
+
+        Each is 1-D, [state.local_numel], on the CPU, and parallel to this rank's master weights.
+        It stays the same tensor, and changes in `begun` and `stepped` alone. ``engine.states`` has
+        it as ``extension.`` and the name.
+        """
+        return {}
+
     def begun(self) -> None:
         """The engine is built, and its memory has the first values."""
 

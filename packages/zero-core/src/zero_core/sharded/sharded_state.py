@@ -39,6 +39,7 @@ class ShardedState:
         quantized: the model's quantized parameters.
         changes: the log of changed values; None if no patches are made.
         readers: work under way in other threads that reads shards.
+        kept: states of extensions, by name: see `zero_core.core.extension.Extension.states`.
     """
 
     module: nn.Module
@@ -52,6 +53,38 @@ class ShardedState:
     quantized: tuple[Quantized, ...] = ()
     changes: ChangeLog | None = None
     readers: list[Future[Any]] = field(default_factory=list)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of the local flat space, gaps included."""
+        spans = (flat.local_span for flat in self.params)
+        return max((span[1] for span in spans if span is not None), default=0)
+
+    def state_names(self) -> list[str]:
+        """Return the names of the tier's states and of the extensions'."""
+        return [*self.tier.state_names(), *self.kept]
+
+    def read_state(self, name: str, start: int, stop: int) -> Tensor:
+        """Return ``[start, stop)`` of a state in the local flat space: a copy, on the CPU."""
+        if name in self.kept:
+            return self.kept[name][start:stop].clone()
+        return self.tier.read_state(name, start, stop)
+
+    def write_state(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite a state from ``start`` on in the local flat space."""
+        if name in self.kept:
+            self.kept[name][start : start + values.numel()].copy_(values)
+        else:
+            self.tier.write_state(name, start, values)
+
+    def kept_slices(self, name: str) -> dict[str, Tensor]:
+        """Return this rank's slices of an extension's state, by segment, as files have them."""
+        found = {}
+        for segment in self.layout.segments:
+            if segment.is_trainable:
+                found[str(segment.index)] = self.read_state(name, *self.own_span(segment.index))
+        return found
 
     def own_slice(self, segment: int) -> Tensor:
         """Return this rank's [shard_numel] of the master weights, or of frozen values, on the CPU.
@@ -70,10 +103,10 @@ class ShardedState:
         It is a copy, of zeros if the tier of this rank does not know the state.
         """
         start, stop = self.own_span(segment)
-        if name not in self.tier.state_names():
+        if name not in self.state_names():
             is_wide = self.layout.segments[segment].dtype == torch.float64
             return torch.zeros(stop - start, dtype=torch.float64 if is_wide else torch.float32)
-        return self.tier.read_state(name, start, stop)
+        return self.read_state(name, start, stop)
 
     def own_span(self, segment: int) -> tuple[int, int]:
         """Return the span of this rank's slice of a trainable segment in the local flat space."""

@@ -155,9 +155,9 @@ class StateAccess:
             final = self._gradient.grads_of(segment.index).covered()
             low = piece.offset + slot.start - self._state.covered(segment.index)[0]
             return _widened(final[low : low + piece.stop - piece.start].cpu()) * factor
-        if what not in self._state.tier.state_names():
+        if what not in self._state.state_names():
             raise KeyError(_unknown(what))
-        return _widened(self._state.tier.read_state(what, piece.start, piece.stop))
+        return _widened(self._state.read_state(what, piece.start, piece.stop))
 
     def of(self, name: str) -> dict[str, Any]:
         """Return this rank's parts of all states of parameter ``name``, each as `get_local`.
@@ -301,7 +301,8 @@ class StateAccess:
     def _whole_tier(self, param: int, what: str) -> WholeStateTier | None:
         """Return the state tier if ``what`` is a state that it keeps whole."""
         tier = self._state.tier
-        if what in (MASTER, GRAD) or not isinstance(tier, WholeStateTier):
+        is_sliced = what in (MASTER, GRAD, *self._state.kept)
+        if is_sliced or not isinstance(tier, WholeStateTier):
             return None
         return None if tier.owner_of(param) is None else tier
 
@@ -367,7 +368,7 @@ class StateAccess:
 
     def _check_known(self, what: str) -> None:
         """Refuse a state that no rank knows. A rank that owns no element knows none."""
-        if not self._is_any(what in self._state.tier.state_names()):
+        if not self._is_any(what in self._state.state_names()):
             raise KeyError(_unknown(what))
 
     def _set_part(self, segment: Segment, slot: Slot, part: Tensor, what: str) -> None:
@@ -382,7 +383,7 @@ class StateAccess:
         piece = self._state.piece_of(slot.param)
         if part.numel():
             assert piece is not None, "a part is that of a piece"
-            self._state.tier.write_state(what, piece.start, part)
+            self._state.write_state(what, piece.start, part)
         if what == MASTER:
             self._passes.units.values_replaced([self._state.params[segment.index]])
 

@@ -139,6 +139,8 @@ class MemoryCheckpoints(Extension):
         tensors = {file_name(RNG, rank): random_states()}
         if rank == 0:
             tensors[BUFFERS] = state.buffers()
+        for name in state.kept:
+            tensors[file_name(name, rank)] = state.kept_slices(name)
         facts = {
             "attempt": self._attempt,
             "serial": self._serial,
@@ -221,7 +223,7 @@ class MemoryCheckpoints(Extension):
         if isinstance(tier, WholeStateTier):
             wholes = whole_states(state, tier, tensors.setdefault(file_name(WHOLE, rank), {}))
         written |= {file: slot.write(file, values) for file, values in tensors.items()}
-        return names, written, wholes
+        return [*names, *state.kept], written, wholes
 
     def _drop_strangers(self) -> None:
         """Remove the files of ranks that are not here any more, on the first rank of a node."""

@@ -1,0 +1,142 @@
+"""Extensions that a program gives to build(): `WeightAverage` is the one that stands for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zero_core
+from zero_core import CheckpointError, ConfigError, RankMismatchError
+from zero_core.core.extension import Extension
+from zero_core.extensions.weight_average import AVERAGE, WeightAverage
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedDDP,
+    SimulatedRanks,
+    batch,
+    make_model,
+    simulate,
+)
+from zero_core.testing.training import step_ddp, train_steps
+
+DECAY = 0.9
+NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes", "never")
+
+
+def _build(ranks: SimulatedRanks | None, **case: Any) -> zero_core.Engine:
+    config = Case(**case).config()
+    average = WeightAverage(DECAY)
+    return zero_core.build(make_model(), config, process_group=ranks, extensions=[average])
+
+
+def _averages(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
+    return {name: engine.states.get_full(name, AVERAGE) for name in NAMES}
+
+
+def _check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert {n for n, value in found.items() if not torch.equal(value, expected[n])} == set()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_average_is_that_of_torch_beside_ddp_at_every_stage(world_size: int) -> None:
+    def run(ranks: SimulatedRanks) -> None:
+        model = make_model()
+        ddp = SimulatedDDP(model, ranks)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        reference.update_parameters(model)  # the first one copies
+        for step in range(3):
+            step_ddp(ddp, optimizer, batch(step, 0, ranks.rank))
+            reference.update_parameters(model)
+        params = dict(reference.module.named_parameters())
+        for stage in range(4):
+            engine = _build(ranks, stage=stage)
+            train_steps(engine, 0, 3)
+            for name, found in _averages(engine).items():
+                expected = params[name].detach()
+                if world_size == 2:
+                    assert torch.equal(found, expected), (stage, name)
+                else:  # DDP adds up in another order
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+    simulate(run, world_size)
+
+
+def test_average_of_master_weights_ignores_a_step_that_is_skipped() -> None:
+    engine = _build(None, dtype="bf16", stage=2)
+    train_steps(engine, 0, 1)
+    before = _averages(engine)
+    engine.backward(engine(**batch(1, 0, 0))["loss"] * float("inf"))
+    engine.step()
+    assert engine.skipped_steps == 1
+    _check_same(_averages(engine), before)
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "async_save"])
+def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path: Path, call: str) -> None:
+    expected: dict[str, torch.Tensor] = {}
+
+    def save(ranks: SimulatedRanks) -> None:
+        engine = _build(ranks, stage=3)
+        train_steps(engine, 0, 2)
+        saved = getattr(engine, call)(tmp_path)
+        train_steps(engine, 2, 3)  # what is saved has been copied
+        if call == "async_save":
+            saved.result()
+        engine = _build(ranks, stage=0)
+        engine.load_checkpoint(tmp_path)
+        found = _averages(engine)
+        train_steps(engine, 2, 3)
+        if ranks.rank == 0:
+            expected.update(found)
+
+    simulate(save, 2)
+
+    def load(ranks: SimulatedRanks) -> None:
+        engine = _build(ranks, stage=1)
+        engine.load_checkpoint(tmp_path)
+        _check_same(_averages(engine), expected)
+
+    simulate(load, 3)
+
+
+def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
+    tmp_path: Path,
+) -> None:
+    plain = zero_core.build(make_model(), Case().config())
+    train_steps(plain, 0, 1)
+    plain.save_checkpoint(tmp_path, "plain")
+    averaged = _build(None)
+    first = _averages(averaged)
+    with pytest.raises(CheckpointError, match=r"lacks the states \['extension.average'\]"):
+        averaged.load_checkpoint(tmp_path, "plain")
+    averaged.load_checkpoint(tmp_path, "plain", without=(AVERAGE,))
+    _check_same(_averages(averaged), first)
+    averaged.save_checkpoint(tmp_path, "averaged")
+    with pytest.raises(CheckpointError, match=r"has \['extension.average'\] besides"):
+        plain.load_checkpoint(tmp_path, "averaged")
+    plain.load_checkpoint(tmp_path, "averaged", without=(AVERAGE,))
+
+
+def test_wrong_extensions_are_refused() -> None:
+    with pytest.raises(ValueError, match="decay = 1"):
+        WeightAverage(1.0)
+    twice = [WeightAverage(), WeightAverage()]
+    with pytest.raises(ConfigError, match="two extensions have a state 'average'"):
+        zero_core.build(make_model(), Case().config(), extensions=twice)
+    with pytest.raises(ConfigError, match="no extensions"):
+        zero_core.build(make_model(), Case().config(), extensions=[Extension()], is_training=False)
+
+    def differ(ranks: SimulatedRanks) -> None:
+        own = [WeightAverage()] * ranks.rank
+        with pytest.raises(RankMismatchError, match="a different list of extensions"):
+            zero_core.build(make_model(), Case().config(), process_group=ranks, extensions=own)
+
+    simulate(differ, 2)
