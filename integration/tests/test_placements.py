@@ -85,7 +85,7 @@ def test_moments_of_fewer_bits_are_shown_and_chosen_only_on_request() -> None:
     allowed = zero_core.plan(wide_blocks(8, 1024), config, 2, allow_rounding=True, **limits).best
     assert allowed is not None
     assert allowed.placement.words == "8-bit moments"
-    assert allowed.is_rounded
+    assert allowed.placement.is_rounding
 
 
 class Blocks(nn.Module):

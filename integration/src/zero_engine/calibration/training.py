@@ -302,7 +302,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
     rates = Rates(1, 1, 1, curves)
     kernels = {True: 0.0, False: 0.0}
-    for call, number in calls.calls.items():
+    for call, number in calls.items():
         kernels[call.is_product] += number * rates.operator_s(call)
     model.to(device=watch.device, dtype=getattr(torch, dtype))
 
@@ -310,7 +310,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
         model.zero_grad()
         torch.autograd.backward(model(ids))
 
-    return _Compared(watch.typical_seconds(run), kernels[True], kernels[False], calls.num_calls)
+    return _Compared(watch.typical_seconds(run), kernels[True], kernels[False], calls.total())
 
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:

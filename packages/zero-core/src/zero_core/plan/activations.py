@@ -31,24 +31,6 @@ measured 0.5 to 0.8 MiB."""
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Operators of a pass over a unit, or over several.
-
-    Attributes:
-        calls: number of calls by `Operator`.
-    """
-
-    calls: Mapping[Operator, int] = field(default_factory=dict)
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(Counter(self.calls) + Counter(other.calls))
-
-    @property
-    def num_calls(self) -> int:
-        return sum(self.calls.values())
-
-
-@dataclass(frozen=True)
 class Trace:
     """One micro-batch on the meta device: what it saves and what it computes.
 
@@ -56,9 +38,9 @@ class Trace:
         saved_bytes: bytes that autograd saves for backward, parameters and buffers not counted.
         recomputed_bytes: those with activation checkpointing: a block saves its inputs alone, and
             one block at a time what it saves else.
-        forward: operators of forward by unit. What is computed between units counts to the root
-            before the first block, and to the last unit after it.
-        backward: operators of backward, recomputation not included; None if it was not traced.
+        forward: calls of each operator in forward, by unit. What is computed between units counts
+            to the root before the first block, and to the last unit after it.
+        backward: those of backward, recomputation not included; None if it was not traced.
         kept_bytes: of what is recomputed, inputs of blocks and what is saved in front of them.
         border_bytes: the largest input of a block.
         epilogue_bytes: of what is saved, that behind the blocks.
@@ -68,8 +50,8 @@ class Trace:
 
     saved_bytes: int
     recomputed_bytes: int
-    forward: Mapping[int, Pass]
-    backward: Pass | None
+    forward: Mapping[int, Counter[Operator]]
+    backward: Counter[Operator] | None
     kept_bytes: int = 0
     border_bytes: int = 0
     epilogue_bytes: int = 0
@@ -87,18 +69,15 @@ class Trace:
         whole = self.recomputed_bytes if is_again else self.saved_bytes
         each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
         if config.has_inputs_on_host and is_accelerated:
-            whole += self._fetched_bytes(config) - self.freed_bytes
+            # The inputs of two successive calls are fetched at a time.
+            sizes = [sum(of_unit) for of_unit in self.moved.values()]
+            same = [2 * nbytes for nbytes in sizes] if config.is_vertical else []
+            fetched = max([*(a + b for a, b in pairwise([0, *sizes])), *same], default=0)
+            whole += fetched - self.freed_bytes
             each -= self.freed_bytes
         if not config.is_vertical:
             return whole
         return whole - each + config.gradient_accumulation_steps * (each + self.border_bytes)
-
-    def _fetched_bytes(self, config: Config) -> int:
-        """Return the bytes of the inputs of two successive calls, which are fetched at a time."""
-        sizes = [sum(of_unit) for of_unit in self.moved.values()]
-        pairs = [a + b for a, b in pairwise([0, *sizes])]
-        same = [2 * nbytes for nbytes in sizes] if config.is_vertical else []
-        return max([*pairs, *same], default=0)
 
     def host_bytes(self, config: Config, *, is_accelerated: bool) -> int:
         """Return the bytes of inputs of blocks that wait in host memory, which is page-locked."""
@@ -113,8 +92,7 @@ class Trace:
 
         oneDNN compiles a kernel for each shape, and keeps 1024 of them.
         """
-        passes = [*self.forward.values(), *([] if self.backward is None else [self.backward])]
-        calls = {call for one in passes for call in one.calls}
+        calls = set[Operator]().union(*self.forward.values(), self.backward or ())
         return _CODE_BYTES * sum(c.is_product and c.dtype == "bfloat16" for c in calls)
 
 
@@ -142,14 +120,11 @@ def trace_step(
         ConfigError: the forward does not run on the meta device.
     """
 
-    def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    def to_meta(value: Any, dtype: torch.dtype | None = config.compute_dtype) -> Any:
         if not isinstance(value, Tensor):
             return value
         meta = torch.empty_like(value, dtype=compute_dtype(value, dtype), device=_META)
         return meta.requires_grad_(value.requires_grad)
-
-    def to_meta(value: Any) -> Any:
-        return cast(value, config.compute_dtype)
 
     for name, param in model.named_parameters():
         if len(components(name, param)) > 1:
@@ -160,7 +135,7 @@ def trace_step(
             )
     values = {name: to_meta(param) for name, param in model.named_parameters()}
     weights = [value for value in values.values() if value.requires_grad]
-    values |= {name: cast(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
+    values |= {name: to_meta(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
     cast_bytes = _bytes_of_casts(model, values, config)
     place = _Place([module for _, module in units], {storage_of(t) for t in values.values()})
     operators = _Operators(place)
@@ -186,7 +161,7 @@ def trace_step(
     return Trace(
         place.saved_bytes + casts,
         place.recomputed_bytes + casts,
-        {unit: Pass(calls) for unit, calls in operators.take().items()},
+        operators.take(),
         _trace_backward(output, weights, operators),
         place.kept_bytes,
         place.border_bytes,
@@ -196,7 +171,9 @@ def trace_step(
     )
 
 
-def _trace_backward(output: Any, weights: Sequence[Tensor], operators: _Operators) -> Pass | None:
+def _trace_backward(
+    output: Any, weights: Sequence[Tensor], operators: _Operators
+) -> Counter[Operator] | None:
     """Return the operators of backward, None if there is no loss or one has no shapes."""
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     loss = next((t for t in tensors if t.ndim == 0), None)
@@ -207,7 +184,7 @@ def _trace_backward(output: Any, weights: Sequence[Tensor], operators: _Operator
             torch.autograd.grad(loss, weights, allow_unused=True)
     except (RuntimeError, TypeError, ValueError):  # NotImplementedError is a RuntimeError
         return None
-    return sum((Pass(calls) for calls in operators.take().values()), Pass())
+    return sum(operators.take().values(), Counter())
 
 
 class _Place:

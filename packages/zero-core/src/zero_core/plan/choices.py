@@ -156,7 +156,7 @@ class Placement:
 
     Attributes:
         words: the difference in words; empty for the configuration itself.
-        settings: ``(block, key, value)`` of ``zero_optimization``.
+        settings: ``(block, key, value)`` of ``zero_optimization``; "" is no block within it.
         is_rounding: whether the numbers of a run change.
     """
 
@@ -188,15 +188,18 @@ class Placement:
     def of(self, zero: ZeroConfig) -> ZeroConfig:
         """Return a resolved block changed to this."""
         for name, key, value in self.settings:
-            block = getattr(zero, name).model_copy(update={key: value})
-            zero = zero.model_copy(update={name: block})
+            if name:
+                key, value = name, getattr(zero, name).model_copy(update={key: value})
+            zero = zero.model_copy(update={key: value})
         return zero
 
     def apply(self, zero: Mapping[str, Any]) -> dict[str, Any]:
         """Return a block, as it was given, with the keys changed."""
         found = {**zero}
         for name, key, value in self.settings:
-            found[name] = {**found.get(name, {}), key: value}
+            if name:
+                key, value = name, {**found.get(name, {}), key: value}
+            found[key] = value
         return found
 
 
