@@ -262,10 +262,10 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def takes_found_inf(optimizer: torch.optim.Optimizer | None) -> bool:
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's kernels read a ``found_inf`` on the device, as its fused ones do."""
     # foreign: torch's optimizers, and the sign that torch.amp.GradScaler looks for
-    if optimizer is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     # The sign is that of the defaults. A group may have other kernels.
     return all(group.get("fused", True) for group in optimizer.param_groups)
