@@ -32,7 +32,7 @@ from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.arithmetic import ParamSpec, Piece
 from zero_core.layout.stored import unflatten
 from zero_core.optim.train_state import TrainState, check_progress
-from zero_core.protocols import WholeStateTier
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
 _log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def _match(state: ShardedState, reader: Reader, without: Collection[str]) -> Non
             "build it with the same optimizer" + _HINT
         )
     is_whole = bool(manifest.whole_states)
-    if not is_any and is_whole and not isinstance(state.tier, WholeStateTier):
+    if not is_any and is_whole and not isinstance(state.tier, WholeTier):
         raise CheckpointError(
             f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
             "engine updates slices: was is_elementwise declared since?" + _HINT
@@ -209,7 +209,7 @@ def _warn_of_frozen(state: ShardedState, reader: Reader) -> None:
 
 def _is_sliced(state: ShardedState, param: int) -> bool:
     """Whether the states of a trainable parameter are sliced."""
-    return not isinstance(state.tier, WholeStateTier) or state.tier.owner_of(param) is None
+    return not isinstance(state.tier, WholeTier) or state.tier.owner_of(param) is None
 
 
 def _match_buffers(state: ShardedState, reader: Reader, place: Location) -> None:
@@ -334,7 +334,7 @@ class Restoring:
     def _check_optimizer(self) -> None:
         state = self._state
         needed = {piece.param for piece in state.pieces if _is_sliced(state, piece.param)}
-        if isinstance(state.tier, WholeStateTier):
+        if isinstance(state.tier, WholeTier):
             needed |= set(state.tier.updated_params())
         for param in sorted(needed):
             name, is_sliced = state.layout.params[param].name, _is_sliced(state, param)
@@ -378,7 +378,7 @@ class Restoring:
         state = self._state
         for index, numbers in enumerate(self._numbers):
             state.tier.write_scalars(index, numbers)
-        if isinstance(state.tier, WholeStateTier):
+        if isinstance(state.tier, WholeTier):
             for param in state.tier.updated_params():
                 spec = state.layout.params[param]
                 if self._sources[spec.name] == MASTER:

@@ -60,7 +60,7 @@ from zero_core.comm.control import Exchange
 from zero_core.errors import CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import WholeStateTier
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.snapshot import Snapshot, StateBlocks
 
@@ -182,7 +182,7 @@ class Save:
         if rank == 0:
             self._tensors[BUFFERS] = state.buffers()
         self._wholes: dict[str, Any] = {}
-        if isinstance(state.tier, WholeStateTier):
+        if isinstance(state.tier, WholeTier):
             tensors = self._tensors.setdefault(file_name(WHOLE, rank), {})
             self._wholes = whole_states(state, state.tier, tensors)
 
@@ -194,7 +194,7 @@ class Save:
         state, rank = self._state, self._state.control.rank
         whole = self._tensors.get(file_name(WHOLE, rank), {})
         whole.update({key: t.detach().to("cpu", copy=True) for key, t in whole.items()})
-        if isinstance(state.tier, WholeStateTier):
+        if isinstance(state.tier, WholeTier):
             self._sliced = {n: slices(state, state.tier, n) for n in self._names if n != MASTER}
         if self._options.has_frozen:
             self._tensors[file_name(VALUE, rank)] = _frozen(state)
@@ -258,7 +258,7 @@ class Save:
         for name in self._names:
             # One state at a time: the copies of only one are in memory.
             tensors: Mapping[str, Tensor | StateBlocks]
-            if name == MASTER or not isinstance(state.tier, WholeStateTier):
+            if name == MASTER or not isinstance(state.tier, WholeTier):
                 tensors = {str(s): self._snapshot.tensor(s, name) for s in trainable}
             elif name in self._sliced:
                 tensors = self._sliced.pop(name)
@@ -325,7 +325,7 @@ def _frozen(state: ShardedState) -> dict[str, Tensor]:
     return {str(s): state.own_slice(s) for s in frozen}
 
 
-def slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, Tensor]:
+def slices(state: ShardedState, tier: WholeTier, name: str) -> dict[str, Tensor]:
     """Return this rank's slices of state ``name``, of the parameters that have no owner."""
     found: dict[str, Tensor] = {}
     for piece in state.pieces:
@@ -338,7 +338,7 @@ def slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, Te
 
 
 def whole_states(
-    state: ShardedState, tier: WholeStateTier, tensors: dict[str, Tensor]
+    state: ShardedState, tier: WholeTier, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Add this rank's states of whole parameters to ``tensors``, those of their file.
 

@@ -142,7 +142,6 @@ class Metadata:
         self._found = [(attributes, dict(attributes)) for attributes in found.values()]
 
     def put_back(self) -> None:
-        """Make the attributes what they were."""
         for attributes, before in self._found:
             attributes.clear()
             attributes.update(before)

@@ -63,7 +63,7 @@ class _Plan:
 
 
 class DeviceTier(FlatTier):
-    """`zero_core.protocols.AheadTier` and `ReservingTier` on the compute device."""
+    """State tier on the compute device, whose update can be enqueued ahead of the decision."""
 
     turn_numel: ClassVar[int] = TURN_NUMEL
 
@@ -151,7 +151,6 @@ class DeviceTier(FlatTier):
                 self._buffer(master)
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return all tensors: see `zero_core.protocols.DeviceMemory`."""
         states = [t for k, flat in self._flat.items() if k != MASTER for _, t in flat.chunks]
         for state in self._optimizer.state.values():
             states += [v for v in state.values() if isinstance(v, Tensor) and v.dim()]
@@ -163,7 +162,10 @@ class DeviceTier(FlatTier):
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether the kernels read ``found_inf``, and nothing of a step is done by the host."""
+        """Whether `step_ahead` can be called with the groups that the optimizer has now.
+
+        The kernels read ``found_inf``, and nothing of a step is done by the host.
+        """
         has_states = bool(self._initial) and None not in self._initial.values()
         return has_states and self._store is None and takes_found_inf(self._optimizer)
 
@@ -175,11 +177,26 @@ class DeviceTier(FlatTier):
         grad_scale: Tensor | float,
         found_inf: Tensor,
     ) -> None:
+        """Enqueue ``step``, which is to change nothing if ``found_inf`` is 1.
+
+        `settle` follows when the host knows that. Then further pieces of the same training step may
+        follow by ``step``, with the same factor.
+
+        Args:
+            groups, active: as for ``step``.
+            grad_scale: the factor, 0-dim float64 on the device; 1 where ``found_inf`` is. A number
+                if no gradient is to be multiplied.
+            found_inf: 0 or 1: 0-dim fp32 on the device.
+        """
         with set_found_inf(self._optimizer, found_inf):
             self.step(groups, active, grad_scale=grad_scale)
         self._ahead = list(active)
 
     def settle(self, *, is_void: bool) -> None:
+        """Count the update of `step_ahead`, or not if ``is_void``: then it changed nothing.
+
+        A second call for the same update has no effect.
+        """
         if is_void:
             for piece in self._ahead:
                 self._num_steps[piece] -= 1
@@ -276,7 +293,6 @@ class DeviceTier(FlatTier):
         return self._widened[dtype]
 
     def _run(self, turn: Turn, factor: Tensor | float) -> None:
-        """Update the parts of one turn."""
         for part, grad in zip(turn.parts, self._take_grads(turn, factor), strict=True):
             part.param.grad = grad
         try:

@@ -106,15 +106,9 @@ def trace_step(
 
     One forward runs on the meta device, in the compute dtype, in the model's current mode
     (train or eval), and a backward if it returns a loss. The model is not changed. ``inputs`` are
-    keyword or positional arguments of one micro-batch. They and the model may be on any device.
+    keyword or positional arguments of one micro-batch, ``units`` names and modules, the root first.
     With ``torch_autocast`` activations count in fp32, and with them the casts of weights that stay
     to backward.
-
-    Args:
-        model: the whole model.
-        config: the engine's.
-        inputs: see above.
-        units: names and modules of the model's units, the root first.
 
     Raises:
         ConfigError: the forward does not run on the meta device.
@@ -267,7 +261,6 @@ class _Place:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow a forward by hooks on the blocks."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -347,7 +340,6 @@ def _bytes_of_casts(
 
 @contextmanager
 def _tiled(model: nn.Module, config: Config) -> Iterator[None]:
-    """Compute ``model`` in the tiles that ``config`` asks for."""
     if config.tiled_compute is None:
         yield
         return

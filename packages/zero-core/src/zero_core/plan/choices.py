@@ -106,15 +106,12 @@ def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[Traff
             if not settings:
                 return ()
             continue
-        near, far = (sum(n) for n in zip(*(_sent(t) for t in traffic[0]), strict=True))
+        near = sum(t.within_node_bytes for t in traffic[0])
+        far = sum(t.between_nodes_bytes for t in traffic[0])
         most = sum(t.between_nodes_bytes for t in traffic[1])
         kept_bytes = sum(kept.values())
         found.append(TrafficChoice(name, settings, traffic[0], near, far, most, kept_bytes))
     return tuple(found) if len(found) > 1 else ()
-
-
-def _sent(row: Traffic) -> tuple[int, int]:
-    return row.within_node_bytes, row.between_nodes_bytes
 
 
 def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -180,7 +177,6 @@ class Placement:
         return any(block == _PARAMS for block, _, _ in self.settings)
 
     def joined(self, other: Placement) -> Placement:
-        """Return both differences as one."""
         words = ", ".join(w for w in (self.words, other.words) if w)
         is_rounding = self.is_rounding or other.is_rounding
         return Placement(words, self.settings + other.settings, is_rounding)

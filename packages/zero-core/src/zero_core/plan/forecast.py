@@ -374,7 +374,6 @@ class Forecast:
         return 0 if found is None else num_messages * coded_room(found[1])
 
     def _is_reduced_here(self, segment: Segment) -> bool:
-        """Whether the engine's own collective reduces the segment."""
         dtype = communicated_dtype(segment, self._config)
         footprint = self.collectives
         return footprint is None or footprint.reduction(segment.shard_numel, dtype) is None

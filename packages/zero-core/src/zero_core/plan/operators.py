@@ -74,20 +74,15 @@ class Operator:
         if packet in counts:
             operations = counts[packet](*args, **kwargs, out_val=out)
             return cls(kind, dtype, int(operations), True, _nbytes(read) + _nbytes(written))
-        if _is_view(func):
+        returns = func._schema.returns
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return cls("view", dtype, 0, False)
         if kind in _LOOKUPS:
             read = [*read[1:], *written]
         return cls(kind, dtype, _nbytes(read) + _nbytes(written), False)
 
 
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
 def _dtype(tensors: Iterable[Tensor]) -> str | None:
-    """Return the name of the first floating dtype of ``tensors``."""
     found = next((t.dtype for t in tensors if t.is_floating_point()), None)
     return None if found is None else str(found).removeprefix("torch.")
 

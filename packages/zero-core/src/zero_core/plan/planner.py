@@ -31,13 +31,7 @@ from zero_core.config.rules import check_rules
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.plan.activations import Trace, trace_step
-from zero_core.plan.choices import (
-    AS_CONFIGURED,
-    Placement,
-    placements,
-    roundings,
-    traffic_choices,
-)
+from zero_core.plan.choices import AS_CONFIGURED, Placement, placements, roundings, traffic_choices
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import Forecast, MemoryUse
 from zero_core.plan.result import Choice, Plan, format_bytes
@@ -191,11 +185,9 @@ class Planner:
         return variant.of(_with_choice(self.config, stage, device))
 
     def config_of(self, choice: Choice) -> Config:
-        """Return the configuration changed to a choice."""
         return self._changed(variant_of(choice), choice.stage, choice.device)
 
     def forecast_of(self, choice: Choice) -> Forecast:
-        """Return the forecast of a choice."""
         return self._forecast(variant_of(choice), choice.stage, choice.device)
 
     def _forecast(self, variant: Variant, stage: int, device: str) -> Forecast:
@@ -278,7 +270,6 @@ class Planner:
         return self.describe(choices, best, self.advice(best, choices))
 
     def describe(self, choices: Sequence[Choice], best: Choice | None, advice: str) -> Plan:
-        """Return the plan that has these choices."""
         layout, machine, config = self.layout, self.machine, self.config
         forecast = self.forecast_of(self.configured)
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
@@ -385,7 +376,6 @@ class Planner:
         return MemoryUse({**use.device, **traced}, host)
 
     def choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
-        """Return a choice, whether it fits or not."""
         device = self._device_of(variant, stage, ratio)
         forecast = self._forecast(variant, stage, device)
         use = self._memory(variant, forecast, ratio)
@@ -445,7 +435,6 @@ class Planner:
 
 
 def variant_of(choice: Choice) -> Variant:
-    """Return the variant of a choice."""
     return Variant(choice.micro_batch, choice.is_recomputed, choice.placement)
 
 

@@ -45,14 +45,12 @@ class WholeModel:
     """`ParamHolders` of a model whose parameters always have the same values."""
 
     def gather(self, module: nn.Module) -> None:
-        """Do nothing."""
+        pass
 
     def is_gathered(self, module: nn.Module) -> bool:
-        """Return True."""
         return True
 
     def version(self, module: nn.Module) -> int:
-        """Return 0."""
         return 0
 
 
@@ -63,15 +61,9 @@ class TiledForwards(ObjectMethods):
         """Wrap the modules of ``model``. See `check_names`."""
         self._tile_tokens = config.tile_tokens
         self._holders = holders
-        modules = _selected(model, config.modules)
-        heads = _selected(model, config.logits)
-        super().__init__(
-            "forward",
-            [
-                *((module, self._tiled(path, module)) for path, module in modules),
-                *((module, self._with_loss(path, module)) for path, module in heads),
-            ],
-        )
+        tiled = [(m, self._tiled(path, m)) for path, m in _selected(model, config.modules)]
+        heads = [(m, self._with_loss(path, m)) for path, m in _selected(model, config.logits)]
+        super().__init__("forward", [*tiled, *heads])
 
     def _tiled(self, path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -170,8 +162,7 @@ class _Head:
                 f"logits of {self._path!r} were read after their backward, which has released its "
                 "weights: read them before it, or leave the head out of tiled_compute.logits"
             )
-        autocast = self._autocast
-        with nullcontext() if autocast is None else torch.autocast(**autocast):
+        with torch.autocast(**self._autocast) if self._autocast else nullcontext():
             logits: Tensor = self._forward(hidden)
         return logits
 

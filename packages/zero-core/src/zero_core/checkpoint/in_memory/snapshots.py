@@ -36,7 +36,8 @@ from zero_core.comm.topology import Ranks
 from zero_core.config import MemoryCheckpointConfig
 from zero_core.errors import ConfigError
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import WholeStateTier, Work
+from zero_core.optim.whole_tier import WholeTier
+from zero_core.protocols import Work
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.snapshot import stream_after
 
@@ -223,7 +224,7 @@ class MemoryCheckpoints:
         for name in names:
             written[file_name(name, rank)] = slot.write(file_name(name, rank), self._parts(name))
         wholes: dict[str, Any] = {}
-        if isinstance(tier, WholeStateTier):
+        if isinstance(tier, WholeTier):
             tensors: dict[str, Tensor] = {}
             wholes = whole_states(state, tier, tensors)
             file = file_name(WHOLE, rank)
@@ -256,7 +257,7 @@ class MemoryCheckpoints:
     def _parts(self, name: str) -> list[Values | Slice]:
         """Return this rank's slices of a state, as a save writes them."""
         state = self._state
-        if name != MASTER and isinstance(state.tier, WholeStateTier):
+        if name != MASTER and isinstance(state.tier, WholeTier):
             return [Values(k, t) for k, t in slices(state, state.tier, name).items()]
         is_on_host = state.device.type == "cpu"
         return [
