@@ -19,8 +19,7 @@ from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.meter import Meter
 from zero_core.comm.topology import Ranks, count_per_node, find_ranks
 from zero_core.errors import MissingPartError
-from zero_core.plan.activations import trace_step
-from zero_core.plan.operators import ATTENTION, ATTENTION_BACKWARD
+from zero_core.plan.activations import ATTENTION, ATTENTION_BACKWARD, trace_step
 from zero_engine.calibration.timing import STEPS, Points, Stopwatch, rising
 from zero_engine.planning import Calibration, Curve, Rates, plan
 

@@ -191,12 +191,6 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def count_trainable(params: Sequence[Tensor]) -> int:
-    """Count the tensors that require a gradient, whatever their class overrides."""
-    with DisableTorchFunction():
-        return sum(map(_requires_grad, params))
-
-
 def find_trainable(params: Sequence[Tensor]) -> list[bool]:
     """Return which tensors require a gradient, whatever their class overrides."""
     with DisableTorchFunction():

@@ -84,30 +84,22 @@ class Forecast:
         drawn: Blueprint,
         config: Config,
         footprints: Footprints,
-        *,
-        is_accelerated: bool,
-        ranks_per_node: int,
-        other_bytes: Mapping[str, int],
+        links: Links,
+        buffer_bytes: int,
     ) -> None:
-        """Compute the layout and every size on the meta device.
-
-        ``other_bytes`` are those on the device that no configuration changes (model buffers,
-        activations). With ``is_accelerated`` the compute device is another one than the host.
+        """Compute the layout and every size on the meta device, besides the model's buffers.
 
         Raises:
             ConfigError: a package does not serve a setting.
         """
         self._layout = drawn.layout
         self._config = config
-        self._is_accelerated = is_accelerated
+        self._links = links
+        # Then the compute device is another one than the host.
+        self._is_accelerated = is_accelerated = links.is_ring
+        ranks_per_node = links.ranks_per_node
         zero, world_size = config.zero_optimization, drawn.layout.world_size
         self._has_shared_memory = ranks_per_node == world_size and not is_accelerated
-        self._links = Links(
-            world_size,
-            ranks_per_node,
-            is_ring=is_accelerated,
-            is_sequential=config.world_size_invariant,
-        )
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
         self.resting = offloaded_segments(drawn.layout, config, is_apart=is_apart)
@@ -197,7 +189,7 @@ class Forecast:
                 self._layout,
                 config,
             ),
-            **other_bytes,
+            "model buffers": buffer_bytes,
         }
 
     def _tier_footprint(

@@ -26,7 +26,7 @@ from torch import Tensor
 from zero_core._torch import pytree
 from zero_core.blueprint import Blueprint
 from zero_core.comm.meter import Links
-from zero_core.config import ActivationCheckpointingConfig, Config, OffloadParamConfig
+from zero_core.config import ActivationCheckpointingConfig, Config, ZeroConfig
 from zero_core.config.rules import check_rules
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import has_kernel_rule
@@ -34,7 +34,7 @@ from zero_core.plan.activations import Trace, trace_step
 from zero_core.plan.choices import AS_CONFIGURED, Placement, placements, roundings, traffic_choices
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import Forecast, MemoryUse
-from zero_core.plan.result import Choice, Plan, format_bytes
+from zero_core.plan.result import STAGE_3_KEYS, Choice, Plan, format_bytes
 from zero_core.plan.traffic import step_traffic
 
 GPUS_PER_NODE = 8
@@ -149,7 +149,7 @@ class Planner:
         self.config = config
         self.machine = machine
         self.layout = drawn.layout
-        self._other = {"model buffers": buffer_bytes}
+        self._buffer_bytes = buffer_bytes
         self._inputs = inputs
         self._stage = config.zero_optimization.stage
         self._stages = range(4) if machine.world_size > 1 else [self._stage]
@@ -200,14 +200,8 @@ class Planner:
         how = (config.is_vertical, config.has_inputs_on_host, variant.placement)
         key = (stage, device, micro_steps, *how)
         if key not in self._forecasts:
-            self._forecasts[key] = Forecast(
-                self._drawn,
-                config,
-                self._footprints,
-                is_accelerated=self.machine.is_accelerated,
-                ranks_per_node=self.machine.ranks_per_node,
-                other_bytes=self._other,
-            )
+            found = Forecast(self._drawn, config, self._footprints, self.links, self._buffer_bytes)
+            self._forecasts[key] = found
         return self._forecasts[key]
 
     def trace(self, micro_batch: int) -> Trace | None:
@@ -399,10 +393,8 @@ class Planner:
         limit = self.machine.device_memory
 
         def is_enough(percent: int) -> bool:  # device bytes fall as the ratio grows
-            ratio = percent / PERCENT
-            forecast = self._forecast(variant, stage, self._device_of(variant, stage, ratio))
-            use = self._memory(variant, forecast, ratio)
-            return limit is None or use.device_bytes <= limit
+            found = self.choice(variant, stage, percent / PERCENT)
+            return limit is None or found.device_bytes <= limit
 
         percent = bisect_left(range(PERCENT), True, key=is_enough)
         return self.choice(variant, stage, percent / PERCENT)
@@ -449,12 +441,7 @@ def _with_choice(config: Config, stage: int, device: str) -> Config:
         "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
     }
     if stage != 3:
-        changes |= {
-            "offload_param": OffloadParamConfig(),
-            "zero_quantized_weights": False,
-            "zero_quantized_nontrainable_weights": False,
-            "zero_hpz_partition_size": 1,
-        }
+        changes |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
     return config.model_copy(update={"zero_optimization": zero.model_copy(update=changes)})
 
 

@@ -102,12 +102,11 @@ class Choice:
             "gradient_accumulation_steps": self.micro_steps,
             "zero_optimization": self.placement.apply(zero),
         }
+        block = config.get("activation_checkpointing")
         if not self.is_recomputed:
             found.pop("activation_checkpointing", None)
-        elif not found.get("activation_checkpointing", {}).get("enabled", True):
+        elif block is None or not block.get("enabled", True):
             found["activation_checkpointing"] = {"enabled": True}
-        else:
-            found.setdefault("activation_checkpointing", {"enabled": True})
         return found
 
 
