@@ -35,7 +35,6 @@ from zero_core.protocols import (
     AccumulatingTier,
     AdamKernel,
     AddingCollectives,
-    AheadTier,
     Collectives,
     CollectivesFactory,
     DeviceMemory,
@@ -54,7 +53,6 @@ from zero_core.protocols import (
     TimedTier,
     TransportCollectives,
     UploadCodec,
-    WholeStateTier,
     Work,
 )
 from zero_core.sharded.param_offload import LocalStore
@@ -106,20 +104,18 @@ def prove_instances(
     stateful: StatefulCollectives = quantized
     adding: list[AddingCollectives] = [host, device, exact]
     codec: SliceCodec = messages
-    tiers: list[StateTier] = [device_tier, twin_tier, auto_tier]
+    tiers: list[StateTier] = [device_tier, whole_tier, twin_tier, auto_tier]
     timed: list[TimedTier] = [twin_tier, auto_tier]
     accumulating: list[AccumulatingTier] = [twin_tier, auto_tier]
     reserving: list[ReservingTier] = [device_tier, twin_tier, auto_tier]
-    ahead: AheadTier = device_tier
     speculative: list[SpeculativeTier] = [twin_tier, auto_tier]
     snapshots: list[SnapshotTier] = [device_tier, twin_tier, auto_tier]
-    whole: WholeStateTier = whole_tier
     memory: list[DeviceMemory] = [device, quantized, device_tier, whole_tier, twin_tier]
     param_tier: ParamTier = offloaded_params
     store: ParamStore = local_store
     param: PartitionedParam = partitioned
-    del transports, collectives, stateful, tiers, accumulating, reserving, ahead, memory, adding
-    del param_tier, store, param, whole, snapshots, timed, codec, speculative
+    del transports, collectives, stateful, tiers, accumulating, reserving, memory, adding
+    del param_tier, store, param, snapshots, timed, codec, speculative
 
 
 def prove_what_is_handed_over(
@@ -188,8 +184,8 @@ TYPES: dict[str, tuple[type, type]] = {
     ),
     "zero_comm.collectives.ExactGradients": (ExactGradients, AddingCollectives),
     "zero_comm.collectives.QuantizedCollectives, memory": (QuantizedCollectives, DeviceMemory),
-    "zero_core.optim.device_tier.DeviceTier": (DeviceTier, AheadTier),
-    "zero_core.optim.whole_tier.WholeTier": (WholeTier, WholeStateTier),
+    "zero_core.optim.device_tier.DeviceTier": (DeviceTier, StateTier),
+    "zero_core.optim.whole_tier.WholeTier": (WholeTier, StateTier),
     "zero_core.optim.device_tier.DeviceTier, memory": (DeviceTier, ReservingTier),
     "zero_core.comm.device.DeviceCollectives, memory": (DeviceCollectives, DeviceMemory),
     "zero_core.optim.device_tier.DeviceTier, offloaded": (DeviceTier, DeviceMemory),

@@ -1,8 +1,9 @@
-"""Plans with offloaded optimizer state and resting parameters: closed forms and choices."""
+"""Plans with offloaded states and resting parameters: closed forms, choices and placements."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError
+from zero_core.config import load_config
+from zero_core.plan.result import Choice
 from zero_core.testing import Case, wide_blocks
 
 
@@ -27,18 +30,16 @@ def test_closed_forms_of_zero_offload(stage: int, ratio: float) -> None:
     depth, width, ranks = 10, 4096, 64
     psi = 12 * width * width * depth
     config = make_config(stage, "bf16", data_types={"grad_accum_dtype": "bf16"})
-    if ratio:
-        offload = {"device": "cpu", "ratio": ratio, "pin_memory": False}
-        config["zero_optimization"] = {"stage": stage, "offload_optimizer": offload}
+    offload = {"device": "cpu", "ratio": ratio, "pin_memory": False}
+    config["zero_optimization"] = {"stage": stage, "offload_optimizer": offload}
     planned = zero_core.plan(wide_blocks(depth, width), config, ranks)
     device, host = planned.memory.device, planned.memory.host
     own = psi // ranks
     state = own if stage >= 1 else psi
-    assert planned.num_parameters == planned.num_trainable == psi
     assert device["parameters"] == 2 * (own if stage >= 3 else psi)
     whole = 0 if stage >= 2 else 2 * psi
     unit = own // depth
-    kept = 3 * 2 * unit if ratio and stage else 2 * own
+    kept = 3 * 2 * unit if stage else 2 * own
     assert device["gradient shards"] + device.get("gradients", 0) == kept + whole
     cut = round(ratio * state)
     assert device.get("master weights", 0) == 4 * (state - cut)
@@ -46,9 +47,9 @@ def test_closed_forms_of_zero_offload(stage: int, ratio: float) -> None:
     assert host.get("master weights", 0) == 4 * cut
     assert host.get("optimizer states", 0) == 8 * cut
     assert host.get("gradient copies", 0) == 2 * cut
-    assert device.get("gradient copies", 0) == (2 * (state - cut) if ratio else 0)
+    assert device.get("gradient copies", 0) == 2 * (state - cut)
     sent = min(unit if stage else psi // depth, 2**24)  # two buffers of at most 16 Mi elements
-    assert host.get("parameter copies", 0) == (2 * 2 * sent if ratio else 0)
+    assert host["parameter copies"] == 2 * 2 * sent
 
 
 def test_best_choice_needs_the_least_offload_that_fits() -> None:
@@ -144,3 +145,72 @@ def test_an_optimizer_of_whole_parameters_is_planned_on_the_device_or_on_the_hos
     planned = zero_core.plan(wide_blocks(2, 64), config, 4, device_memory=10**9)
     assert planned.best == planned.configured
     assert {choice.ratio for choice in planned.choices} == {0.0, 1.0}  # nothing in between
+
+
+# ------------------------------------------------------------------------------------- placements
+
+DISK = "/nvme"
+
+
+def sizes_of(config: dict[str, Any], words: str) -> list[Choice]:
+    """Return all choices of a placement, of a plan that nothing fits."""
+    found = zero_core.plan(wide_blocks(8, 1024), config, 2, device_memory=1, nvme_path=DISK)
+    return [choice for choice in found.choices if choice.placement.words == words]
+
+
+def same_as_configured(choice: Choice, again: Choice) -> bool:
+    return replace(again, is_varied=True, placement=choice.placement) == choice
+
+
+def test_parameters_go_to_the_host_where_nothing_else_fits() -> None:
+    config = make_config(3, "bf16")
+    limit = min(c.device_bytes for c in sizes_of(config, "")) - 1
+    planned = zero_core.plan(wide_blocks(8, 1024), config, 2, device_memory=limit)
+    best = planned.best
+    assert best is not None
+    assert best.placement.words == "parameters in host memory"
+    assert "parameters in host memory fits" in planned.advice
+    written = best.apply(config)
+    assert written["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    again = zero_core.plan(wide_blocks(8, 1024), written, 2, device_memory=limit)
+    assert same_as_configured(best, again.configured)
+
+
+def test_states_go_to_nvme_where_the_host_has_no_room() -> None:
+    config = make_config(2, "bf16")
+    device = min(c.device_bytes for c in sizes_of(config, ""))
+    on_host = [*sizes_of(config, ""), *sizes_of(config, "parameters in host memory")]
+    host = 2 * min(c.host_bytes for c in on_host if c.device_bytes <= device) - 1
+    limits: dict[str, Any] = {"device_memory": device, "host_memory": host}
+    without = zero_core.plan(wide_blocks(8, 1024), config, 2, **limits)
+    assert without.best is None
+    assert "name a folder on an NVMe disk" in without.advice
+    planned = zero_core.plan(wide_blocks(8, 1024), config, 2, nvme_path=DISK, **limits)
+    best = planned.best
+    assert best is not None
+    assert best.device == "nvme"
+    assert "states on NVMe" in best.placement.words
+    assert best.file_bytes > 0
+    assert "on NVMe per rank" in planned.advice
+    written = best.apply(config)
+    load_config(written, world_size=2)
+    assert written["zero_optimization"]["offload_optimizer"]["nvme_path"] == DISK
+    again = zero_core.plan(wide_blocks(8, 1024), written, 2, **limits)
+    assert same_as_configured(best, again.configured)
+
+
+def test_moments_of_fewer_bits_are_shown_and_chosen_only_on_request() -> None:
+    config = make_config(2, "bf16")
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    eight = sizes_of(config, "8-bit moments")
+    host = 2 * max(c.host_bytes for c in eight if c.stage == 3)
+    device = min(c.device_bytes for c in sizes_of(config, ""))
+    limits: dict[str, Any] = {"device_memory": device, "host_memory": host}
+    planned = zero_core.plan(wide_blocks(8, 1024), config, 2, **limits)
+    assert planned.best is None
+    assert "or allow rounding: " in planned.advice
+    assert any("8-bit moments" in row[2] for row in planned.tables()[-1].rows)
+    allowed = zero_core.plan(wide_blocks(8, 1024), config, 2, allow_rounding=True, **limits).best
+    assert allowed is not None
+    assert allowed.placement.words == "8-bit moments"
+    assert allowed.placement.is_rounding

@@ -26,7 +26,6 @@ from transformers import (
 )
 
 import zero_core
-from tests.support.doc_blocks import ROOT
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
@@ -166,33 +165,6 @@ def test_a_configuration_of_an_encoder_and_a_decoder_is_planned_with_labels(labe
             found = zero_core.plan(config, make_config(2, "bf16"), 2, example_inputs=inputs)
             assert found == expected
         assert expected.memory.device["activations"] > 0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "more", "device_gb"),
-    [
-        pytest.param(128, {}, 37.6, marks=pytest.mark.slow),
-        pytest.param(64, {}, 20.5, marks=pytest.mark.slow),
-        (128, {"activation_checkpointing": {}}, 7.53),
-    ],
-)
-def test_t5_3b_takes_what_the_page_says(
-    tokens: int, more: dict[str, Any], device_gb: float
-) -> None:
-    folder = ROOT / "integration/examples/t5_3b"
-    model, config = (json.loads((folder / f"{n}.json").read_text()) for n in ("config", "zero"))
-    ids = torch.zeros(20, tokens, dtype=torch.int64, device="meta")
-    found = zero_core.plan(
-        *(model, config | more, 1),
-        device_memory=24 * 10**9,
-        host_memory=64 * 10**9,
-        example_inputs={"input_ids": ids, "labels": ids},
-    )
-    assert found.memory.device_bytes / 1e9 == pytest.approx(device_gb, rel=0.003)
-    assert found.memory.host_bytes / 1e9 == pytest.approx(40.0, rel=0.003)
-    assert found.best is not None
-    assert found.best.micro_batch == 20
-    assert ("as configured" in found.advice) == (device_gb < 24)
 
 
 def test_program_prints_tables_and_writes_json_and_a_picture(tmp_path: Path) -> None:

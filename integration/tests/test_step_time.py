@@ -1,8 +1,9 @@
-"""Predicted step times: rates, lanes against closed forms, choices by time."""
+"""Predicted step times: rates, lanes against closed forms, choices and placements by time."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero_core import ConfigError
+from zero_core.plan.choices import AS_CONFIGURED
 from zero_core.testing import Case
 from zero_engine.planning import Calibration, Curve, Rates, plan
 from zero_engine.planning.schedule import Schedule
@@ -38,7 +40,7 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return x.square().mean()
+        return x.float().square().mean()
 
 
 def make_config(stage: int, *, micro_batch: int = 8, **further: Any) -> dict[str, Any]:
@@ -202,6 +204,69 @@ def test_without_inputs_rates_say_nothing_and_the_smallest_change_that_fits_is_b
 def test_rates_of_another_kind_of_machine_are_refused() -> None:
     with pytest.raises(ConfigError, match="calibration of an accelerator"):
         planned(make_config(0), 1, calibration=calibration(), device_type="cpu")
+
+
+# ------------------------------------------------------------------------------------- placements
+
+
+def machine(cores: int | None, *, has_disk: bool = True) -> Calibration:
+    once, rate = Curve(((1.0, 1e-5),)), Curve.of_rate
+    curves = {
+        **dict.fromkeys(("operator", "pass", "step"), once),
+        **dict.fromkeys(("memory.float32", "matmul.float32", "copy.to_device"), rate(1e9)),
+        "update.device.float32": rate(1e8),
+        "update.host.float32": rate(7e5),
+        "update.host.float32.int8": rate(1.4e6),
+        **{f"{verb}.within": rate(1e9) for verb in ("gather", "reduce", "agree")},
+        "copy.to_host": rate(1e9),
+        **(dict.fromkeys(("file.read", "file.write"), rate(1e8)) if has_disk else {}),
+    }
+    return Calibration("a machine", "by hand", (Rates(2, 1, cores, curves),))
+
+
+def placed_config(stage: int, **zero: Any) -> dict[str, Any]:
+    top = {"check_grad_overflow": False, "train_micro_batch_size_per_gpu": 4}
+    return Case(stage, "bf16", zero=zero, top=top).config()
+
+
+def timed(config: dict[str, Any], cores: int | None, **how: Any) -> Any:
+    how = {"calibration": machine(cores), "nvme_path": "/nvme", **how}
+    return planned(config, device_type="accelerator" if cores is None else "cpu", **how)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("cores", [None, 2])
+def test_a_placement_is_predicted_as_its_configuration(cores: int | None) -> None:
+    """One simulation for all: written as a configuration, each choice takes what it says."""
+    offload = {"device": "cpu", "ratio": 0.5}
+    config = placed_config(3, offload_optimizer=offload)
+    found = timed(config, cores)
+    choices = [c for c in found.choices if c.placement != AS_CONFIGURED]
+    placed = {c.placement.words: c for c in sorted(choices, key=lambda c: c.ratio == 0.5)}
+    expected = {"states on NVMe", "8-bit moments", "bf16 moments"}
+    expected |= {"the host updates after backward", "the host has the first part"}
+    if cores is None:
+        expected |= {"parameters in host memory", "states on NVMe, parameters in host memory"}
+    assert expected <= set(placed)
+    for words, choice in placed.items():
+        again = timed(choice.apply(config), cores).configured
+        assert choice.step_time is not None, words
+        assert replace(again, is_varied=True, placement=choice.placement) == choice, words
+    eight, sixteen = (placed[f"{bits} moments"].step_time for bits in ("8-bit", "bf16"))
+    assert eight.lanes["host"] == pytest.approx(sixteen.lanes["host"] / 2)
+    late = placed["the host updates after backward"].step_time
+    assert late.total_s > found.step_time.total_s  # which updates in backward
+
+
+def test_shares_between_are_predicted_on_a_cpu() -> None:
+    found = timed(placed_config(2), 2)
+    shares = {c.ratio for c in found.choices if c.step_time is not None and not c.is_varied}
+    assert shares == {0.0, 0.25, 0.5, 0.75, 1.0}
+
+
+def test_a_disk_that_was_not_measured_is_refused() -> None:
+    with pytest.raises(ConfigError, match="doctor --measure --disk FOLDER"):
+        timed(placed_config(2), 2, calibration=machine(2, has_disk=False))
 
 
 # ------------------------------------------------------------------------------ vertical schedule

@@ -15,7 +15,6 @@ from zero_core.config import (
     UNNEEDED,
     ActivationCheckpointingConfig,
     Config,
-    LocoConfig,
     load_effective,
 )
 
@@ -180,62 +179,56 @@ def test_every_unneeded_key_exists_and_is_told(caplog):
         assert path in told, path
 
 
-def _told(caplog, zero: dict) -> str:
-    caplog.clear()
+THRESHOLDS = {
+    "stage3_param_persistence_threshold": 5,
+    "stage3_model_persistence_threshold": 6,
+}
+ON_NVME = {"buffer_count": 2, "buffer_size": 8, "max_in_cpu": 9, "nvme_path": "/nvme"}
+STATES_ON_NVME = {"nvme_path": "/nvme", "buffer_count": 3}
+ALWAYS = {"pipeline_read": True, "fast_init": False}
+OF_WEIGHTS = {"zero_quantized_weights_format": "e4m3"}
+OF_GRADIENTS = {
+    "zero_quantized_gradients_within_node": "int8",
+    "zero_quantized_gradients_between_nodes": "int4",
+    "zero_quantized_gradients_hadamard": True,
+    "zero_quantized_stochastic_rounding": False,
+}
+QUANTIZED = {**OF_WEIGHTS, **OF_GRADIENTS, "zero_quantized_checksum": True}
+
+
+def _resting(device: str) -> dict:
+    return {**THRESHOLDS, "offload_param": {"pin_memory": True, **ON_NVME, "device": device}}
+
+
+@pytest.mark.parametrize(
+    ("zero", "logged"),
+    [
+        (_resting("none"), {*THRESHOLDS, "pin_memory", *ON_NVME}),
+        (_resting("cpu"), {*ON_NVME}),
+        (_resting("nvme"), set()),
+        (
+            {"offload_optimizer": {"device": "cpu", **STATES_ON_NVME, **ALWAYS}},
+            {*STATES_ON_NVME, *ALWAYS},
+        ),
+        ({"offload_optimizer": {"device": "nvme", **STATES_ON_NVME, **ALWAYS}}, {*ALWAYS}),
+        (QUANTIZED, {*QUANTIZED}),
+        ({**QUANTIZED, "zero_quantized_gradients": True}, {*OF_WEIGHTS}),
+        ({**QUANTIZED, "zero_quantized_weights": True}, {*OF_GRADIENTS}),
+        ({**QUANTIZED, "zero_quantized_nontrainable_weights": True}, {*OF_GRADIENTS}),
+        (
+            {**QUANTIZED, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+            set(),
+        ),
+        (
+            {"zero_quantized_weights": True, "zero_quantized_nontrainable_weights": True},
+            {"zero_quantized_nontrainable_weights"},
+        ),
+    ],
+)
+def test_keys_are_logged_where_they_have_no_effect(caplog, zero, logged):
     with caplog.at_level("INFO", logger="zero_core"):
         load_config({**SMALL, "zero_optimization": {"stage": 3, **zero}}, world_size=1)
-    return " ".join(caplog.messages)
-
-
-def _logged_keys(caplog, keys, zero: dict) -> set:
-    told = _told(caplog, zero)
-    return {key for key in keys if f"{key} =" in told}
-
-
-def test_keys_of_parameter_offload_are_logged_where_it_does_not_use_them(caplog):
-    thresholds = {
-        "stage3_param_persistence_threshold": 5,
-        "stage3_model_persistence_threshold": 6,
-    }
-    block = {"pin_memory": True, "buffer_count": 2, "buffer_size": 8, "max_in_cpu": 9}
-    block["nvme_path"] = "/nvme"
-    everywhere = {*thresholds, "pin_memory"}
-    on_nvme = {"buffer_count", "buffer_size", "max_in_cpu", "nvme_path"}
-    for device, expected in (("none", everywhere | on_nvme), ("cpu", on_nvme), ("nvme", set())):
-        zero = {**thresholds, "offload_param": {**block, "device": device}}
-        assert _logged_keys(caplog, everywhere | on_nvme, zero) == expected
-
-
-def test_nvme_keys_are_logged_only_where_they_have_no_effect(caplog):
-    block = {"nvme_path": "/nvme", "buffer_count": 3, "pipeline_read": True, "fast_init": False}
-    keys = {"nvme_path", "buffer_count"}
-    for device, expected in (("cpu", keys), ("nvme", set())):
-        zero = {"offload_optimizer": {"device": device, **block}}
-        assert _logged_keys(caplog, keys, zero) == expected
-        assert "pipeline_read = True has no effect: reads from NVMe always overlap" in caplog.text
-        assert "fast_init = False has no effect" in caplog.text
-
-
-def test_keys_of_quantization_are_logged_where_nothing_is_quantized(caplog):
-    weights = {"zero_quantized_weights_format": "e4m3"}
-    gradients = {
-        "zero_quantized_gradients_within_node": "int8",
-        "zero_quantized_gradients_between_nodes": "int4",
-        "zero_quantized_gradients_hadamard": True,
-        "zero_quantized_stochastic_rounding": False,
-    }
-    everything = {**weights, **gradients, "zero_quantized_checksum": True}
-    for flags, expected in (
-        ((), everything),
-        (("gradients",), weights),
-        (("weights",), gradients),
-        (("nontrainable_weights",), gradients),
-        (("weights", "gradients"), {}),
-    ):
-        zero = everything | {f"zero_quantized_{flag}": True for flag in flags}
-        assert _logged_keys(caplog, everything, zero) == set(expected)
-    both = {"zero_quantized_weights": True, "zero_quantized_nontrainable_weights": True}
-    assert "zero_quantized_weights covers frozen weights too" in _told(caplog, both)
+    assert {text.split(" = ")[0].rpartition(".")[2] for text in caplog.messages} == logged
 
 
 @pytest.mark.parametrize(
@@ -252,12 +245,6 @@ def test_keys_of_quantization_are_logged_where_nothing_is_quantized(caplog):
 def test_values_that_are_served_are_kept(stage, keys, world_size):
     zero = load_config({**SMALL, **quantized(stage, **keys)}, world_size=world_size)
     assert {key: getattr(zero.zero_optimization, key) for key in keys} == keys
-
-
-def test_loco_has_its_defaults():
-    block = quantized(zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 1})
-    zero = load_config({**SMALL, **block}, world_size=3).zero_optimization
-    assert zero.zeropp_loco_param == LocoConfig(err_beta=1.0, reset_T=1024)
 
 
 @pytest.mark.parametrize(("per_node", "expected"), [(2, 2), (6, 1), (1, 1)])

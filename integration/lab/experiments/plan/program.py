@@ -46,6 +46,7 @@ from zero_engine.calibration.machine import measure_machine, read_calibration
 from zero_engine.calibration.rank import measure as measure_rank
 from zero_engine.calibration.rank import merged
 from zero_engine.planning import Calibration, Rates, TimedChoice, TimedPlan, plan
+from zero_engine.planning.search import whole
 
 RATE_MBIT = 500
 """Of the link between the nodes."""
@@ -155,7 +156,7 @@ def search(bench: Bench, case: Case, rounds: int) -> Row:
     planned, plan_s = bench.plan(case)
     best = planned.best
     assert best is not None, "no memory was given"
-    choices = {c.whole: c for c in planned.choices if c.is_fitting and not c.is_rounded}
+    choices = {whole(c): c for c in planned.choices if c.is_fitting and not c.placement.is_rounding}
     rows: dict[str, Row] = {}
     for number in range(rounds):
         limit = HOPELESS * min((row["step_s"] for row in rows.values()), default=math.inf)
@@ -169,19 +170,19 @@ def search(bench: Bench, case: Case, rounds: int) -> Row:
             found = f"{predicted_s:.4f} s, measured {row['step_s']:.4f} s"
             print(f"  round {number + 1}: {name}: {found}", flush=True)
     order = sorted(rows, key=lambda name: float(rows[name]["step_s"]))
-    finalists = list(dict.fromkeys([best.whole, *order[:NUM_FINALISTS]]))
+    finalists = list(dict.fromkeys([whole(best), *order[:NUM_FINALISTS]]))
     times: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(FINAL_ROUNDS):
         # Turned round every other time: none is always measured after the same one.
         for name in finalists[:: -1 if number % 2 else 1]:
             times[name].append(_choice_s(bench, case, choices[name]))
-    over = {name: _median_ratio(times[best.whole], times[name]) for name in finalists}
+    over = {name: _median_ratio(times[whole(best)], times[name]) for name in finalists}
     for name in finalists:
         rows[name] |= {"final_s": statistics.median(times[name]), "chosen_over": over[name]}
         print(f"  final: {name}: {rows[name]['final_s']:.4f} s, {over[name]:.3f}", flush=True)
     fastest = max(over, key=lambda name: over[name])
     return {
-        "chosen": best.whole,
+        "chosen": whole(best),
         "fastest": fastest,
         "over_best": over[fastest],
         "is_met": over[fastest] <= 1 + CHOICE_BAR,

@@ -19,8 +19,7 @@ from zero_core.comm.device import make_transport, share_memory
 from zero_core.comm.meter import Meter
 from zero_core.comm.topology import Ranks, count_per_node, find_ranks
 from zero_core.errors import MissingPartError
-from zero_core.plan.activations import trace_step
-from zero_core.plan.operators import ATTENTION, ATTENTION_BACKWARD
+from zero_core.plan.activations import ATTENTION, ATTENTION_BACKWARD, trace_step
 from zero_engine.calibration.timing import STEPS, Points, Stopwatch, rising
 from zero_engine.planning import Calibration, Curve, Rates, plan
 
@@ -302,7 +301,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
     curves = {name: Curve(tuple(points)) for name, points in watch.curves.items()}
     rates = Rates(1, 1, 1, curves)
     kernels = {True: 0.0, False: 0.0}
-    for call, number in calls.calls.items():
+    for call, number in calls.items():
         kernels[call.is_product] += number * rates.operator_s(call)
     model.to(device=watch.device, dtype=getattr(torch, dtype))
 
@@ -310,7 +309,7 @@ def _compare(watch: Stopwatch, model: nn.Module, size: tuple[int, int], dtype: s
         model.zero_grad()
         torch.autograd.backward(model(ids))
 
-    return _Compared(watch.typical_seconds(run), kernels[True], kernels[False], calls.num_calls)
+    return _Compared(watch.typical_seconds(run), kernels[True], kernels[False], calls.total())
 
 
 def time_engine(watch: Stopwatch, threads: int, cores: int | None) -> None:

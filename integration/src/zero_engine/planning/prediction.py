@@ -310,6 +310,8 @@ class Prediction:
             low, stop = self._spans[segment.index]
             own.append((segment, stop - low - self._host_numel(segment, ratio)))
         steps = self._config.gradient_accumulation_steps
+        tied = sum(self._forecast.tied) if self._config.has_inputs_on_host else 0
+        tier = self._forecast.tier
         return StepShape(
             micro_steps=steps,
             last_block=self._layout.last_block,
@@ -320,18 +322,14 @@ class Prediction:
             has_sharded_params=self._stage == 3,
             is_added_by_tier=self._forecast.num_added > 1,
             is_in_backward=updates_in_backward(self._config),
-            undo_share=self._undo_share(ratio),
+            undo_share=tier.undo_share(ratio) if tier and may_speculate(self._config) else 0.0,
             agree=self._agree_s(),
             device_update_s=self._update_s("device", own),
             per_step_s=self._rates.seconds(["step"], 1),
             num_together=steps if self._config.is_vertical else 1,
-            tied_down_s=self._copy_s("to_host", self._forecast.moved_gradient_bytes),
-            tied_up_s=self._copy_s("to_device", self._forecast.moved_gradient_bytes),
+            tied_down_s=self._copy_s("to_host", tied),
+            tied_up_s=self._copy_s("to_device", tied),
         )
-
-    def _undo_share(self, ratio: float) -> float:
-        tier = self._forecast.tier
-        return tier.undo_share(ratio) if tier and may_speculate(self._config) else 0.0
 
     def _agree_s(self) -> tuple[str, float]:
         num_params, num_units = len(self._layout.params), len(self._layout.units)

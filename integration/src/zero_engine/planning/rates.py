@@ -34,8 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_core.errors import ConfigError
-from zero_core.plan.activations import Pass
-from zero_core.plan.operators import Operator
+from zero_core.plan.activations import Operator
 
 FORMAT = "zero calibration 1"
 
@@ -112,13 +111,13 @@ class Rates:
         memory_s = self.seconds([product], call.nbytes) if product in self.curves else 0.0
         return memory_s + self.seconds([f"matmul.{dtype}" for dtype in dtypes], call.amount)
 
-    def pass_s(self, operators: Pass) -> float:
-        """Return the seconds of all calls of a pass, each after the other.
+    def pass_s(self, calls: Mapping[Operator, int]) -> float:
+        """Return the seconds of so many calls of operators, each after the other.
 
         An accelerator runs the kernels while the host launches those that follow.
         """
-        kernels = sum(number * self.operator_s(call) for call, number in operators.calls.items())
-        launches = operators.num_calls * self.seconds(["operator"], 1)
+        kernels = sum(number * self.operator_s(call) for call, number in calls.items())
+        launches = sum(calls.values()) * self.seconds(["operator"], 1)
         return max(kernels, launches) if self.cores is None else kernels + launches
 
 

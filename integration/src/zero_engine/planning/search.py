@@ -35,6 +35,7 @@ RATIOS = (0.25, 0.5, 0.75)
 """Tried besides 0, 1 and the least that fits."""
 NUM_LEADERS = 3
 """Fastest choices with offload whose schedule is varied."""
+QUANTIZED = "quantized communication"
 DISK_RATES = ("file.read", "file.write")
 
 
@@ -105,7 +106,7 @@ class Search:
         """Return the plan. ``allow_rounding``: see `zero_core.plan`."""
         planner = self._planner
         configured = self._timed(planner.configured)
-        variants = [*planner.variants(), *planner.larger_variants()]
+        variants = [*planner.variants(), *planner.variants(are_larger=True)]
         choices = [configured, *(c for variant in variants for c in self._choices(variant))]
         choices += map(self._timed, [*self._quantized(), *planner.rounded_choices()])
         choices += self._placed(choices, variants)
@@ -141,8 +142,11 @@ class Search:
         is_quantized = planner.config.zero_optimization.quantized_key is not None
         if planner.links.num_nodes == 1 or is_quantized:
             return
-        variant = replace(planner.given, is_quantized=True)
         for stage in (2, 3):
+            keys = ("zero_quantized_gradients", "zero_quantized_weights")[: stage - 1]
+            settings = tuple(("", key, True) for key in keys)
+            placement = Placement(QUANTIZED, settings, is_rounding=True)
+            variant = replace(planner.given, placement=placement)
             choice = planner.choice(variant, stage, planner.configured.ratio)
             if planner.forecast_of(choice).is_complete:
                 yield choice
@@ -164,7 +168,7 @@ class Search:
     def _scheduled(self, choices: Sequence[TimedChoice]) -> Iterator[TimedChoice]:
         """Yield the fastest choices with offload, and the configured one, on other schedules."""
         planner, configured = self._planner, choices[0]
-        fitting = [c for c in choices if c.is_fitting and not c.is_rounded]
+        fitting = [c for c in choices if c.is_fitting and not c.placement.is_rounding]
         leaders = sorted(fitting, key=lambda c: c.sample_s)
         leaders = [c for c in leaders if c.ratio > 0][:NUM_LEADERS]
         for leader in [configured, *(c for c in leaders if c is not configured)]:
@@ -201,7 +205,7 @@ def _fastest(
 ) -> TimedChoice | None:
     """Return the best choice by time of those that fit. See [Note: choices by time]."""
     fitting = [c for c in choices if c.is_fitting and c.step_time is not None]
-    allowed = [c for c in fitting if allow_rounding or not c.is_rounded]
+    allowed = [c for c in fitting if allow_rounding or not c.placement.is_rounding]
     if configured.is_fitting:
         allowed.append(configured)
     least_s = min((c.sample_s for c in allowed), default=0.0)
@@ -223,7 +227,7 @@ def _reasons(
     if before is None:
         return
     yield (
-        f"{configured.whole}: {before.total_s:.3g} s per step predicted, "
+        f"{whole(configured)}: {before.total_s:.3g} s per step predicted, "
         f"{1 / before.sample_s:.3g} samples/s. {_bound(before)}"
     )
     after = None if best is None else best.step_time
@@ -235,19 +239,26 @@ def _reasons(
         gain = 1 - after.sample_s / before.sample_s
         word = "less" if gain >= 0 else "more"
         yield (
-            f"{best.whole}: {after.total_s:.3g} s per step, {abs(gain):.0%} {word} per sample. "
+            f"{whole(best)}: {after.total_s:.3g} s per step, {abs(gain):.0%} {word} per sample. "
             f"{_bound(after)}"
         )
         yield from _differences(configured, best)
-    rounded = [c for c in choices if c.is_rounded and c.is_fitting and c.step_time is not None]
+    rounded = [
+        c for c in choices if c.placement.is_rounding and c.is_fitting and c.step_time is not None
+    ]
     fastest = min(rounded, key=lambda c: c.sample_s, default=None)
-    if fastest is not None and not best.is_rounded:
+    if fastest is not None and not best.placement.is_rounding:
         gain = 1 - fastest.sample_s / best.sample_s
         if gain > WORTH:
             yield (
-                f"{fastest.whole} would take {gain:.0%} less, and rounds what it sends or keeps: "
+                f"{whole(fastest)} would take {gain:.0%} less, and rounds what it sends or keeps: "
                 "it is chosen only if rounding is allowed"
             )
+
+
+def whole(choice: Choice) -> str:
+    """Return a choice in words, with a capital."""
+    return f"Stage{str(choice)[5:]}" + ("" if choice.is_varied else f", {choice.variant}")
 
 
 def _bound(time: StepTime) -> str:
@@ -283,14 +294,14 @@ def _differences(before: TimedChoice, after: TimedChoice) -> Iterator[str]:
             f"Ratio {after.ratio:.2f} in place of {before.ratio:.2f}: the host's update takes "
             f"{lane('host')}, computation {lane('compute')}"
         )
-    if after.placement != before.placement:
-        words = after.placement.words
-        yield (
-            f"{words[:1].upper()}{words[1:]}: copies take {lane('copies')}, the host's update "
-            f"{lane('host')}, files {lane('file')}"
-        )
-    if after.is_quantized and not before.is_quantized:
+    words = after.placement.words
+    if words == QUANTIZED:
         yield (
             f"Quantized weights and gradients: gathers take {lane('gather')}, reductions "
             f"{lane('reduce')}"
+        )
+    elif after.placement != before.placement:
+        yield (
+            f"{words[:1].upper()}{words[1:]}: copies take {lane('copies')}, the host's update "
+            f"{lane('host')}, files {lane('file')}"
         )

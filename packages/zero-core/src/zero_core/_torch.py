@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -153,13 +153,16 @@ def store_address(store: Any) -> str | None:
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
-    """Set the time after which a collective of ``group`` that starts from now on fails."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     """Abort process groups together, as torch aborts all of them when the default group ends."""
-    nccl = next(filter(None, map(_nccl_of, groups)), None)
+    nccl: dist.ProcessGroupNCCL | None = None
+    for group in groups if dist.is_nccl_available() else ():
+        with suppress(RuntimeError):  # it has no backend of this device
+            backend = group._get_backend(torch.device("cuda"))
+            nccl = nccl or (backend if isinstance(backend, dist.ProcessGroupNCCL) else None)
     if nccl is not None:
         nccl._group_start()
     try:
@@ -170,19 +173,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
             nccl._group_end()
 
 
-def _nccl_of(group: dist.ProcessGroup) -> dist.ProcessGroupNCCL | None:
-    """Return NCCL's backend of ``group``, if it has one."""
-    if not dist.is_nccl_available():
-        return None
-    try:
-        backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:
-        return None
-    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
-
-
 def is_in_backward() -> bool:
-    """Whether a backward is running on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -198,12 +189,6 @@ def renew_autograd_after_fork() -> None:
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def count_trainable(params: Sequence[Tensor]) -> int:
-    """Count the tensors that require a gradient, whatever their class overrides."""
-    with DisableTorchFunction():
-        return sum(map(_requires_grad, params))
 
 
 def find_trainable(params: Sequence[Tensor]) -> list[bool]:
@@ -262,10 +247,10 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def takes_found_inf(optimizer: torch.optim.Optimizer | None) -> bool:
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's kernels read a ``found_inf`` on the device, as its fused ones do."""
     # foreign: torch's optimizers, and the sign that torch.amp.GradScaler looks for
-    if optimizer is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     # The sign is that of the defaults. A group may have other kernels.
     return all(group.get("fused", True) for group in optimizer.param_groups)

@@ -18,20 +18,9 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError, RankMismatchError
 from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.buffers import CommonBuffers
-from zero_core.layout.discovery import (
-    Discovered,
-    LeafRule,
-    compute_dtype,
-    discover,
-    plain_name,
-)
+from zero_core.layout.discovery import Discovered, ModuleRule, compute_dtype, discover, plain_name
 from zero_core.layout.stored import dim_order
-from zero_core.optim.factory import (
-    check_served,
-    elementwise_groups,
-    is_elementwise,
-    make_optimizer,
-)
+from zero_core.optim.factory import check_served, elementwise_groups, is_elementwise, make_optimizer
 from zero_core.optim.muon import tag_matrices
 from zero_core.optim.train_state import describe_groups, is_finite_setting
 from zero_core.tiled.modules import check_names
@@ -70,19 +59,28 @@ class Blueprint:
             ConfigError: there is no optimizer, or the configuration does not fit the model.
         """
         leaf = config.zero_optimization.leaf_module
-        found = discover(model, None if leaf is None else LeafRule(**leaf.model_dump()))
+        found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
         given = optimizer
-        _check_real(found)
+        for param, names in zip(found.params, found.names, strict=True):
+            if param.is_complex():
+                raise ConfigError(
+                    f"parameter {names[0]} is complex ({param.dtype}), which is not served: keep "
+                    "its real and imaginary parts in one real parameter, and use "
+                    "torch.view_as_complex() in forward"
+                )
         if is_training:
             _check_max_norm(model, config, world_size)
         if not is_training:
             optimizer = torch.optim.SGD([{"params": []}], lr=0.0)
         elif optimizer is None:
             optimizer = _optimizer_of(config, found)
-        _check_finite(optimizer)
         group_of = _groups_of(found, optimizer)
-        if is_training:
-            _check_all_grouped(found, group_of)
+        for number, (param, names) in enumerate(zip(found.params, found.names, strict=True)):
+            if is_training and param.requires_grad and number not in group_of:
+                raise ConfigError(
+                    f"parameter {names[0]} requires a gradient but is in no optimizer group: add "
+                    "it, or freeze it with requires_grad_(False)"
+                )
         specs = _describe(found, group_of, config)
         group_of = {n: g for n, g in group_of.items() if specs[n].is_trainable}
         units = [(name, members) for name, _, members in found.units]
@@ -158,22 +156,11 @@ def _digest(text: str) -> str:
 
 
 def _flat(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the value of each key of a configuration."""
     for key, value in block.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", repr(value)
-
-
-def _check_real(found: Discovered) -> None:
-    for param, names in zip(found.params, found.names, strict=True):
-        if param.is_complex():
-            raise ConfigError(
-                f"parameter {names[0]} is complex ({param.dtype}), which is not served: keep its "
-                "real and imaginary parts in one real parameter, and use torch.view_as_complex() "
-                "in forward"
-            )
 
 
 def _check_max_norm(model: nn.Module, config: Config, world_size: int) -> None:
@@ -211,19 +198,15 @@ def _optimizer_of(config: Config, found: Discovered) -> torch.optim.Optimizer:
     return make_optimizer(config.optimizer, trainable)
 
 
-def _check_finite(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse settings of the optimizer's groups that are not finite, which torch partly takes."""
+def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Return the optimizer group of each parameter that is in one, by the parameter's number."""
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if key != "params" and not is_finite_setting(key, value):
+            if key != "params" and not is_finite_setting(key, value):  # torch takes some
                 raise ConfigError(
                     f"param_groups[{number}]['{key}'] of {type(optimizer).__name__} is {value!r}: "
                     "give finite numbers"
                 )
-
-
-def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the optimizer group of each parameter that is in one, by the parameter's number."""
     # Adagrad has state from the start; its count of steps tells.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
@@ -245,15 +228,6 @@ def _groups_of(found: Discovered, optimizer: torch.optim.Optimizer) -> dict[int,
                 )
             group_of[number_of[id(param)]] = index
     return group_of
-
-
-def _check_all_grouped(found: Discovered, group_of: Mapping[int, int]) -> None:
-    for number, (param, names) in enumerate(zip(found.params, found.names, strict=True)):
-        if param.requires_grad and number not in group_of:
-            raise ConfigError(
-                f"parameter {names[0]} requires a gradient but is in no optimizer group: add it, "
-                "or freeze it with requires_grad_(False)"
-            )
 
 
 def check_patterns(patterns: Sequence[str], layout: Layout) -> None:

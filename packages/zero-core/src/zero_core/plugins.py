@@ -90,7 +90,11 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
         asked = f"{where}.device = {offload.device!r}"
         _check_installed(group, "host", asked, "zero-offload")
         if offload.device == "nvme":
-            _check_folder(f"{where}.nvme_path", offload.nvme_path)
+            said = f"{where}.nvme_path = {offload.nvme_path!r}"
+            if not os.path.isdir(offload.nvme_path):
+                raise ConfigError(f"{said}: there is no such folder; create it first")
+            if not os.access(offload.nvme_path, os.W_OK | os.X_OK):
+                raise ConfigError(f"{said} is not writable for this user: change its mode")
         if group is TIERS and has_kernel_rule(config, None):
             _check_installed(KERNELS, "cpu", asked, "cpu-adam")
         if group is TIERS and zero.offload_optimizer.lossless_upload:
@@ -101,14 +105,6 @@ def check_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> 
 def _check_installed(group: str, name: str, asked_by: str, distribution: str) -> None:
     if not has_part(group, name):
         raise missing_part(asked_by, distribution)
-
-
-def _check_folder(key: str, folder: str) -> None:
-    """Refuse what is no folder on this machine in which this user can make files."""
-    if not os.path.isdir(folder):
-        raise ConfigError(f"{key} = {folder!r}: there is no such folder; create it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key} = {folder!r} is not writable for this user: change its mode")
 
 
 def call_factory(make: Any, *args: Any, **kwargs: Any) -> Any:

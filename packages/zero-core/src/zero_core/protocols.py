@@ -321,7 +321,7 @@ class StateTier(Protocol):
     """Keeper and updater of master weights and optimizer state.
 
     See [Note: the local flat space] for offsets. Nothing here is a collective, but for ``step`` of
-    a `WholeStateTier`.
+    `zero_core.optim.whole_tier.WholeTier`.
     """
 
     @property
@@ -506,30 +506,6 @@ class TimedTier(StateTier, Protocol):
 
 
 @runtime_checkable
-class WholeStateTier(StateTier, Protocol):
-    """A state tier whose optimizer updates whole parameters, and keeps their states whole.
-
-    A parameter has an owner among the ranks that hold a part of it, or its states are elementwise
-    and sliced: then `read_state` and the like have them, zero elsewhere. Master weights are sliced
-    as in any tier. ``step`` is a collective: every rank calls it once per step, with all its active
-    pieces. Parameters are numbered as in the layout; states are what the optimizer keeps for a
-    parameter: tensors, numbers, and lists and mappings of them.
-    """
-
-    def owner_of(self, param: int) -> int | None:
-        """Rank that owns the parameter. None: its states are sliced."""
-
-    def updated_params(self) -> Sequence[int]:
-        """Return the parameters whose state is on this rank: its own, or all at stage 0."""
-
-    def read_whole_state(self, param: int) -> Mapping[str, Any]:
-        """Return the state of one of the `updated_params`, empty before its first update."""
-
-    def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
-        """Replace the state of one of the `updated_params`. Tensors move to where it is updated."""
-
-
-@runtime_checkable
 class ReservingTier(StateTier, Protocol):
     """A state tier that can allocate all of its memory before there are activations."""
 
@@ -540,45 +516,6 @@ class ReservingTier(StateTier, Protocol):
 
         Args:
             grads: ``(start, stop, dtype)`` of what is going to be offered or added.
-        """
-
-
-@runtime_checkable
-class AheadTier(StateTier, Protocol):
-    """A state tier on the device whose update can be enqueued ahead of the step's decision.
-
-    Whether a step is taken is known on the device first: a sum over all ranks. The host enqueues
-    the update, and reads the decision while the update runs.
-    """
-
-    @property
-    def can_step_ahead(self) -> bool:
-        """Whether this tier's optimizer can do it, with the groups that it has now."""
-
-    def step_ahead(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        active: Sequence[int],
-        *,
-        grad_scale: Tensor | float,
-        found_inf: Tensor,
-    ) -> None:
-        """Enqueue ``step``, which is to change nothing if ``found_inf`` is 1.
-
-        `settle` follows when the host knows that. Then further pieces of the same training step may
-        follow by ``step``, with the same factor.
-
-        Args:
-            groups, active: as for ``step``.
-            grad_scale: the factor, 0-dim float64 on the device; 1 where ``found_inf`` is. A number
-                if no gradient is to be multiplied.
-            found_inf: 0 or 1: 0-dim fp32 on the device.
-        """
-
-    def settle(self, *, is_void: bool) -> None:
-        """Count the update of `step_ahead`, or not if ``is_void``: then it changed nothing.
-
-        A second call for the same update has no effect.
         """
 
 

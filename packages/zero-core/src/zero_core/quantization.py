@@ -23,7 +23,7 @@ from zero_core.comm.topology import Ranks, find_ranks
 from zero_core.errors import CheckpointError, ConfigError
 from zero_core.init.slices import keep_slice, put_in_slices, slice_range
 from zero_core.init.values import InitialValues, make_ordinary
-from zero_core.layout.discovery import Discovered, discover, plain_name
+from zero_core.layout.discovery import discover, plain_name
 from zero_core.layout.stored import components
 
 
@@ -66,7 +66,15 @@ def quantize_blocks(
     initial = InitialValues(model)
     for path, block, numbers in blocks:
         for number in numbers:
-            _give_value(found, number, source, initial, control)
+            param = found.params[number]
+            if source is not None:
+                value = source.find(found.names[number], param).value().to(param.dtype)
+            elif param.is_meta:
+                value = _same(initial.of(param), control)
+            else:
+                continue
+            make_ordinary(param)
+            param.data = value
         for part in block.modules():
             for key, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
@@ -76,9 +84,9 @@ def quantize_blocks(
         for number in numbers:
             if id(found.params[number]) not in kept:
                 found.params[number].data = torch.empty(0)  # it was replaced
-        for name, param in block.named_parameters():
-            if not param.is_meta:  # else it is shared with code outside of the block
-                own = components(f"{path}.{name}", param)
+        for name, own_param in block.named_parameters():
+            if not own_param.is_meta:  # else it is shared with code outside of the block
+                own = components(f"{path}.{name}", own_param)
                 put_in_slices([component.tensor for component in own], control)
         release_free_pages()
     if source is not None:
@@ -89,24 +97,6 @@ def quantize_blocks(
             make_ordinary(outer)
             values = stored.read(*slice_range(outer, control)).to(outer.dtype)
             keep_slice(outer, values.view(torch.uint8), control)
-
-
-def _give_value(
-    found: Discovered,
-    number: int,
-    source: _Files | None,
-    initial: InitialValues,
-    control: ControlGroup,
-) -> None:
-    param = found.params[number]
-    if source is not None:
-        value = source.find(found.names[number], param).value().to(param.dtype)
-    elif param.is_meta:
-        value = _same(initial.of(param), control)
-    else:
-        return
-    make_ordinary(param)
-    param.data = value
 
 
 def _same(value: Tensor, control: ControlGroup) -> Tensor:
@@ -123,7 +113,6 @@ class _Files(NamedTuple):
     stored: Mapping[str, StoredTensor]
 
     def find(self, names: Sequence[str], param: Tensor) -> StoredTensor:
-        """Return the stored tensor of the parameter that has ``names``."""
         # foreign: transformers' models name their inner model
         prefix = str(getattr(self.model, "base_model_prefix", ""))
         prefix = f"{prefix}." if prefix else ""

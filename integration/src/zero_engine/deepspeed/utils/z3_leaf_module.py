@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from zero_core.config.blocks import LeafModuleConfig
-from zero_core.layout.discovery import LeafRule
+from zero_core.layout.discovery import ModuleRule
 
 _MARKS = ("_z3_leaf", "_is_zero_leaf")
 """DeepSpeed's own, which scripts look at, and what `zero_core.build` looks at."""
@@ -84,7 +84,7 @@ def set_z3_leaf_modules_by_suffix(
 def mark_configured(model: nn.Module, leaf_module: LeafModuleConfig | None) -> None:
     """Mark the leaves that the configuration names, which `zero_core.build` has found by itself."""
     if leaf_module is not None:
-        rule = LeafRule(**leaf_module.model_dump())
+        rule = ModuleRule(**leaf_module.model_dump())
         _set_all([m for path, m in model.named_modules() if rule.is_leaf(path, m)], True)
 
 

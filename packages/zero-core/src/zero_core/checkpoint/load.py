@@ -30,7 +30,7 @@ from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.stored import unflatten
 from zero_core.optim.train_state import TrainState, check_progress
-from zero_core.protocols import WholeStateTier
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState, load_buffers, named_buffers
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def check_fits(
                 f"{place} was trained by {manifest.optimizer}, this engine has {state.optimizer}: "
                 "build it with the same optimizer" + _HINT
             )
-        if manifest.whole_states and not isinstance(state.tier, WholeStateTier):
+        if manifest.whole_states and not isinstance(state.tier, WholeTier):
             raise CheckpointError(
                 f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
                 "engine updates slices: was is_elementwise declared since?" + _HINT
@@ -208,7 +208,7 @@ def check_rng(reader: Reader, saved: Tensor, device: str = "cpu") -> None:
 
 def _is_sliced(state: ShardedState, param: int) -> bool:
     """Whether the states of a trainable parameter are sliced."""
-    return not isinstance(state.tier, WholeStateTier) or state.tier.owner_of(param) is None
+    return not isinstance(state.tier, WholeTier) or state.tier.owner_of(param) is None
 
 
 class Restoring:
@@ -281,7 +281,7 @@ class Restoring:
     def _check_optimizer(self) -> None:
         state, reader = self._state, self._reader
         needed = {piece.param for piece in state.pieces if _is_sliced(state, piece.param)}
-        if isinstance(state.tier, WholeStateTier):
+        if isinstance(state.tier, WholeTier):
             needed |= set(state.tier.updated_params())
         for param in sorted(needed):
             name, is_sliced = state.layout.params[param].name, _is_sliced(state, param)
@@ -338,7 +338,7 @@ class Restoring:
             store(read())
         for index, numbers in enumerate(self._numbers):
             state.tier.write_scalars(index, numbers)
-        if "optimizer" not in self._without and isinstance(state.tier, WholeStateTier):
+        if "optimizer" not in self._without and isinstance(state.tier, WholeTier):
             for param in state.tier.updated_params():
                 spec = state.layout.params[param]
                 if self._sources[spec.name] == MASTER:

@@ -61,7 +61,7 @@ from zero_core.checkpoint.whole_states import flatten
 from zero_core.comm.control import Exchange
 from zero_core.errors import CheckpointError
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import WholeStateTier
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.snapshot import Snapshot
 
@@ -154,7 +154,7 @@ class Save:
                 self._tensors[BUFFERS] = state.buffers()
             for name in state.kept:
                 self._tensors[file_name(name, rank)] = state.kept_slices(name)
-            if isinstance(state.tier, WholeStateTier):
+            if isinstance(state.tier, WholeTier):
                 whole = self._tensors[file_name(WHOLE, rank)] = {}
                 self._wholes = whole_states(state, state.tier, whole)
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class Save:
         state, rank = self.state, self.state.control.rank
         whole = self._tensors.get(file_name(WHOLE, rank), {})
         whole.update({key: t.detach().to("cpu", copy=True) for key, t in whole.items()})
-        if isinstance(state.tier, WholeStateTier):
+        if isinstance(state.tier, WholeTier):
             self._sliced = {n: slices(state, state.tier, n) for n in self._names if n != MASTER}
         if self.options.has_frozen:
             self._tensors[file_name(VALUE, rank)] = frozen_slices(state)
@@ -225,7 +225,7 @@ class Save:
         for name in self._names:
             # One state at a time: the copies of only one are in memory.
             tensors: Mapping[str, Tensor | Blocks]
-            if name == MASTER or not isinstance(state.tier, WholeStateTier):
+            if name == MASTER or not isinstance(state.tier, WholeTier):
                 tensors = {str(s): self.snapshot.tensor(s, name) for s in trainable}
             elif name in self._sliced:
                 tensors = self._sliced.pop(name)
@@ -290,7 +290,7 @@ def random_states() -> dict[str, Tensor]:
     return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, Tensor]:
+def slices(state: ShardedState, tier: WholeTier, name: str) -> dict[str, Tensor]:
     """Return this rank's slices of state ``name``, of the parameters that have no owner."""
     found: dict[str, Tensor] = {}
     for piece in state.pieces:
@@ -303,7 +303,7 @@ def slices(state: ShardedState, tier: WholeStateTier, name: str) -> dict[str, Te
 
 
 def whole_states(
-    state: ShardedState, tier: WholeStateTier, tensors: dict[str, Tensor]
+    state: ShardedState, tier: WholeTier, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Add this rank's states of whole parameters to ``tensors``, those of their file.
 

@@ -22,7 +22,8 @@ from zero_core.config.params import (
     NonNegativeInt,
     PositiveInt,
     as_whole,
-    check_params,
+    params_of,
+    strings,
 )
 
 BlockKind = Literal["int8", "int4", "e4m3", "e5m2"]
@@ -316,7 +317,7 @@ class TorchAutocastConfig(_Block):
 
     enabled: bool = False
     dtype: Literal["fp16", "bf16"] = "bf16"
-    lower_precision_safe_modules: tuple[str, ...] = unneeded(
+    lower_precision_safe_modules: Annotated[tuple[str, ...], strings("class names")] = unneeded(
         (), "autocast chooses by operation, and communication_data_type says what travels"
     )
 
@@ -327,13 +328,6 @@ class TorchAutocastConfig(_Block):
         long = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
         name = str(value).removeprefix("torch.")
         return long.get(name, name)
-
-    @pydantic.field_validator("lower_precision_safe_modules", mode="before")
-    @classmethod
-    def _check_names(cls, value: Any) -> Any:
-        if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
-            return tuple(value)
-        raise ValueError("expected a list of class names")
 
 
 class DataTypesConfig(_Block):
@@ -380,26 +374,14 @@ class OptimizerConfig(_Block):
     """``optimizer``: an optimizer by name, with the ``params`` of `zero_core.optim.factory`."""
 
     type: str
-    params: dict[str, Any] = Field(default_factory=dict)
-
-    @pydantic.field_validator("params")
-    @classmethod
-    def _check_params(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_params(OPTIMIZER_PARAMS, value)
-        return value
+    params: Annotated[dict[str, Any], params_of(OPTIMIZER_PARAMS)] = Field(default_factory=dict)
 
 
 class SchedulerConfig(_Block):
     """``scheduler``: a schedule by name, as `zero_core.schedules` makes it."""
 
     type: str
-    params: dict[str, Any] = Field(default_factory=dict)
-
-    @pydantic.field_validator("params")
-    @classmethod
-    def _check_params(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_params(SCHEDULER_PARAMS, value)
-        return value
+    params: Annotated[dict[str, Any], params_of(SCHEDULER_PARAMS)] = Field(default_factory=dict)
 
 
 WIDE_DTYPES = (torch.float32, torch.float64)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -68,13 +69,26 @@ def _params(kinds: Mapping[Any, str]) -> type[BaseModel]:
     return create_model("params", __config__=config, **fields)
 
 
-def check_params(kind: type[BaseModel], params: Mapping[str, Any]) -> None:
-    """Check ``params`` as of ``kind``, except for "auto", which somebody has yet to fill in.
+def params_of(kind: type[BaseModel]) -> AfterValidator:
+    """Return the check of ``params`` as of ``kind``, except for "auto", yet to be filled in."""
 
-    Raises:
-        pydantic.ValidationError: one is of another type or out of range.
-    """
-    kind.model_validate({k: v for k, v in params.items() if not isinstance(v, str) or v != "auto"})
+    def check(params: dict[str, Any]) -> dict[str, Any]:
+        given = {k: v for k, v in params.items() if not isinstance(v, str) or v != "auto"}
+        kind.model_validate(given)
+        return params
+
+    return AfterValidator(check)
+
+
+def strings(what: str) -> BeforeValidator:
+    """Return the conversion of a list of strings to a tuple. An error calls it ``what``."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise ValueError(f"expected a list of {what}")
+
+    return BeforeValidator(convert)
 
 
 OPTIMIZER_PARAMS = _params(

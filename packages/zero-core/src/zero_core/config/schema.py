@@ -31,12 +31,7 @@ _log = logging.getLogger(__name__)
 _OWN_AUTO = ("accumulation_schedule", "zero_optimization.offload_optimizer.ratio")
 """Keys at which "auto" is a value of this engine's own."""
 
-_BF16_MOMENTS = {"state_dtype": "bfloat16"}
-_BATCH = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 MAX_DEPTH = 32
 """Blocks and lists within each other."""
 _MAX_TEXT_BYTES = 4 << 20
@@ -56,18 +51,25 @@ def load_config(source: Mapping[str, Any] | str | Path, *, world_size: int) -> C
     """
     if world_size < 1:
         raise ConfigError(f"world_size = {world_size}: must be at least 1")
-    raw = source if isinstance(source, Mapping) else _read_json(Path(source))
+    if isinstance(source, Mapping):
+        raw = source
+    else:
+        raw = parse_json(read_config_text(Path(source)), str(source))
     check_plain(raw)
     given = raw = as_typed(_without_nulls(raw), Config)
     # bf16.check_grad_overflow is DeepSpeed's place for it; here it holds at every precision.
-    bf16 = raw.get("bf16")
+    bf16, zero = raw.get("bf16"), raw.get("zero_optimization")
     if isinstance(bf16, dict) and "check_grad_overflow" in bf16:
         raw = {**raw}
         raw["bf16"] = {k: v for k, v in bf16.items() if k != "check_grad_overflow"}
         if bf16.get("enabled"):
             raw.setdefault("check_grad_overflow", as_kind(bf16["check_grad_overflow"], bool))
-    if isinstance(bf16, dict) and bf16.get("bf16_optimizer_states"):
-        raw = _with_bf16_moments(raw)
+    has_states = isinstance(bf16, dict) and bf16.get("bf16_optimizer_states")
+    if has_states and isinstance(zero, dict):
+        offload = zero.get("offload_optimizer")
+        if isinstance(offload, dict) and offload.get("device", "none") != "none":
+            offload = {"state_dtype": "bfloat16", **offload}
+            raw = {**raw, "zero_optimization": {**zero, "offload_optimizer": offload}}
     _refuse_auto(raw)
     raw = drop_further_keys(raw)
     raw.update(_resolve_batch(raw, world_size))
@@ -94,17 +96,6 @@ def load_effective(written: Mapping[str, Any]) -> Config:
         return Config.model_validate(written)
     except pydantic.ValidationError as error:
         raise ConfigError(explain(error, Config, dict(written))) from None
-
-
-def _with_bf16_moments(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return ``raw`` with ``state_dtype`` "bfloat16" of an offloaded optimizer, unless given."""
-    zero = raw.get("zero_optimization")
-    if not isinstance(zero, dict):
-        return raw
-    offload = zero.get("offload_optimizer")
-    if not isinstance(offload, dict) or offload.get("device", "none") == "none":
-        return raw
-    return {**raw, "zero_optimization": {**zero, "offload_optimizer": _BF16_MOMENTS | offload}}
 
 
 def read_config_text(path: Path, name: str = "the configuration") -> str:
@@ -134,10 +125,6 @@ def read_config_text(path: Path, name: str = "the configuration") -> str:
     if len(content) > _MAX_TEXT_BYTES:
         raise ConfigError(f"{problem}: larger than {_MAX_TEXT_BYTES} bytes")
     return text
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return parse_json(read_config_text(path), str(path))
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
@@ -323,7 +310,12 @@ def explain(
     for found in error.errors(include_url=False, include_context=False):
         path, block = _key_of(found["loc"], kind, raw)
         where = _name_path((place, *path) if place else path)
-        cause = _cause(found, block, path)
+        cause = f"{found['msg'].removeprefix('Value error, ')}, found {shown(found['input'])}"
+        if found["type"] == "extra_forbidden":
+            known = sorted(block.model_fields) if block is not None else []
+            close = difflib.get_close_matches(str(path[-1])[:_MAX_SHOWN], known, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            cause = f"unknown key; {hint}"
         if cause not in causes.setdefault(where, []):
             causes[where].append(cause)
     return "\n".join(f"{where}: {'; or '.join(found)}" for where, found in causes.items())
@@ -347,13 +339,3 @@ def _key_of(loc: _Path, kind: type[BaseModel], raw: Any) -> tuple[_Path, type[Ba
         field = None if block is None else block.model_fields.get(str(key))
         inner = None if field is None else block_of(field)
     return loc, block
-
-
-def _cause(error: Any, block: type[BaseModel] | None, path: _Path) -> str:
-    if error["type"] == "extra_forbidden":
-        known = sorted(block.model_fields) if block is not None else []
-        close = difflib.get_close_matches(str(path[-1])[:_MAX_SHOWN], known, n=1, cutoff=0.6)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-        return f"unknown key; {hint}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{message}, found {shown(error['input'])}"

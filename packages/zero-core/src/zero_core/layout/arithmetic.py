@@ -72,7 +72,6 @@ class ParamSpec:
 
     @property
     def segment_dtype(self) -> torch.dtype:
-        """Dtype of the segment's elements."""
         return torch.uint8 if self.is_opaque else self.dtype
 
     @property
@@ -129,7 +128,6 @@ class Segment:
         return self.shard_numel * self.world_size
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """``[start, stop)`` of ``rank``'s shard within the segment."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def gaps(self) -> Iterator[tuple[int, int]]:
@@ -175,14 +173,12 @@ class Layout:
         world_size: number of ranks that share each segment.
         params: every parameter, once.
         units: the root unit, then the blocks in the order of the module tree, then the tail.
-        alignment: elements to which slots and shards are aligned.
         has_tail: whether there is a tail.
     """
 
     world_size: int
     params: tuple[ParamSpec, ...]
     units: tuple[UnitLayout, ...]
-    alignment: int
     has_tail: bool = False
 
     @classmethod
@@ -217,18 +213,28 @@ class Layout:
             segments = []
             alike: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
             for p in members:
-                alike.setdefault(_kind(params[p]), []).append(p)
+                spec = params[p]
+                key = spec.segment_dtype, spec.is_trainable, spec.is_opaque
+                alike.setdefault(key, []).append(p)
             for (dtype, is_trainable, is_opaque), same in alike.items():
                 aligned = _round_up(alignment, BYTES_ALIGNMENT) if is_opaque else alignment
-                slots, end = _place(params, same, aligned)
+                slots: dict[int, Slot] = {}
+                end = 0
+                for p in same:  # one after another; twins share a slot
+                    start = _round_up(end, aligned)
+                    twin = params[p].twin
+                    if twin is None:
+                        end = start + params[p].slot_numel
+                        slots[p] = Slot(p, start, end)
+                    else:
+                        slots[p] = Slot(p, slots[twin].start, slots[twin].stop)
                 multiple = CHUNK_NUMEL if is_in_chunks and is_trainable else 1
                 shard = _round_up(-(-max(end, 1) // world_size), math.lcm(aligned, multiple))
-                segments.append(
-                    Segment(count, index, dtype, is_trainable, slots, shard, world_size, is_opaque)
-                )
+                kind = dtype, is_trainable, tuple(slots.values()), shard, world_size, is_opaque
+                segments.append(Segment(count, index, *kind))
                 count += 1
             laid.append(UnitLayout(index, name, tuple(segments)))
-        return cls(world_size, tuple(params), tuple(laid), alignment, has_tail)
+        return cls(world_size, tuple(params), tuple(laid), has_tail)
 
     @property
     def tail(self) -> int | None:
@@ -287,24 +293,3 @@ class Layout:
                     span = base + first, base + last
                     found.append(Piece(*span, slot.param, first - slot.start, segment.index))
         return tuple(found)
-
-
-def _place(
-    params: Sequence[ParamSpec], members: Sequence[int], alignment: int
-) -> tuple[tuple[Slot, ...], int]:
-    """Place parameters one after another at aligned starts, and return the slots and the end."""
-    slots: dict[int, Slot] = {}
-    end = 0
-    for p in members:
-        twin = params[p].twin
-        if twin is not None:
-            slots[p] = Slot(p, slots[twin].start, slots[twin].stop)
-            continue
-        start = _round_up(end, alignment)
-        end = start + params[p].slot_numel
-        slots[p] = Slot(p, start, end)
-    return tuple(slots.values()), end
-
-
-def _kind(param: ParamSpec) -> tuple[torch.dtype, bool, bool]:
-    return param.segment_dtype, param.is_trainable, param.is_opaque

@@ -24,16 +24,6 @@ class _Buffer:
     shape: torch.Size
     device: torch.device
 
-    def find(self) -> Tensor | None:
-        """Return the tensor that the module has now, if it is of this form."""
-        found = self.module._buffers.get(self.key)
-        if found is None or found.dtype != self.dtype or found.shape != self.shape:
-            return None
-        return found
-
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
 
 class CommonBuffers:
     """The model's buffers, as all ranks have them. See [Note: buffers that ranks agree on]."""
@@ -62,8 +52,10 @@ class CommonBuffers:
     def by_dtype(self) -> Mapping[torch.dtype, list[tuple[Tensor, bool]]]:
         """Return tensors of the agreed buffers' forms, and whether each is the module's."""
         found: dict[torch.dtype, list[tuple[Tensor, bool]]] = {}
-        for buffer in self._agreed:
-            own = buffer.find()
-            value = buffer.zeros() if own is None else own
-            found.setdefault(buffer.dtype, []).append((value, own is not None))
+        for b in self._agreed:
+            value = b.module._buffers.get(b.key)
+            is_own = value is not None and (value.dtype, value.shape) == (b.dtype, b.shape)
+            if value is None or not is_own:  # it has another form by now
+                value = torch.zeros(b.shape, dtype=b.dtype, device=b.device)
+            found.setdefault(b.dtype, []).append((value, is_own))
         return found

@@ -23,6 +23,7 @@ such as a list of experts, is gathered when a module in it is called that holds 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,13 +111,6 @@ def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = Tru
     return found is not None
 
 
-def _can_be_called(module: nn.Module) -> bool:
-    # A ModuleList or ModuleDict has no forward, so hooks on it would never fire. A module that
-    # torch.compile wrapped has its forward on the object.
-    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
-    return has_forward and not isinstance(module, nn.ModuleList | nn.ModuleDict)
-
-
 @dataclass(frozen=True)
 class ModuleRule:
     """Selection of modules by configuration.
@@ -130,12 +124,15 @@ class ModuleRule:
 
     def selects(self, path: str, module: nn.Module) -> bool:
         """Return whether ``module``, at ``path``, is named."""
-        if path in self.names or path.endswith(self.name_suffixes):
-            return True
-        return not _names_of(type(module)).isdisjoint(self.classes)
+        is_named = path in self.names or path.endswith(self.name_suffixes)
+        return is_named or not _names_of(type(module)).isdisjoint(self.classes)
+
+    def is_leaf(self, path: str, module: nn.Module) -> bool:
+        """Return whether ``module``, at ``path``, is named or marked as a leaf."""
+        # foreign: DeepSpeed's models carry this attribute
+        return self.selects(path, module) or bool(getattr(module, "_is_zero_leaf", False))
 
     def missing(self, model: nn.Module) -> list[str]:
-        """Return the names that no module of ``model`` has."""
         paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
         classes = {name for module in model.modules() for name in _names_of(type(module))}
         missing = [name for name in self.classes if name not in classes]
@@ -143,22 +140,6 @@ class ModuleRule:
         for suffix in self.name_suffixes:
             missing += [] if any(path.endswith(suffix) for path in paths) else [suffix]
         return missing
-
-
-@dataclass(frozen=True)
-class LeafRule(ModuleRule):
-    """Selection of leaves, besides the modules that are marked as such."""
-
-    def is_leaf(self, path: str, module: nn.Module) -> bool:
-        """Return whether ``module``, at ``path``, is a leaf."""
-        # foreign: DeepSpeed's models carry this attribute
-        return self.selects(path, module) or bool(getattr(module, "_is_zero_leaf", False))
-
-    def warn_missing(self, model: nn.Module) -> None:
-        """Log a warning about names that no module has."""
-        missing = self.missing(model)
-        if missing:
-            _log.warning("zero_optimization.leaf_module names what the model lacks: %s", missing)
 
 
 def _names_of(kind: type[nn.Module]) -> set[str]:
@@ -171,7 +152,7 @@ def _is_expert_list(name: str, module: nn.Module) -> bool:
     return is_list and "experts" in name.lower() and len(module._modules) > 1
 
 
-def _blocks(prefix: str, module: nn.Module, rule: LeafRule) -> Iterator[tuple[str, nn.Module]]:
+def _blocks(prefix: str, module: nn.Module, rule: ModuleRule) -> Iterator[tuple[str, nn.Module]]:
     is_container = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -181,7 +162,11 @@ def _blocks(prefix: str, module: nn.Module, rule: LeafRule) -> Iterator[tuple[st
             _is_expert_list(key, inner) and not rule.is_leaf(f"{path}.{key}", inner)
             for key, inner in child.named_children()
         )
-        if rule.is_leaf(path, child) or (is_block and _can_be_called(child)):
+        # Without a forward of its own hooks would never fire. A module that torch.compile wrapped
+        # has its forward on the object.
+        has_forward = type(child).forward is not nn.Module.forward or "forward" in vars(child)
+        can_be_called = has_forward and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if rule.is_leaf(path, child) or (is_block and can_be_called):
             yield path, child
         elif _is_expert_list(name, child):
             # Not each of them is called, and no block calls them.
@@ -219,20 +204,16 @@ def _behind_blocks(model: nn.Module, blocks: set[int]) -> set[str]:
 
 
 def discover(
-    model: nn.Module,
-    rule: LeafRule | None = None,
-    *,
-    min_tail_numel: int = MIN_TAIL_NUMEL,
+    model: nn.Module, rule: ModuleRule | None = None, *, min_tail_numel: int = MIN_TAIL_NUMEL
 ) -> Discovered:
     """Find the parameters, their names, and the units of ``model``.
 
-    Args:
-        model: any module.
-        rule: selects leaves besides the modules that are marked as such.
-        min_tail_numel: elements from which on the tail is a unit of its own.
+    ``rule`` selects leaves besides the modules that are marked as such. From ``min_tail_numel``
+    elements on the tail is a unit of its own.
     """
-    rule = rule or LeafRule()
-    rule.warn_missing(model)
+    rule = rule or ModuleRule()
+    if missing := rule.missing(model):
+        _log.warning("zero_optimization.leaf_module names what the model lacks: %s", missing)
     params, names, quantized = _list_params(model)
     numbers = {id(param): number for number, param in enumerate(params)}
     numbers_of = {id(q.param): q.numbers for q in quantized}
@@ -275,15 +256,13 @@ def discover(
         units[0] = ("", model, tuple(n for n in members[""] if n not in tail))
         units.append((TAIL_NAME, model, tuple(tail)))
     plain = tuple(tuple(plain_name(name) for name in found) for found in names)
-    return Discovered(
-        tuple(params),
-        plain,
-        tuple(units),
-        has_tail,
-        tuple(quantized),
-        opaque,
-        _twins(params, quantized),
-    )
+    twins: dict[int, int] = {}  # components over the memory of an earlier one of their parameter
+    for whole in quantized:
+        for earlier, number in itertools.combinations(whole.numbers, 2):
+            is_first = earlier not in twins and number not in twins
+            if is_first and is_same_memory(params[earlier], params[number]):
+                twins[number] = earlier
+    return Discovered(tuple(params), plain, tuple(units), has_tail, tuple(quantized), opaque, twins)
 
 
 def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[Quantized]]:
@@ -317,18 +296,6 @@ def _list_params(model: nn.Module) -> tuple[list[Tensor], list[list[str]], list[
     return params, names, quantized
 
 
-def _twins(params: Sequence[Tensor], quantized: Sequence[Quantized]) -> dict[int, int]:
-    """Find components over the memory of an earlier one of the same parameter."""
-    twins: dict[int, int] = {}
-    for whole in quantized:
-        for place, number in enumerate(whole.numbers):
-            for earlier in whole.numbers[:place]:
-                is_first = earlier not in twins and number not in twins
-                if is_first and is_same_memory(params[earlier], params[number]):
-                    twins[number] = earlier
-    return twins
-
-
 def _beside_quantized(
     model: nn.Module, numbers: Mapping[int, int], quantized: Sequence[Quantized]
 ) -> Iterator[Quantized]:
@@ -337,7 +304,14 @@ def _beside_quantized(
     A vector of integers or a matrix of 64-bit ones (a counter, positions) has no scales.
     """
     known = {id(q.param) for q in quantized}
-    stored = {id(q.param) for q in quantized if _is_packed(q.param)}
+    stored = {
+        id(q.param)
+        for q in quantized
+        if type(q.param) is nn.Parameter
+        and q.param.dim() >= 2
+        and q.param.dtype.itemsize <= 4
+        and q.param.dtype is not torch.bool
+    }
     for path, module in model.named_modules():
         own = [(name, p) for name, p in module._parameters.items() if p is not None]
         if not any(id(p) in stored for _, p in own):
@@ -347,12 +321,6 @@ def _beside_quantized(
                 known.add(id(param))
                 whole = plain_name(f"{path}.{name}" if path else name)
                 yield Quantized(param, whole, (param,), (numbers[id(param)],))
-
-
-def _is_packed(param: Tensor) -> bool:
-    dtype = param.dtype
-    is_matrix = type(param) is nn.Parameter and param.dim() >= 2
-    return is_matrix and dtype.itemsize <= 4 and dtype is not torch.bool
 
 
 def compute_dtype(param: torch.Tensor, low_precision: torch.dtype | None) -> torch.dtype:

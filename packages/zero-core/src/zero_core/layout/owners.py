@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from zero_core.layout.arithmetic import Layout, Segment, Slot
+from zero_core.layout.arithmetic import Layout
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,11 @@ def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whol
         for slot in segment.slots if segment.is_trainable else ():
             if slot.start == slot.stop or slot.param in sliced:
                 continue
-            shares = _shares(segment, slot)
+            numel = segment.shard_numel
+            shares = tuple(
+                Share(rank, *slot.common(rank * numel, (rank + 1) * numel))
+                for rank in range(slot.start // numel, (slot.stop - 1) // numel + 1)
+            )
             found[slot.param] = segment.index, shares
             if len(shares) > 1:
                 divided.append((slot.start - slot.stop, slot.param))
@@ -82,16 +86,3 @@ def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whol
         owners[param] = owner
         load[owner] -= minus_numel
     return tuple(Whole(param, index, owners[param], s) for param, (index, s) in found.items())
-
-
-def _shares(segment: Segment, slot: Slot) -> tuple[Share, ...]:
-    numel = segment.shard_numel
-    ranks = range(slot.start // numel, (slot.stop - 1) // numel + 1)
-    return tuple(
-        Share(
-            rank,
-            max(rank * numel, slot.start) - slot.start,
-            min((rank + 1) * numel, slot.stop) - slot.start,
-        )
-        for rank in ranks
-    )

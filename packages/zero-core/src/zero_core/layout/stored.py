@@ -142,7 +142,6 @@ class Metadata:
         self._found = [(attributes, dict(attributes)) for attributes in found.values()]
 
     def put_back(self) -> None:
-        """Make the attributes what they were."""
         for attributes, before in self._found:
             attributes.clear()
             attributes.update(before)
@@ -166,11 +165,8 @@ def is_same_memory(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are one view of one memory."""
     if first is second:
         return True
-    return _view_of(first) == _view_of(second) and storage_of(first) == storage_of(second)
-
-
-def _view_of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+    views = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (first, second)]
+    return views[0] == views[1] and storage_of(first) == storage_of(second)
 
 
 def dim_order(tensor: Tensor) -> tuple[int, ...]:

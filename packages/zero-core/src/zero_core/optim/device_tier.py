@@ -30,9 +30,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -63,7 +63,7 @@ class _Plan:
 
 
 class DeviceTier(FlatTier):
-    """`zero_core.protocols.AheadTier` and `ReservingTier` on the compute device."""
+    """State tier on the compute device, whose update can be enqueued ahead of the decision."""
 
     turn_numel: ClassVar[int] = TURN_NUMEL
 
@@ -88,35 +88,32 @@ class DeviceTier(FlatTier):
         self._num_steps = [0] * len(pieces)
         self._ahead: list[int] = []  # pieces updated ahead of the decision
         self._made: list[tuple[Part, str]] = []  # states that the last step has made
-        self._parts = [self._divide(i, *piece) for i, piece in enumerate(pieces)]  # by piece
+        self._parts = [
+            [
+                Part(piece, low, high, group, nn.Parameter(self._masters.one(low, high)), {})
+                for low, high in pairwise([*range(start, stop, self.turn_numel), stop])
+            ]
+            for piece, (start, stop, group) in enumerate(pieces)
+        ]
         self._members: list[list[nn.Parameter]] = [[] for _ in groups]
-        for parts in self._parts:
-            for part in parts:
-                self._members[part.group].append(part.param)
+        for part in self._all_parts():
+            self._members[part.group].append(part.param)
         self._plan: _Plan | None = None  # of the last step
         self._widened: dict[torch.dtype, Tensor] = {}
         self._watcher: ChangeWatcher | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
         # The state before the first step, by dtype and group: None if the optimizer must make it.
         self._initial: dict[tuple[torch.dtype, int], dict[str, Any] | None] = {}
-        if self._parts:
-            # An optimizer refuses a group list in which every group is empty.
-            self._optimizer = self._make(
-                [{**g, "params": m} for g, m in zip(groups, self._members, strict=True)]
-            )
-            if device.type not in ("cpu", "meta"):
-                self._make_states()
+        self._optimizer = self._make(
+            [{**g, "params": m} for g, m in zip(groups, self._members, strict=True)]
+        )
+        if self._parts and device.type not in ("cpu", "meta"):
+            self._make_states()
 
-    def _divide(self, piece: int, start: int, stop: int, group: int) -> list[Part]:
-        bounds = [*range(start, stop, self.turn_numel), stop]
-        return [
-            Part(piece, low, high, group, nn.Parameter(self._masters.one(low, high)), {})
-            for low, high in pairwise(bounds)
-        ]
+    def _all_parts(self) -> Iterator[Part]:
+        return chain.from_iterable(self._parts)
 
     def _make_states(self) -> None:
         """Make all states that the optimizer will have. See [Note: states]."""
-        assert self._optimizer is not None
         for dtype, kinds in self._probe().items():
             for name, kind in kinds.items():
                 if name not in self._flat:
@@ -124,13 +121,11 @@ class DeviceTier(FlatTier):
             for number, group in enumerate(self._optimizer.param_groups):
                 found = probe_initial_state(self._make, group, self._device, dtype)
                 self._initial[dtype, number] = found
-        for parts in self._parts:
-            for part in parts:
-                self._give_state(part)
+        for part in self._all_parts():
+            self._give_state(part)
 
     def _give_state(self, part: Part) -> bool:
         """Give the optimizer a state of zeros. Return whether it starts from one."""
-        assert self._optimizer is not None
         initial = self._initial.get((part.param.dtype, part.group))
         if initial is None:
             return False
@@ -156,28 +151,23 @@ class DeviceTier(FlatTier):
                 self._buffer(master)
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return all tensors: see `zero_core.protocols.DeviceMemory`."""
         states = [t for k, flat in self._flat.items() if k != MASTER for _, t in flat.chunks]
-        if self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                states += [v for v in state.values() if isinstance(v, Tensor) and v.dim()]
+        for state in self._optimizer.state.values():
+            states += [v for v in state.values() if isinstance(v, Tensor) and v.dim()]
         return {
             "master_weights": [tensor for _, tensor in self._masters.chunks],
             "optimizer_states": states,
             "buffers": list(self._widened.values()),
         }
 
-    def step(
-        self, groups: Sequence[Mapping[str, Any]], active: Sequence[int], *, grad_scale: float
-    ) -> None:
-        self._step(groups, active, grad_scale)
-
     @property
     def can_step_ahead(self) -> bool:
-        """Whether the kernels read ``found_inf``, and nothing of a step is done by the host."""
+        """Whether `step_ahead` can be called with the groups that the optimizer has now.
+
+        The kernels read ``found_inf``, and nothing of a step is done by the host.
+        """
         has_states = bool(self._initial) and None not in self._initial.values()
-        is_here = self._store is None and self._optimizer is not None
-        return has_states and is_here and takes_found_inf(self._optimizer)
+        return has_states and self._store is None and takes_found_inf(self._optimizer)
 
     def step_ahead(
         self,
@@ -187,50 +177,61 @@ class DeviceTier(FlatTier):
         grad_scale: Tensor | float,
         found_inf: Tensor,
     ) -> None:
-        assert self._optimizer is not None, "asked for where it can"
+        """Enqueue ``step``, which is to change nothing if ``found_inf`` is 1.
+
+        `settle` follows when the host knows that. Then further pieces of the same training step may
+        follow by ``step``, with the same factor.
+
+        Args:
+            groups, active: as for ``step``.
+            grad_scale: the factor, 0-dim float64 on the device; 1 where ``found_inf`` is. A number
+                if no gradient is to be multiplied.
+            found_inf: 0 or 1: 0-dim fp32 on the device.
+        """
         with set_found_inf(self._optimizer, found_inf):
-            self._step(groups, active, grad_scale)
+            self.step(groups, active, grad_scale=grad_scale)
         self._ahead = list(active)
 
     def settle(self, *, is_void: bool) -> None:
+        """Count the update of `step_ahead`, or not if ``is_void``: then it changed nothing.
+
+        A second call for the same update has no effect.
+        """
         if is_void:
             for piece in self._ahead:
                 self._num_steps[piece] -= 1
             self._scaled.clear()  # the factor was 1
-            self._drop_made()
+            # States that the step has made are unset memory: drop them, and buffers without others.
+            for part, name in self._made:
+                part.states.pop(name).zero_()
+                del self._optimizer.state[part.param][name]
+            for name in {name for _, name in self._made}:
+                if not any(name in part.states for part in self._all_parts()):
+                    del self._flat[name]
+            self._made.clear()
         self._ahead = []
 
-    def _drop_made(self) -> None:
-        """Drop the states that the last step has made, with buffers that held no others."""
-        assert self._optimizer is not None, "it has stepped ahead"
-        for part, name in self._made:
-            part.states.pop(name).zero_()
-            del self._optimizer.state[part.param][name]
-        for name in {name for _, name in self._made}:
-            if not any(name in part.states for parts in self._parts for part in parts):
-                del self._flat[name]
-        self._made.clear()
-
-    def _step(
+    def step(
         self,
         groups: Sequence[Mapping[str, Any]],
         active: Sequence[int],
-        factor: Tensor | float,
+        *,
+        grad_scale: Tensor | float,
     ) -> None:
-        if self._optimizer is None or not active:
+        if not active:
             return
         for own, given in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in given.items() if k != "params"})
         starts = self._starts_of(self._parts[i][0].start for i in active)
-        self._scale(starts, factor)
+        self._scale(starts, grad_scale)
         self._downloads.order_before_update()
         self._made.clear()
         plan = self._plan_of(active, starts)
         for turn in plan.turns:
             for _, start, stop in turn.extents:
                 self._announce(start, stop)
-            is_first = not all(self._has_state(part) for part in turn.parts)
-            self._run(turn, factor)
+            is_first = not all(map(self._has_state, turn.parts))
+            self._run(turn, grad_scale)
             if is_first and len(plan.turns) > 1:
                 release_free_pages()
         for piece in active:
@@ -240,35 +241,27 @@ class DeviceTier(FlatTier):
     def _plan_of(self, active: Sequence[int], starts: Sequence[int]) -> _Plan:
         """Return the turns and copies of a step over ``active``, with the offers at ``starts``."""
         key = (tuple(active), tuple((start, self._grads[start].numel()) for start in starts))
-        if self._plan is None or self._plan.key != key or self._is_first(active):
+        # In its first step the optimizer makes states.
+        is_first = not all(self._num_steps[i] or self._has_state(self._parts[i][0]) for i in active)
+        if self._plan is None or self._plan.key != key or is_first:
             copies = [
                 copy
                 for start in starts
                 for copy in self._copies(start, start + self._grads[start].numel())
             ]
-            due = (
-                Due(part, offer, self._states_of(part), self._has_state(part))
-                for i in active
-                for offer in (starts[bisect_right(starts, self._parts[i][0].start) - 1],)
-                for part in self._parts[i]
-            )
+            due = []
+            for part in (part for i in active for part in self._parts[i]):
+                state = self._optimizer.state.get(part.param, {})
+                names = {name for name, v in state.items() if _is_elementwise(part.param, v)}
+                offer = starts[bisect_right(starts, self._parts[part.piece][0].start) - 1]
+                due.append(Due(part, offer, names, self._has_state(part)))
             turns = divide(due, num_groups=len(self._members), limit=self.turn_numel)
             self._plan = _Plan(key, turns, copies)
         return self._plan
 
-    def _is_first(self, active: Sequence[int]) -> bool:
-        """Whether the optimizer will make states."""
-        return not all(self._num_steps[i] or self._has_state(self._parts[i][0]) for i in active)
-
     def _has_state(self, part: Part) -> bool:
         is_given = self._initial.get((part.param.dtype, part.group)) is not None
         return is_given or self._num_steps[part.piece] > 0
-
-    def _states_of(self, part: Part) -> set[str]:
-        """Return the names of the elementwise states that the optimizer has."""
-        assert self._optimizer is not None
-        state = self._optimizer.state.get(part.param, {})
-        return {name for name, value in state.items() if _is_elementwise(part.param, value)}
 
     def _take_grads(self, turn: Turn, factor: Tensor | float) -> list[Tensor]:
         """Return the gradient of each part of a turn, widened into the common buffer if need be.
@@ -300,15 +293,11 @@ class DeviceTier(FlatTier):
         return self._widened[dtype]
 
     def _run(self, turn: Turn, factor: Tensor | float) -> None:
-        """Update the parts of one turn."""
-        optimizer = self._optimizer
-        assert optimizer is not None
-        grads = self._take_grads(turn, factor)
-        for part, grad in zip(turn.parts, grads, strict=True):
+        for part, grad in zip(turn.parts, self._take_grads(turn, factor), strict=True):
             part.param.grad = grad
         try:
             self._set_members(turn.members)
-            optimizer.step()
+            self._optimizer.step()
         finally:
             self._set_members(self._members)
             for part in turn.parts:
@@ -317,7 +306,6 @@ class DeviceTier(FlatTier):
             self._flatten_state(part)
 
     def _set_members(self, members: Sequence[list[nn.Parameter]]) -> None:
-        assert self._optimizer is not None
         for group, params in zip(self._optimizer.param_groups, members, strict=True):
             group["params"] = params
 
@@ -349,7 +337,6 @@ class DeviceTier(FlatTier):
             self._flat[name].write(start, values)
 
     def read_scalars(self, piece: int) -> Mapping[str, float]:
-        assert self._optimizer is not None  # there is a piece
         param = self._parts[piece][0].param  # the others have the same
         scalars = {
             name: float(value)
@@ -368,8 +355,6 @@ class DeviceTier(FlatTier):
                 self._restore_state(part, scalars)
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
-        if self._optimizer is None:
-            return
         states = self._probe()
         for name in names:
             if name not in self._flat and not any(name in found for found in states.values()):
@@ -393,16 +378,16 @@ class DeviceTier(FlatTier):
                 )
 
     def _clear_state(self, part: Part) -> None:
-        assert self._optimizer is not None  # there is a piece
         for name in self._flat:
             if name != MASTER:
                 self._state_of(part, name).zero_()
-        if not self._give_state(part):
-            self._optimizer.state[part.param] = self._initial_state(part)
+        if not self._give_state(part):  # it is empty, or for instance Adagrad's sum
+            group = self._optimizer.param_groups[part.group]
+            fresh = self._make([{**group, "params": [part.param]}])
+            self._optimizer.state[part.param] = dict(fresh.state.get(part.param, {}))
             self._flatten_state(part)
 
     def _restore_state(self, part: Part, scalars: Mapping[str, float]) -> None:
-        assert self._optimizer is not None  # there is a piece
         self._optimizer.state[part.param] = state = {}
         # As torch's own load_state_dict does: these kernels read the count on the device.
         group = self._optimizer.param_groups[part.group]
@@ -417,24 +402,14 @@ class DeviceTier(FlatTier):
 
     def _probe(self) -> dict[torch.dtype, dict[str, torch.dtype]]:
         """Return the states that the optimizer can have, by the dtype of the master weights."""
-        if self._optimizer is None:
-            return {}
         groups = self._optimizer.param_groups
         return {
             dtype: probe_states(self._make, groups, self._device, dtype)
             for dtype in dict.fromkeys(master.dtype for _, master in self._masters.chunks)
         }
 
-    def _initial_state(self, part: Part) -> dict[str, Any]:
-        """Return the initial state of a part: empty, or for instance Adagrad's sum."""
-        assert self._optimizer is not None
-        group = self._optimizer.param_groups[part.group]
-        fresh = self._make([{**group, "params": [part.param]}])
-        return dict(fresh.state.get(part.param, {}))
-
     def _flatten_state(self, part: Part) -> None:
         """Move state that the optimizer has just made into the flat buffers."""
-        assert self._optimizer is not None
         state = self._optimizer.state[part.param]
         for name, value in state.items():
             if value is part.states.get(name) or not _is_elementwise(part.param, value):

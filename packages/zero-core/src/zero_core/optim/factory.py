@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,11 +44,7 @@ _ELEMENTWISE = (
 )
 
 _KERNEL_CLASSES = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.SGD,
-    Lion,
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, Lion),
 )
 """Optimizers that a host kernel computes where the state is offloaded. A subclass may update
 otherwise, and is none."""
@@ -59,36 +55,15 @@ at multiples of `zero_core.layout.arithmetic.ALIGNMENT` gets the same bits as wi
 _OWN_KERNEL = {"fused", "foreach", "capturable", "differentiable"}
 
 
-@runtime_checkable
-class _DeclaresElementwise(Protocol):
-    """Optimizer class that declares whether its update is elementwise."""
-
-    is_elementwise: bool
-
-
-@runtime_checkable
-class _DeclaresGroups(Protocol):
-    """Optimizer that declares of each group whether its update is elementwise."""
-
-    def is_elementwise_group(self, group: Mapping[str, Any]) -> bool: ...
-
-
-@runtime_checkable
-class _DeclaresKernel(Protocol):
-    """Optimizer class that declares whether a host kernel computes its update."""
-
-    has_host_kernel: bool
-
-
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Return whether an element's update depends on that element alone, so that slices will do.
 
     Torch's elementwise optimizers are known. Any other class declares ``is_elementwise = True``;
     one that does not gets whole parameters (`zero_core.optim.whole_tier`).
     """
-    declared: object = optimizer_class
-    is_declared = isinstance(declared, _DeclaresElementwise) and declared.is_elementwise is True
-    return optimizer_class in _ELEMENTWISE or is_declared
+    # foreign: a class of the user's
+    declared = getattr(optimizer_class, "is_elementwise", False)
+    return optimizer_class in _ELEMENTWISE or declared is True
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
@@ -97,11 +72,9 @@ def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     It declares them by ``is_elementwise_group(group)``, as `zero_core.optim.muon.Muon` does. In a
     step it may be given slices of their parameters, 1-D.
     """
-    declared: object = optimizer
-    if not isinstance(declared, _DeclaresGroups):
-        return frozenset()
-    groups = enumerate(optimizer.param_groups)
-    return frozenset(number for number, g in groups if declared.is_elementwise_group(g))
+    # foreign: an object of the user's
+    declares = getattr(optimizer, "is_elementwise_group", lambda group: False)
+    return frozenset(n for n, group in enumerate(optimizer.param_groups) if declares(group))
 
 
 def check_served(optimizer_class: type[torch.optim.Optimizer]) -> None:
@@ -182,9 +155,9 @@ def has_kernel_rule(config: Config, given: torch.optim.Optimizer | None) -> bool
     ``has_host_kernel = True``, and which one by ``update_rule``.
     """
     if given is not None:
-        declared: object = type(given)
-        is_declared = isinstance(declared, _DeclaresKernel) and declared.has_host_kernel is True
-        return declared in _KERNEL_CLASSES or is_declared
+        # foreign: a class of the user's
+        declared = getattr(type(given), "has_host_kernel", False)
+        return type(given) in _KERNEL_CLASSES or declared is True
     if config.optimizer is None or config.optimizer.params.get("torch_adam"):
         return False
     return _BY_NAME.get(config.optimizer.type.lower()) in _KERNEL_CLASSES

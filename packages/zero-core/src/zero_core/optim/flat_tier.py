@@ -78,21 +78,19 @@ class FlatTier:
         Shards of the dtypes ``own_masters`` are their own master weights. Those of others are fp32.
         """
         self._device = device
-        self._own_masters = own_masters
         self._published = Chunked(params)
         self._store = param_store
-        self._masters = Chunked(
-            [(start, self._master_of(shard, device)) for start, shard in params]
-        )
+        masters = []
+        for start, shard in params:
+            dtype = master_dtype(shard.dtype, own_masters)
+            if shard.is_meta:
+                masters.append((start, torch.zeros(shard.numel(), dtype=dtype, device=device)))
+            else:
+                masters.append((start, shard.to(device, dtype)))
+        self._masters = Chunked(masters)
         self._grads: dict[int, Tensor] = {}
         self._scaled: set[int] = set()  # starts of offers that were multiplied in place
         self._downloads = _Downloads(device)
-
-    def _master_of(self, shard: Tensor, device: torch.device) -> Tensor:
-        dtype = master_dtype(shard.dtype, self._own_masters)
-        if shard.is_meta:
-            return torch.zeros(shard.numel(), dtype=dtype, device=device)
-        return shard.to(device, dtype)
 
     def offer_grad(self, start: int, grad: Tensor) -> None:
         self._grads[start] = grad

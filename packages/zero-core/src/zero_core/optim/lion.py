@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from zero_core.optim.base import BaseOptimizer, check_settings
 
@@ -51,18 +50,17 @@ class Lion(BaseOptimizer):
 
     def _update(self) -> None:
         for group in self.param_groups:
+            lr, (beta1, beta2) = group["lr"], group["betas"]
             for param in group["params"]:
-                if param.grad is not None:
-                    self._update_param(param, param.grad, group)
-
-    def _update_param(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise ValueError("Lion does not take sparse gradients")
-        grad = -grad if group["maximize"] else grad
-        state = self.state[param]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        exp_avg, lr, (beta1, beta2) = state["exp_avg"], group["lr"], group["betas"]
-        direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
-        param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
-        exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    raise ValueError("Lion does not take sparse gradients")
+                grad = -param.grad if group["maximize"] else param.grad
+                state = self.state[param]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                exp_avg = state["exp_avg"]
+                direction = exp_avg.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
+                param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+                exp_avg.mul_(beta2).add_(grad, alpha=1 - beta2)

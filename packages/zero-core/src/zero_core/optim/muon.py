@@ -96,18 +96,19 @@ class Muon(BaseOptimizer):
                 corrected_update(group, params, states)
                 continue
             for param in params:
-                direction = orthogonal(self._momentum(param, group))
+                state = self.state[param]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                average = state["exp_avg"].lerp_(param.grad, 1 - group["momentum"])
+                if group["nesterov"]:
+                    average = param.grad.lerp(average, group["momentum"])
+                rows, columns = param.shape
+                factor = 0.2 * math.sqrt(max(rows, columns))
+                if group["adjust_lr_fn"] == "original":
+                    factor = math.sqrt(max(1, rows / columns))
+                direction = orthogonal(average)
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(direction, alpha=-group["lr"] * _rate_factor(param, group))
-
-    def _momentum(self, param: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Update the momentum, and return the one from which the direction is computed."""
-        assert param.grad is not None
-        state = self.state[param]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        average: Tensor = state["exp_avg"].lerp_(param.grad, 1 - group["momentum"])
-        return param.grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+                param.add_(direction, alpha=-group["lr"] * factor)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -124,13 +125,6 @@ def orthogonal(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if rows > columns else x
-
-
-def _rate_factor(matrix: Tensor, group: Mapping[str, Any]) -> float:
-    rows, columns = matrix.shape
-    if group["adjust_lr_fn"] == "original":
-        return math.sqrt(max(1, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
 
 
 def tag_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> None:

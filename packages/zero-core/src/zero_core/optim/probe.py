@@ -11,14 +11,6 @@ import torch
 from torch import Tensor, nn
 
 
-def optimizer_options(
-    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the first group's settings that the optimizer's constructor takes."""
-    names = [name for name in inspect.signature(optimizer_class).parameters if name != "params"]
-    return {name: groups[0][name] for name in names if name in groups[0]}
-
-
 def optimizer_maker(
     optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]
 ) -> partial[torch.optim.Optimizer]:
@@ -27,7 +19,8 @@ def optimizer_maker(
     Some options count when the optimizer is made, not per group: Adagrad's initial sum.
     """
     make: Any = optimizer_class  # each class types its own options
-    return partial(make, **optimizer_options(optimizer_class, groups))
+    taken = inspect.signature(optimizer_class).parameters.keys() - {"params"}
+    return partial(make, **{name: v for name, v in groups[0].items() if name in taken})
 
 
 def probe_states(
@@ -81,7 +74,9 @@ def probe_initial_state(
         probe = nn.Parameter(torch.tensor([1.0, -0.75], dtype=dtype, device=device))
         optimizer = make([{**group, "params": [probe]}])
         if zeros:
-            optimizer.state[probe] = {k: _copy(v) for k, v in zeros.items()}
+            optimizer.state[probe] = {
+                k: v.clone() if isinstance(v, Tensor) else v for k, v in zeros.items()
+            }
         probe.grad = grad.clone()
         optimizer.step()
         return probe.detach(), dict(optimizer.state.get(probe, {}))
@@ -97,7 +92,3 @@ def probe_initial_state(
         for name, value in state.items()
     )
     return zeros if is_same else None
-
-
-def _copy(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -81,12 +81,6 @@ class Accumulation:
         self.count = 0 if self.is_boundary() else self.count + 1
         self.micro_steps += 1
 
-    def restart(self, what: str) -> None:
-        """Warn that the current step, described by ``what``, starts again, and `forget` it."""
-        text = "%s starts again from its first micro-step, as the last backward did not end"
-        _log.warning(text + " (%d micro-steps were done)", what, self.count)
-        self.forget()
-
     def forget(self) -> None:
         """Start the current step again, as its gradients were dropped."""
         self.micro_steps -= self.count
@@ -226,7 +220,6 @@ class TrainState:
         return self.accumulation.divide(self.scaler.scale_loss(loss), over)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Return every parameter group without its parameters."""
         return [{k: v for k, v in g.items() if k != "params"} for g in self._param_groups]
 
     def step_taken(self) -> None:
@@ -330,30 +323,32 @@ class TrainState:
             self.accumulation.resume(self.global_steps)
             self.skipped_steps = saved["skipped_steps"]
             self.scaler.load_state_dict(saved["loss_scaler"])
-        if "optimizer" not in without:
-            self._load_hyperparameters(saved["param_groups"])
+        groups = saved["param_groups"]
+        # Where there are others, `check` has warned.
+        if "optimizer" not in without and len(groups) == len(self._param_groups):
+            for group, values in zip(self._param_groups, groups, strict=True):
+                for key, value in values.items():
+                    now = group.get(key)
+                    if isinstance(now, Tensor):  # a captured graph reads this one, on its device
+                        now.copy_(torch.as_tensor(value))
+                        continue
+                    # JSON has no tuples: a sequence keeps the kind that it has now.
+                    is_tuple = isinstance(now, tuple) and isinstance(value, list)
+                    group[key] = tuple(value) if is_tuple else value
         scheduler, state = self.lr_scheduler, saved["lr_scheduler"]
         if scheduler is not None and state is not None and "lr_scheduler" not in without:
             scheduler.load_state_dict(state)
             if "optimizer" in without:
                 resume_rates(scheduler)
 
-    def _load_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        if len(saved) != len(self._param_groups):
-            return  # `check` has warned
-        for group, values in zip(self._param_groups, saved, strict=True):
-            for key, value in values.items():
-                now = group.get(key)
-                if isinstance(now, Tensor):  # a captured graph reads this one, on its device
-                    now.copy_(torch.as_tensor(value))
-                    continue
-                # JSON has no tuples: a sequence keeps the kind that it has now.
-                is_tuple = isinstance(now, tuple) and isinstance(value, list)
-                group[key] = tuple(value) if is_tuple else value
-
     def restart_step(self) -> None:
         """Begin the step under way again, as its last backward did not end."""
-        self.accumulation.restart(f"rank {self._rank}: step {self.global_steps}")
+        text = (
+            "rank %d: step %d starts again from its first micro-step, as the last backward did not"
+        )
+        counts = self._rank, self.global_steps, self.accumulation.count
+        _log.warning(text + " end (%d micro-steps were done)", *counts)
+        self.accumulation.forget()
 
 
 def check_progress(saved: Mapping[str, Any]) -> None:
@@ -365,8 +360,17 @@ def check_progress(saved: Mapping[str, Any]) -> None:
     for name in ("global_steps", "micro_steps", "skipped_steps"):
         if not _is_count(saved.get(name)):
             raise CheckpointCorruptError(f"progress.{name} is {saved.get(name)!r:.100}")
-    if not _is_loss_scale(saved.get("loss_scaler")):
-        raise CheckpointCorruptError(f"progress.loss_scaler is {saved.get('loss_scaler')!r:.200}")
+    scaler = saved.get("loss_scaler")
+    is_scale = isinstance(scaler, Mapping) and (
+        not scaler
+        or (
+            isinstance(scaler.get("scale"), _NUMBER)
+            and 0 < scaler["scale"] < math.inf
+            and all(_is_count(scaler.get(n)) for n in ("hysteresis_left", "steps_since_change"))
+        )
+    )
+    if not is_scale:
+        raise CheckpointCorruptError(f"progress.loss_scaler is {scaler!r:.200}")
     if "lr_scheduler" not in saved or not isinstance(saved.get("param_groups"), list):
         raise CheckpointCorruptError("progress has no lr_scheduler, or param_groups are no list")
     for number, group in enumerate(saved["param_groups"]):
@@ -376,19 +380,6 @@ def check_progress(saved: Mapping[str, Any]) -> None:
         for key, value in group.items():
             if not isinstance(key, str) or not is_finite_setting(key, value):
                 raise CheckpointCorruptError(f"{where}.{key} is {value!r:.100}")
-
-
-def _is_loss_scale(state: object) -> bool:
-    """Whether ``state`` is what `LossScaler.state_dict` returns."""
-    names = ("hysteresis_left", "steps_since_change")
-    return isinstance(state, Mapping) and (
-        not state
-        or (
-            isinstance(state.get("scale"), _NUMBER)
-            and 0 < state["scale"] < math.inf
-            and all(_is_count(state.get(name)) for name in names)
-        )
-    )
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -51,7 +51,12 @@ _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class WholeTier(FlatTier):
-    """`zero_core.protocols.WholeStateTier` of any torch optimizer that updates by parameter."""
+    """State tier of any torch optimizer that updates by parameter. See [Note: whole parameters].
+
+    Parameters are numbered as in the layout. The state of one is what the optimizer keeps for it:
+    tensors, numbers, and lists and mappings of them. Elementwise states of sliced parameters are
+    read and written as in any tier, and read as zero elsewhere.
+    """
 
     def __init__(
         self,
@@ -68,19 +73,12 @@ class WholeTier(FlatTier):
         sliced: Collection[int],
         own_masters: Collection[torch.dtype],
     ) -> None:
-        """Make this rank's tier.
+        """Make this rank's tier over its shards, or over everything unless ``is_sharded``.
 
-        Args:
-            layout: the place of every element.
-            control: exchanges divided parameters, and ``meter`` counts them.
-            is_sharded: whether the tier covers a shard of each segment, or all of it.
-            params: as for `zero_core.protocols.StateTierFactory`.
-            device: where parameters are updated, and the states are.
-            param_store: as for `zero_core.protocols.StateTierFactory`.
-            optimizer: over the model's parameters; its states move to ``device``.
-            model_params: the model's parameters, in the order of the layout.
-            sliced: numbers of the parameters of which each rank updates its slice.
-            own_masters: as for `zero_core.optim.flat_tier.FlatTier`.
+        ``params`` and ``param_store`` are those of `zero_core.protocols.StateTierFactory`,
+        ``own_masters`` those of `FlatTier`. The optimizer's states move to ``device``.
+        ``model_params`` are in the order of the layout, and of those whose numbers are in
+        ``sliced`` each rank updates its slice.
         """
         super().__init__(
             params=params, device=device, param_store=param_store, own_masters=own_masters
@@ -132,7 +130,11 @@ class WholeTier(FlatTier):
         offered = self._starts_of(self._pieces[index].start for index in active)
         self._scale(offered, grad_scale)
         used = {self._pieces[index].param for index in active}
-        self._return(used, self._update(self._gather(used, grad_scale)))
+        values = self._update(self._gather(used, grad_scale))
+        for exchange in self._exchanges:  # to the ranks that hold a part of divided parameters
+            for param, part in exchange.from_owners(values, used).items():
+                piece = self._piece_of[param]
+                self._masters.one(piece.start, piece.stop).copy_(part)
         for index in active:
             self._num_steps[index] += 1
         starts = {self._masters.index_of(self._pieces[index].start) for index in active}
@@ -182,13 +184,6 @@ class WholeTier(FlatTier):
         spec = self._layout.params[param]
         return spec.to_elements(state) if state.numel() == spec.numel else state
 
-    def _return(self, used: set[int], values: Mapping[int, Tensor]) -> None:
-        """Send the new values of divided parameters to the ranks that hold them."""
-        for exchange in self._exchanges:
-            for param, part in exchange.from_owners(values, used).items():
-                piece = self._piece_of[param]
-                self._masters.one(piece.start, piece.stop).copy_(part)
-
     # ----------------------------------------------------------------- states
 
     def state_names(self) -> Sequence[str]:
@@ -199,14 +194,9 @@ class WholeTier(FlatTier):
         shape = self._lent(piece.param, self._masters.one(piece.start, piece.stop)).shape
         return {
             name: self._elements(piece.param, value.detach())
-            for name, value in self._kept(piece.param).items()
+            for name, value in self.read_whole_state(piece.param).items()
             if isinstance(value, Tensor) and value.shape == shape and name != "step"
         }
-
-    def _kept(self, param: int) -> dict[str, Any]:
-        """Return what the optimizer keeps for a parameter."""
-        found: dict[str, Any] = self._optimizer.state.get(self._model_params[param], {})
-        return found
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         if name == MASTER:
@@ -237,8 +227,7 @@ class WholeTier(FlatTier):
         state[name] = self._lent(piece.param, own[name])
 
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return all tensors: see `zero_core.protocols.DeviceMemory`."""
-        states = [self._kept(param) for param in self._piece_of]
+        states = [self.read_whole_state(param) for param in self._piece_of]
         return {
             "master_weights": [tensor for _, tensor in self._masters.chunks],
             "optimizer_states": [tensor for state in states for tensor in _tensors_in(state)],
@@ -247,28 +236,27 @@ class WholeTier(FlatTier):
     def read_scalars(self, piece: int) -> Mapping[str, float]:
         scalars = {"num_steps": float(self._num_steps[piece])}
         param = self._pieces[piece].param
-        if param not in self._owners:
-            sliced = self._states_of(self._pieces[piece])
-            scalars |= {
-                name: self._scalar(param, name, value)
-                for name, value in self._kept(param).items()
-                if name not in sliced
-            }
+        if param in self._owners:
+            return scalars
+        sliced = self._states_of(self._pieces[piece])
+        for name, value in self.read_whole_state(param).items():
+            if name in sliced:
+                continue
+            if isinstance(value, int | float):  # it stays a number, as it is
+                scalars[name] = value
+                continue
+            if isinstance(value, Tensor) and value.numel() == 1:
+                scalars[name] = float(value)
+                continue
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+            raise CheckpointError(
+                f"{type(self._optimizer).__name__} has the state {name!r} of "
+                f"{self._layout.params[param].name}, a {type(value).__qualname__} ({found}), and "
+                "says that its group is elementwise (is_elementwise_group): states of such a group "
+                "are tensors of the parameter's shape, or numbers. Keep it in another form, or "
+                "leave the group out"
+            )
         return scalars
-
-    def _scalar(self, param: int, name: str, value: object) -> float:
-        if isinstance(value, int | float):  # it stays a number, as it is
-            return value
-        if isinstance(value, Tensor) and value.numel() == 1:
-            return float(value)
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-        raise CheckpointError(
-            f"{type(self._optimizer).__name__} has the state {name!r} of "
-            f"{self._layout.params[param].name}, a {type(value).__qualname__} ({found}), and says "
-            "that its group is elementwise (is_elementwise_group): states of such a group are "
-            "tensors of the parameter's shape, or numbers. Keep it in another form, or leave the "
-            "group out"
-        )
 
     def write_scalars(self, piece: int, scalars: Mapping[str, float]) -> None:
         self._num_steps[piece] = int(scalars["num_steps"])
@@ -281,7 +269,7 @@ class WholeTier(FlatTier):
                 for name, value in scalars.items()
                 if name != "num_steps"
             }
-            self._give_state(param, {**self._kept(param), **values})
+            self.write_whole_state(param, {**self.read_whole_state(param), **values})
 
     def check_states(self, names: Collection[str], scalars: Sequence[Mapping[str, float]]) -> None:
         """See `StateTier`. Which states an optimizer of whole parameters keeps is not known."""
@@ -291,25 +279,26 @@ class WholeTier(FlatTier):
             raise KeyError(f"{unknown[0]!r}: states of {kind} are whole here, not sliced")
 
     def owner_of(self, param: int) -> int | None:
+        """Rank that owns the parameter. None: its states are sliced."""
         return self._owners.get(param)
 
     def updated_params(self) -> Sequence[int]:
+        """Return the parameters whose state is on this rank: its own, or all at stage 0."""
         return self._updated
 
-    def read_whole_state(self, param: int) -> Mapping[str, Any]:
-        return self._kept(param)
-
-    def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
-        self._give_state(param, state)
+    def read_whole_state(self, param: int) -> dict[str, Any]:
+        """Return the state of one of the `updated_params`, empty before its first update."""
+        found: dict[str, Any] = self._optimizer.state.get(self._model_params[param], {})
+        return found
 
     def _clear_state(self, param: int) -> None:
         """Give the optimizer the state that a parameter has before its first step."""
         self._optimizer.state.pop(self._model_params[param], None)
         if param in self._initial:
-            self._give_state(param, copy.deepcopy(self._initial[param]))
+            self.write_whole_state(param, copy.deepcopy(self._initial[param]))
 
-    def _give_state(self, param: int, state: Mapping[str, Any]) -> None:
-        """Give the optimizer the state of a parameter. Its tensors move to the tier's device.
+    def write_whole_state(self, param: int, state: Mapping[str, Any]) -> None:
+        """Replace the state of one of the `updated_params`. Its tensors move to the tier's device.
 
         Those of the parameter's shape get its strides, which files do not keep.
         """
@@ -329,7 +318,6 @@ class WholeTier(FlatTier):
         }
 
     def _sliced_state(self, param: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a whole state."""
         piece, spec = self._piece_of[param], self._layout.params[param]
         stop = piece.offset + piece.stop - piece.start
         return {
@@ -365,16 +353,9 @@ def step_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that a step takes for its time, of the rank that takes the most of each.
 
-    Args:
-        layout: of the model.
-        is_sharded: as for `WholeTier`, as is ``sliced``.
-        is_apart: whether the update is on another device than the gradients.
-        sliced: see above.
-        dtypes: of master weights and of offered gradients, by trainable segment.
-
-    Returns:
-        Bytes of whole parameters and of widened gradients, where the update is; and bytes of what
-        the largest round sends and receives.
+    Those of whole parameters and of widened gradients, where the update is, which is on another
+    device than the gradients if it ``is_apart``; and those that the largest round sends and
+    receives. ``dtypes`` are those of master weights and of offered gradients, by trainable segment.
     """
     wholes = assign_owners(layout, sliced=sliced)
     divided = [whole for whole in wholes if is_sharded and whole.is_divided]
@@ -440,7 +421,15 @@ class _Exchange:
         Returns:
             Both of each whole parameter that this rank owns.
         """
-        arrived = self._send_parts(parts, factor)
+        held = [parcel for parcel in self._held if parcel[1] in parts]
+        missing = [parcel for parcel in self._missing if parcel[1] in parts]
+        sent = self._like.new_empty(2 * sum(share.numel for _, _, share in held))
+        at = 0
+        for _, param, share in held:
+            rows = sent[at : at + 2 * share.numel].view(2, share.numel)
+            _put(parts[param], rows.unbind(), factor)
+            at += 2 * share.numel
+        arrived = self._exchange(sent, held, missing, rows=2)
         found = {}
         for whole in self._owned:
             if whole.param in parts:
@@ -450,24 +439,12 @@ class _Exchange:
                 _put(parts[whole.param], [row[share.start : share.stop] for row in full], factor)
                 found[whole.param] = full
         at = 0
-        for _, param, share in self._missing:
-            if param in parts:
-                rows = arrived[at : at + 2 * share.numel].view(2, share.numel)
-                for into, row in zip(found[param], rows, strict=True):
-                    into[share.start : share.stop] = row
-                at += 2 * share.numel
-        return found
-
-    def _send_parts(self, parts: Mapping[int, tuple[Tensor, Tensor]], factor: float) -> Tensor:
-        held = [parcel for parcel in self._held if parcel[1] in parts]
-        missing = [parcel for parcel in self._missing if parcel[1] in parts]
-        sent = self._like.new_empty(2 * sum(share.numel for _, _, share in held))
-        at = 0
-        for _, param, share in held:
-            rows = sent[at : at + 2 * share.numel].view(2, share.numel)
-            _put(parts[param], rows.unbind(), factor)
+        for _, param, share in missing:
+            rows = arrived[at : at + 2 * share.numel].view(2, share.numel)
+            for into, row in zip(found[param], rows, strict=True):
+                into[share.start : share.stop] = row
             at += 2 * share.numel
-        return self._exchange(sent, held, missing, rows=2)
+        return found
 
     def from_owners(self, values: Mapping[int, Tensor], used: set[int]) -> dict[int, Tensor]:
         """Send ``values`` of whole parameters that this rank owns to those that hold a part.
@@ -532,7 +509,6 @@ def _lending(
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with the tensors in it on ``device``."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):

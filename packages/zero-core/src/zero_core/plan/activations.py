@@ -1,11 +1,20 @@
-"""A micro-batch on the meta device: bytes that autograd saves, operators that run."""
+"""A micro-batch on the meta device: bytes that autograd saves, operators that run.
+
+[Note: amounts]
+operations  of matrix products, convolutions and attention, as `torch.utils.flop_counter` counts
+            them; where one curve stands for all products, their bytes count as well
+bytes       of all other operators: of the tensors that they read and write. Rows that an embedding
+            looks up count, its table does not. Views have none
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +29,6 @@ from zero_core.config import Config
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import compute_dtype
 from zero_core.layout.stored import components
-from zero_core.plan.operators import Operator
 from zero_core.runtime.host_inputs import page_locked_bytes
 from zero_core.tiled.modules import TiledForwards, WholeModel
 
@@ -30,22 +38,77 @@ _CODE_BYTES = 600 << 10
 measured 0.5 to 0.8 MiB."""
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Operators of a pass over a unit, or over several.
+_LOOKUPS = ("embedding", "index", "index_select", "gather")
+"""Operators of whose first argument a part is read."""
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention_backward"
+
+
+@cache
+def _flop_counter() -> Any:
+    """Return the module. It is imported late: with torch 2.15 it imports Triton."""
+    return importlib.import_module("torch.utils.flop_counter")
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call of an operator.
 
     Attributes:
-        calls: number of calls by `Operator`.
+        kind: its name without overload; that of attention is `ATTENTION` for all kernels.
+        dtype: name of the dtype that it computes in.
+        amount: see [Note: amounts].
+        is_product: whether the amount are operations.
+        nbytes: bytes that a product reads and writes.
     """
 
-    calls: Mapping[Operator, int] = field(default_factory=dict)
+    kind: str
+    dtype: str
+    amount: int
+    is_product: bool
+    nbytes: int = 0
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(Counter(self.calls) + Counter(other.calls))
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator:
+        """Describe a call of ``func`` that returned ``out``."""
+        packet = func.overloadpacket
+        kind = packet.__name__
+        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        dtype = _dtype(written) or _dtype(read) or "float32"
+        if kind.startswith(_ATTENTION):
+            is_backward = "backward" in kind
+            query, key, value = (t.shape for t in read[is_backward : 3 + is_backward])
+            # Of grouped heads as of so many heads each: torch 2.10 counts no groups.
+            key, value = (query[:-2] + shape[-2:] for shape in (key, value))
+            if is_backward:
+                operations = _flop_counter().sdpa_backward_flop_count(
+                    read[0].shape, query, key, value
+                )
+            else:
+                operations = _flop_counter().sdpa_flop_count(query, key, value)
+            name = ATTENTION_BACKWARD if is_backward else ATTENTION
+            return cls(name, dtype, int(operations), True)
+        counts = _flop_counter().flop_registry
+        if packet in counts:
+            operations = counts[packet](*args, **kwargs, out_val=out)
+            return cls(kind, dtype, int(operations), True, _nbytes(read) + _nbytes(written))
+        returns = func._schema.returns
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            return cls("view", dtype, 0, False)
+        if kind in _LOOKUPS:
+            read = [*read[1:], *written]
+        return cls(kind, dtype, _nbytes(read) + _nbytes(written), False)
 
-    @property
-    def num_calls(self) -> int:
-        return sum(self.calls.values())
+
+def _dtype(tensors: Iterable[Tensor]) -> str | None:
+    found = next((t.dtype for t in tensors if t.is_floating_point()), None)
+    return None if found is None else str(found).removeprefix("torch.")
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of ``tensors``, those of expanded ones once."""
+    return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
 @dataclass(frozen=True)
@@ -56,9 +119,9 @@ class Trace:
         saved_bytes: bytes that autograd saves for backward, parameters and buffers not counted.
         recomputed_bytes: those with activation checkpointing: a block saves its inputs alone, and
             one block at a time what it saves else.
-        forward: operators of forward by unit. What is computed between units counts to the root
-            before the first block, and to the last unit after it.
-        backward: operators of backward, recomputation not included; None if it was not traced.
+        forward: calls of each operator in forward, by unit. What is computed between units counts
+            to the root before the first block, and to the last unit after it.
+        backward: those of backward, recomputation not included; None if it was not traced.
         kept_bytes: of what is recomputed, inputs of blocks and what is saved in front of them.
         border_bytes: the largest input of a block.
         epilogue_bytes: of what is saved, that behind the blocks.
@@ -68,8 +131,8 @@ class Trace:
 
     saved_bytes: int
     recomputed_bytes: int
-    forward: Mapping[int, Pass]
-    backward: Pass | None
+    forward: Mapping[int, Counter[Operator]]
+    backward: Counter[Operator] | None
     kept_bytes: int = 0
     border_bytes: int = 0
     epilogue_bytes: int = 0
@@ -87,18 +150,15 @@ class Trace:
         whole = self.recomputed_bytes if is_again else self.saved_bytes
         each = self.kept_bytes if is_again else self.saved_bytes - self.epilogue_bytes
         if config.has_inputs_on_host and is_accelerated:
-            whole += self._fetched_bytes(config) - self.freed_bytes
+            # The inputs of two successive calls are fetched at a time.
+            sizes = [sum(of_unit) for of_unit in self.moved.values()]
+            same = [2 * nbytes for nbytes in sizes] if config.is_vertical else []
+            fetched = max([*(a + b for a, b in pairwise([0, *sizes])), *same], default=0)
+            whole += fetched - self.freed_bytes
             each -= self.freed_bytes
         if not config.is_vertical:
             return whole
         return whole - each + config.gradient_accumulation_steps * (each + self.border_bytes)
-
-    def _fetched_bytes(self, config: Config) -> int:
-        """Return the bytes of the inputs of two successive calls, which are fetched at a time."""
-        sizes = [sum(of_unit) for of_unit in self.moved.values()]
-        pairs = [a + b for a, b in pairwise([0, *sizes])]
-        same = [2 * nbytes for nbytes in sizes] if config.is_vertical else []
-        return max([*pairs, *same], default=0)
 
     def host_bytes(self, config: Config, *, is_accelerated: bool) -> int:
         """Return the bytes of inputs of blocks that wait in host memory, which is page-locked."""
@@ -113,8 +173,7 @@ class Trace:
 
         oneDNN compiles a kernel for each shape, and keeps 1024 of them.
         """
-        passes = [*self.forward.values(), *([] if self.backward is None else [self.backward])]
-        calls = {call for one in passes for call in one.calls}
+        calls = set[Operator]().union(*self.forward.values(), self.backward or ())
         return _CODE_BYTES * sum(c.is_product and c.dtype == "bfloat16" for c in calls)
 
 
@@ -128,28 +187,19 @@ def trace_step(
 
     One forward runs on the meta device, in the compute dtype, in the model's current mode
     (train or eval), and a backward if it returns a loss. The model is not changed. ``inputs`` are
-    keyword or positional arguments of one micro-batch. They and the model may be on any device.
+    keyword or positional arguments of one micro-batch, ``units`` names and modules, the root first.
     With ``torch_autocast`` activations count in fp32, and with them the casts of weights that stay
     to backward.
-
-    Args:
-        model: the whole model.
-        config: the engine's.
-        inputs: see above.
-        units: names and modules of the model's units, the root first.
 
     Raises:
         ConfigError: the forward does not run on the meta device.
     """
 
-    def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    def to_meta(value: Any, dtype: torch.dtype | None = config.compute_dtype) -> Any:
         if not isinstance(value, Tensor):
             return value
         meta = torch.empty_like(value, dtype=compute_dtype(value, dtype), device=_META)
         return meta.requires_grad_(value.requires_grad)
-
-    def to_meta(value: Any) -> Any:
-        return cast(value, config.compute_dtype)
 
     for name, param in model.named_parameters():
         if len(components(name, param)) > 1:
@@ -160,7 +210,7 @@ def trace_step(
             )
     values = {name: to_meta(param) for name, param in model.named_parameters()}
     weights = [value for value in values.values() if value.requires_grad]
-    values |= {name: cast(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
+    values |= {name: to_meta(buffer, config.buffer_dtype) for name, buffer in model.named_buffers()}
     cast_bytes = _bytes_of_casts(model, values, config)
     place = _Place([module for _, module in units], {storage_of(t) for t in values.values()})
     operators = _Operators(place)
@@ -186,7 +236,7 @@ def trace_step(
     return Trace(
         place.saved_bytes + casts,
         place.recomputed_bytes + casts,
-        {unit: Pass(calls) for unit, calls in operators.take().items()},
+        operators.take(),
         _trace_backward(output, weights, operators),
         place.kept_bytes,
         place.border_bytes,
@@ -196,7 +246,9 @@ def trace_step(
     )
 
 
-def _trace_backward(output: Any, weights: Sequence[Tensor], operators: _Operators) -> Pass | None:
+def _trace_backward(
+    output: Any, weights: Sequence[Tensor], operators: _Operators
+) -> Counter[Operator] | None:
     """Return the operators of backward, None if there is no loss or one has no shapes."""
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     loss = next((t for t in tensors if t.ndim == 0), None)
@@ -207,7 +259,7 @@ def _trace_backward(output: Any, weights: Sequence[Tensor], operators: _Operator
             torch.autograd.grad(loss, weights, allow_unused=True)
     except (RuntimeError, TypeError, ValueError):  # NotImplementedError is a RuntimeError
         return None
-    return sum((Pass(calls) for calls in operators.take().values()), Pass())
+    return sum(operators.take().values(), Counter())
 
 
 class _Place:
@@ -290,7 +342,6 @@ class _Place:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow a forward by hooks on the blocks."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -370,7 +421,6 @@ def _bytes_of_casts(
 
 @contextmanager
 def _tiled(model: nn.Module, config: Config) -> Iterator[None]:
-    """Compute ``model`` in the tiles that ``config`` asks for."""
     if config.tiled_compute is None:
         yield
         return

@@ -106,15 +106,12 @@ def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[Traff
             if not settings:
                 return ()
             continue
-        near, far = (sum(n) for n in zip(*(_sent(t) for t in traffic[0]), strict=True))
+        near = sum(t.within_node_bytes for t in traffic[0])
+        far = sum(t.between_nodes_bytes for t in traffic[0])
         most = sum(t.between_nodes_bytes for t in traffic[1])
         kept_bytes = sum(kept.values())
         found.append(TrafficChoice(name, settings, traffic[0], near, far, most, kept_bytes))
     return tuple(found) if len(found) > 1 else ()
-
-
-def _sent(row: Traffic) -> tuple[int, int]:
-    return row.within_node_bytes, row.between_nodes_bytes
 
 
 def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -156,7 +153,7 @@ class Placement:
 
     Attributes:
         words: the difference in words; empty for the configuration itself.
-        settings: ``(block, key, value)`` of ``zero_optimization``.
+        settings: ``(block, key, value)`` of ``zero_optimization``; "" is no block within it.
         is_rounding: whether the numbers of a run change.
     """
 
@@ -180,7 +177,6 @@ class Placement:
         return any(block == _PARAMS for block, _, _ in self.settings)
 
     def joined(self, other: Placement) -> Placement:
-        """Return both differences as one."""
         words = ", ".join(w for w in (self.words, other.words) if w)
         is_rounding = self.is_rounding or other.is_rounding
         return Placement(words, self.settings + other.settings, is_rounding)
@@ -188,15 +184,18 @@ class Placement:
     def of(self, zero: ZeroConfig) -> ZeroConfig:
         """Return a resolved block changed to this."""
         for name, key, value in self.settings:
-            block = getattr(zero, name).model_copy(update={key: value})
-            zero = zero.model_copy(update={name: block})
+            if name:
+                key, value = name, getattr(zero, name).model_copy(update={key: value})
+            zero = zero.model_copy(update={key: value})
         return zero
 
     def apply(self, zero: Mapping[str, Any]) -> dict[str, Any]:
         """Return a block, as it was given, with the keys changed."""
         found = {**zero}
         for name, key, value in self.settings:
-            found[name] = {**found.get(name, {}), key: value}
+            if name:
+                key, value = name, {**found.get(name, {}), key: value}
+            found[key] = value
         return found
 
 

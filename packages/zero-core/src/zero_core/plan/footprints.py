@@ -288,14 +288,9 @@ class Footprints:
         return found
 
     def uploaded_bytes(self, config: Config, uploaded: Mapping[torch.dtype, int]) -> int | None:
-        """Return the expected bytes of parameters that go up as lossless differences.
+        """Return the expected bytes of lossless differences of so many elements by dtype.
 
-        Args:
-            config: with ``offload_optimizer.lossless_upload``.
-            uploaded: elements by dtype.
-
-        Returns:
-            None without zero-comm.
+        None without zero-comm.
         """
         asked = "zero_optimization.offload_optimizer.lossless_upload"
         found: UploadFootprint | None = self._load("uploads", asked, "zero-comm")

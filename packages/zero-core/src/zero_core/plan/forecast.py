@@ -39,10 +39,7 @@ from zero_core.plan.footprints import (
 )
 from zero_core.plugins import call_factory
 from zero_core.runtime.host_inputs import MAX_IN_PIECE, page_locked_bytes
-from zero_core.sharded.gradient_plan import (
-    accumulated_dtype,
-    communicated_dtype,
-)
+from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 from zero_core.step.update import may_speculate
@@ -67,21 +64,6 @@ class MemoryUse:
         return sum(self.host.values())
 
 
-@dataclass(frozen=True)
-class _TiedGradients:
-    """Bytes of tied weights' gradients, whose last part ends a vertical backward.
-
-    Attributes:
-        device_bytes: of all micro-batches, or of two where they wait in host memory.
-        host_bytes: of all micro-batches, as they are page-locked.
-        moved_bytes: of one micro-batch that are copied down and up.
-    """
-
-    device_bytes: int = 0
-    host_bytes: int = 0
-    moved_bytes: int = 0
-
-
 class Forecast:
     """One configuration's bytes per rank, for any ratio of its optimizer state on the host.
 
@@ -91,6 +73,9 @@ class Forecast:
         resting: segments whose shards rest off the device.
         spans: ``(start, stop, segment)`` of each segment in what this rank updates.
         gradients: how the gradient of each trainable segment is held, by its index.
+        tied: bytes of a micro-batch's gradient of each weight of the root that is tied, whose last
+            part ends a vertical backward. Empty for other schedules.
+        async_save_bytes: the most host memory of `Engine.async_save`: this rank's states once.
         is_complete: whether every package that the configuration asks for is installed.
     """
 
@@ -99,30 +84,22 @@ class Forecast:
         drawn: Blueprint,
         config: Config,
         footprints: Footprints,
-        *,
-        is_accelerated: bool,
-        ranks_per_node: int,
-        other_bytes: Mapping[str, int],
+        links: Links,
+        buffer_bytes: int,
     ) -> None:
-        """Compute the layout and every size on the meta device.
-
-        ``other_bytes`` are those on the device that no configuration changes (model buffers,
-        activations). With ``is_accelerated`` the compute device is another one than the host.
+        """Compute the layout and every size on the meta device, besides the model's buffers.
 
         Raises:
             ConfigError: a package does not serve a setting.
         """
         self._layout = drawn.layout
         self._config = config
-        self._is_accelerated = is_accelerated
+        self._links = links
+        # Then the compute device is another one than the host.
+        self._is_accelerated = is_accelerated = links.is_ring
+        ranks_per_node = links.ranks_per_node
         zero, world_size = config.zero_optimization, drawn.layout.world_size
         self._has_shared_memory = ranks_per_node == world_size and not is_accelerated
-        self._links = Links(
-            world_size,
-            ranks_per_node,
-            is_ring=is_accelerated,
-            is_sequential=config.world_size_invariant,
-        )
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
         self.resting = offloaded_segments(drawn.layout, config, is_apart=is_apart)
@@ -145,7 +122,18 @@ class Forecast:
         }
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
         self.spans = [(*span, drawn.layout.segments[index]) for index, span in memory.spans.items()]
-        self._whole_bytes = None if drawn.updates_slices else self._bytes_of_wholes(drawn, memory)
+        self._whole_bytes: tuple[int, int] | None = None  # of a step, where it is; its messages
+        if not drawn.updates_slices:
+            self._whole_bytes = step_bytes(
+                self._layout,
+                is_sharded=memory.has_sharded_state,
+                is_apart=self._is_offloaded and is_accelerated,
+                sliced=drawn.sliced_params,
+                dtypes={
+                    s.index: (config.master_dtype(s.dtype), self.gradients[s.index].offered)
+                    for _, _, s in self.spans
+                },
+            )
         make = optimizer_maker(type(drawn.optimizer), drawn.groups)
         shape = (2,) if drawn.updates_slices else (2, 2)  # a matrix has factored states
         updated = config.master_dtype(torch.bfloat16)
@@ -154,28 +142,54 @@ class Forecast:
         self._footprints = footprints
         self.collectives = footprints.collectives(config, world_size, ranks_per_node)
         self.tier = self._tier_footprint(drawn, memory, footprints)
-        self._copies_bytes = self._bytes_of_copies(world_size > ranks_per_node)
-        resting_bytes = self._resting_bytes_on_host(footprints)
-        self._resting_bytes = resting_bytes or {}
+        self.async_save_bytes = sum(
+            s.shard_numel * (config.master_dtype(s.dtype).itemsize + self._state_bytes)
+            for *_, s in self.spans
+        )
+        find_resting = footprints.param_tier(zero) if self.resting else None
         self.is_complete = (
             (self.collectives is not None or zero.quantized_key is None)
             and (self.tier is not None or not self._is_offloaded)
-            and resting_bytes is not None
+            and (find_resting is not None or not self.resting)
         )
-        self._tied_gradients = self._find_tied_gradients()
+        params = drawn.layout.params
+        root = {slot.param for s in drawn.layout.units[0].segments for slot in s.slots}
+        self.tied = [
+            p.numel * p.dtype.itemsize
+            for n, p in enumerate(params)
+            if config.is_vertical and p.is_trainable and p.aliases and n in root
+        ]
+        steps = config.gradient_accumulation_steps
+        are_tied_moved = config.has_inputs_on_host and is_accelerated
+        resting: dict[str, int] = {}
+        if find_resting is not None:
+            shards = [(s.index, s.shard_numel, s.dtype) for s in self.resting]
+            resting = find_resting(shards=shards, config=zero.model_dump(mode="json"))
+        self._fixed_on_host = {
+            **resting,
+            "copies in memory": self._copies_bytes(has_nodes=world_size > ranks_per_node),
+            "weight patches": self._patch_bytes(),
+            "gradients of tied weights": sum(
+                page_locked_bytes(nbytes, number * steps, min(steps, MAX_IN_PIECE))
+                for nbytes, number in Counter(self.tied if are_tied_moved else []).items()
+            ),
+        }
         self._fixed = {
             **memory.expected_report(),
             "exchange buffers": self._exchange_bytes(),
             "micro-step gradient": self._further_shard_bytes(),
-            "parameter gradient": self._largest_gradient_bytes(),
-            "gradients of tied weights": self._tied_gradients.device_bytes,
+            # Autograd's, before it joins its unit's.
+            "parameter gradient": max(
+                (p.numel * p.dtype.itemsize for p in params if p.is_trainable), default=0
+            ),
+            "gradients of tied weights": (2 if are_tied_moved else steps) * sum(self.tied),
             # Buffers grow to the longest message there has been.
             **collectives_memory(
                 footprints.collectives(config, world_size, ranks_per_node, is_worst_case=True),
                 self._layout,
                 config,
             ),
-            **other_bytes,
+            "model buffers": buffer_bytes,
         }
 
     def _tier_footprint(
@@ -209,19 +223,6 @@ class Forecast:
         )
         return made
 
-    def _bytes_of_wholes(self, drawn: Blueprint, memory: Memory) -> tuple[int, int]:
-        """Return what a step of whole parameters takes where it is, and its messages."""
-        return step_bytes(
-            self._layout,
-            is_sharded=memory.has_sharded_state,
-            is_apart=self._is_offloaded and self._is_accelerated,
-            sliced=drawn.sliced_params,
-            dtypes={
-                s.index: (self._config.master_dtype(s.dtype), self.gradients[s.index].offered)
-                for _, _, s in self.spans
-            },
-        )
-
     def _whole_footprint(self) -> WholeFootprint:
         """Return the bytes of whole parameters that are updated on the host."""
         kept = self._own_tier_bytes(0, self._numel)
@@ -242,15 +243,6 @@ class Forecast:
         """Gradients of each element that the tier adds up in a step."""
         is_each = any(plan.is_passed_on_each for plan in self.gradients.values())
         return self._config.gradient_accumulation_steps if is_each else 1
-
-    def _resting_bytes_on_host(self, footprints: Footprints) -> Mapping[str, int] | None:
-        """Return the bytes of offloaded parameters by kind, or None without their package."""
-        if not self.resting:
-            return {}
-        zero = self._config.zero_optimization
-        find = footprints.param_tier(zero)
-        shards = [(s.index, s.shard_numel, s.dtype) for s in self.resting]
-        return None if find is None else find(shards=shards, config=zero.model_dump(mode="json"))
 
     def bytes_in_file(self, ratio: float) -> int:
         """Return the bytes of master weights and states on NVMe: an update reads and writes them.
@@ -273,37 +265,20 @@ class Forecast:
             host = self.tier.host_bytes(ratio)
         elif not self._is_offloaded:
             kept |= self._own_tier_bytes(0, self._numel)
-        copies = {"copies in memory": self._copies_bytes, "weight patches": self._patch_bytes}
-        tied = {"gradients of tied weights": self._tied_gradients.host_bytes}
-        by_place = {**self._fixed, **kept}, {**host, **self._resting_bytes, **copies, **tied}
+        by_place = {**self._fixed, **kept}, {**host, **self._fixed_on_host}
         return MemoryUse(*({k: n for k, n in kinds.items() if n} for kinds in by_place))
 
-    @property
-    def async_save_bytes(self) -> int:
-        """Bytes of host memory that `Engine.async_save` takes at most: this rank's states once."""
-        return sum(
-            s.shard_numel * (self._config.master_dtype(s.dtype).itemsize + self._state_bytes)
-            for *_, s in self.spans
-        )
-
-    def _bytes_of_copies(self, has_nodes: bool) -> int:
+    def _copies_bytes(self, *, has_nodes: bool) -> int:
         """Return the bytes of ``memory_checkpoint``: two slots, of this rank and of another one."""
         settings = self._config.memory_checkpoint
         if settings is None:
             return 0
-        states = sum(
-            s.shard_numel * (self._config.master_dtype(s.dtype).itemsize + self._state_bytes)
-            for s in self._layout.segments
-            if s.is_trainable
-        )
-        frozen = sum(
-            s.shard_numel * s.dtype.itemsize for s in self._layout.segments if not s.is_trainable
-        )
-        return 2 * (states + frozen) * (1 + settings.copies * has_nodes)
+        frozen = (s for s in self._layout.segments if not s.is_trainable)
+        kept = self.async_save_bytes + sum(s.shard_numel * s.dtype.itemsize for s in frozen)
+        return 2 * kept * (1 + settings.copies * has_nodes)
 
-    @property
     def _patch_bytes(self) -> int:
-        """Bytes at most of the changed positions that ``weight_patches`` keeps."""
+        """Return the most bytes of the changed positions that ``weight_patches`` keeps."""
         settings = self._config.weight_patches
         if settings is None:
             return 0
@@ -322,10 +297,7 @@ class Forecast:
         kept = {"master weights": masters, "optimizer states": states}
         if self._whole_bytes is not None:
             return {**kept, _WHOLES: sum(self._whole_bytes)}
-        return {**kept, "widened gradients": self._widened_bytes(start, stop)}
-
-    def _widened_bytes(self, start: int, stop: int) -> int:
-        """Return the bytes of gradients that are widened to the dtype of the master weights."""
+        # Gradients are widened to the dtype of the master weights.
         sizes: dict[torch.dtype, list[int]] = {}
         has_narrow: set[torch.dtype] = set()
         for low, high, segment in self.spans:
@@ -337,7 +309,8 @@ class Forecast:
             plan = self.gradients[segment.index]  # a sum of micro-steps is in the master's dtype
             if plan.offered != master and not plan.is_passed_on_each:
                 has_narrow.add(master)
-        return sum(min(widened_numel(sizes[d]), TURN_NUMEL) * d.itemsize for d in has_narrow)
+        widened = (min(widened_numel(sizes[d]), TURN_NUMEL) * d.itemsize for d in has_narrow)
+        return {**kept, "widened gradients": sum(widened)}
 
     def host_link_bytes(self, ratio: float) -> tuple[int, int]:
         """Return the bytes per step from the device to the host and back.
@@ -367,25 +340,19 @@ class Forecast:
         """
         if self._layout.world_size == 1 or self._has_shared_memory:
             return 0
-        if self._is_accelerated:
-            reduced = [
-                s for s in self._layout.segments if s.is_trainable and self._is_reduced_here(s)
-            ]
-            slices = max(
-                (s.padded_numel * communicated_dtype(s, self._config).itemsize for s in reduced),
-                default=0,
-            )
-            return slices + 2 * max(map(self._message_bytes, reduced), default=0)
-        largest: Counter[tuple[int, torch.dtype]] = Counter()
+        slices: Counter[tuple[int, torch.dtype]] = Counter()
         messages: Counter[int] = Counter()
         for unit in self._layout.units:
-            trainable = [s for s in unit.segments if s.is_trainable and self._is_reduced_here(s)]
-            largest |= Counter(
-                (s.padded_numel, communicated_dtype(s, self._config)) for s in trainable
+            reduced = [s for s in unit.segments if s.is_trainable and self._is_reduced_here(s)]
+            slices |= Counter(
+                (s.padded_numel, communicated_dtype(s, self._config)) for s in reduced
             )
-            messages |= Counter(self._message_bytes(s) for s in trainable)
-        slices = sum(n * numel * dtype.itemsize for (numel, dtype), n in largest.items())
-        return slices + 2 * sum(n * nbytes for nbytes, n in messages.items())
+            messages |= Counter(map(self._message_bytes, reduced))
+        if self._is_accelerated:
+            largest = max((numel * dtype.itemsize for numel, dtype in slices), default=0)
+            return largest + 2 * max(messages, default=0)
+        held = sum(n * numel * dtype.itemsize for (numel, dtype), n in slices.items())
+        return held + 2 * sum(n * nbytes for nbytes, n in messages.items())
 
     def _message_bytes(self, segment: Segment) -> int:
         """Return the room of the messages of a segment's coded gradient, each way."""
@@ -399,7 +366,6 @@ class Forecast:
         return 0 if found is None else num_messages * coded_room(found[1])
 
     def _is_reduced_here(self, segment: Segment) -> bool:
-        """Whether the engine's own collective reduces the segment."""
         dtype = communicated_dtype(segment, self._config)
         footprint = self.collectives
         return footprint is None or footprint.reduction(segment.shard_numel, dtype) is None
@@ -414,29 +380,6 @@ class Forecast:
             if plan is not None and plan.is_shard_kept and not plan.is_sequential:
                 units[s.unit] += s.shard_numel * accumulated_dtype(s, self._config).itemsize
         return max(units.values(), default=0)
-
-    def _largest_gradient_bytes(self) -> int:
-        """Return the bytes of autograd's gradient of a parameter before it joins its unit's."""
-        params = (p for p in self._layout.params if p.is_trainable)
-        return max((p.numel * p.dtype.itemsize for p in params), default=0)
-
-    @property
-    def moved_gradient_bytes(self) -> int:
-        """Bytes of a micro-batch's gradients of tied weights that wait in host memory."""
-        return self._tied_gradients.moved_bytes
-
-    def _find_tied_gradients(self) -> _TiedGradients:
-        if not self._config.is_vertical:
-            return _TiedGradients()
-        steps = self._config.gradient_accumulation_steps
-        root = {slot.param for s in self._layout.units[0].segments for slot in s.slots}
-        params = ((n, p) for n, p in enumerate(self._layout.params) if p.is_trainable and p.aliases)
-        sizes = [p.numel * p.dtype.itemsize for n, p in params if n in root]
-        if not (self._config.has_inputs_on_host and self._is_accelerated):
-            return _TiedGradients(steps * sum(sizes))
-        most = min(steps, MAX_IN_PIECE)
-        on_host = sum(page_locked_bytes(b, n * steps, most) for b, n in Counter(sizes).items())
-        return _TiedGradients(2 * sum(sizes), on_host, sum(sizes))
 
 
 def num_gathers(segment: Segment, layout: Layout, config: Config) -> int:

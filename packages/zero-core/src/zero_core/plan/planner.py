@@ -3,10 +3,9 @@
 [Note: choices]
 A choice is a stage, a ratio and a variant. The **ratio** is the share of the optimizer state that
 the host holds and updates (`zero_optimization.offload_optimizer.ratio`; 0 is no offload). A
-**variant** has another micro-batch with as many samples in a step, recomputes activations, has
-another placement (`zero_core.plan.choices`), or quantizes what ranks of several nodes exchange.
-Quantizing, and moments of fewer bits, change numbers: such choices may be the best one only if
-rounding is allowed.
+**variant** has another micro-batch with as many samples in a step, recomputes activations, or has
+another placement (`zero_core.plan.choices`). Moments of fewer bits change numbers: such choices may
+be the best one only if rounding is allowed.
 
 The best choice is the smallest change that fits: raising the stage comes before moving optimizer
 state to the host, and of two stages the one that needs less of it there; a stage is never lowered.
@@ -27,28 +26,21 @@ from torch import Tensor
 from zero_core._torch import pytree
 from zero_core.blueprint import Blueprint
 from zero_core.comm.meter import Links
-from zero_core.config import ActivationCheckpointingConfig, Config, OffloadParamConfig
+from zero_core.config import ActivationCheckpointingConfig, Config, ZeroConfig
 from zero_core.config.rules import check_rules
 from zero_core.errors import ConfigError
 from zero_core.optim.factory import has_kernel_rule
 from zero_core.plan.activations import Trace, trace_step
-from zero_core.plan.choices import (
-    AS_CONFIGURED,
-    Placement,
-    placements,
-    roundings,
-    traffic_choices,
-)
+from zero_core.plan.choices import AS_CONFIGURED, Placement, placements, roundings, traffic_choices
 from zero_core.plan.footprints import Footprints
 from zero_core.plan.forecast import Forecast, MemoryUse
-from zero_core.plan.result import Choice, Plan, format_bytes
+from zero_core.plan.result import STAGE_3_KEYS, Choice, Plan, format_bytes
 from zero_core.plan.traffic import step_traffic
 
 GPUS_PER_NODE = 8
 """Ranks per node unless they are given."""
 PERCENT = 100
 MOST_MICRO_BATCHES = 6
-_QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 
 
 @dataclass(frozen=True)
@@ -111,13 +103,11 @@ class Variant:
     Attributes:
         micro_batch: samples of a rank and micro-step.
         is_recomputed: whether activations are recomputed.
-        is_quantized: whether weights and gradients are quantized between ranks.
-        placement: of states and parameters.
+        placement: other keys of ``zero_optimization``.
     """
 
     micro_batch: int
     is_recomputed: bool
-    is_quantized: bool = False
     placement: Placement = AS_CONFIGURED
 
     def of(self, config: Config) -> Config:
@@ -126,16 +116,12 @@ class Variant:
         changes: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": samples // self.micro_batch,
+            "zero_optimization": self.placement.of(config.zero_optimization),
         }
         if self.is_recomputed and not config.is_recomputed:
             changes["activation_checkpointing"] = ActivationCheckpointingConfig()
         if not self.is_recomputed:
             changes["activation_checkpointing"] = None
-        zero = self.placement.of(config.zero_optimization)
-        if self.is_quantized and zero.quantized_key is None:
-            weights = {"zero_quantized_weights": zero.stage == 3}
-            zero = zero.model_copy(update={**_QUANTIZED, **weights})
-        changes["zero_optimization"] = zero
         return config.model_copy(update=changes)
 
 
@@ -163,7 +149,7 @@ class Planner:
         self.config = config
         self.machine = machine
         self.layout = drawn.layout
-        self._other = {"model buffers": buffer_bytes}
+        self._buffer_bytes = buffer_bytes
         self._inputs = inputs
         self._stage = config.zero_optimization.stage
         self._stages = range(4) if machine.world_size > 1 else [self._stage]
@@ -199,11 +185,9 @@ class Planner:
         return variant.of(_with_choice(self.config, stage, device))
 
     def config_of(self, choice: Choice) -> Config:
-        """Return the configuration changed to a choice."""
         return self._changed(variant_of(choice), choice.stage, choice.device)
 
     def forecast_of(self, choice: Choice) -> Forecast:
-        """Return the forecast of a choice."""
         return self._forecast(variant_of(choice), choice.stage, choice.device)
 
     def _forecast(self, variant: Variant, stage: int, device: str) -> Forecast:
@@ -213,17 +197,11 @@ class Planner:
         """
         config = self._changed(variant, stage, device)
         micro_steps = config.gradient_accumulation_steps
-        how = (micro_steps, config.is_vertical, variant.is_quantized, variant.placement)
-        key = (stage, device, *how)
+        how = (config.is_vertical, config.has_inputs_on_host, variant.placement)
+        key = (stage, device, micro_steps, *how)
         if key not in self._forecasts:
-            self._forecasts[key] = Forecast(
-                self._drawn,
-                config,
-                self._footprints,
-                is_accelerated=self.machine.is_accelerated,
-                ranks_per_node=self.machine.ranks_per_node,
-                other_bytes=self._other,
-            )
+            found = Forecast(self._drawn, config, self._footprints, self.links, self._buffer_bytes)
+            self._forecasts[key] = found
         return self._forecasts[key]
 
     def trace(self, micro_batch: int) -> Trace | None:
@@ -231,45 +209,39 @@ class Planner:
         if self._inputs is None:
             return None
         if micro_batch not in self._traces:
+
+            def resize(value: Any) -> Any:
+                if micro_batch == self.given.micro_batch or not self._has_rows(value):
+                    return value
+                shape = (micro_batch, *value.shape[1:])
+                return torch.empty(shape, dtype=value.dtype, device="meta")
+
             units = [(name, module) for name, module, _ in self._drawn.found.units]
-            inputs = self._resized(micro_batch)
+            inputs = pytree.tree_map(resize, self._inputs)
             self._traces[micro_batch] = trace_step(self._drawn.module, self.config, inputs, units)
         return self._traces[micro_batch]
 
-    def _resized(self, micro_batch: int) -> Any:
-        """Return the inputs of a micro-batch of another size."""
-        given = self.given.micro_batch
-
-        def resize(value: Any) -> Any:
-            if micro_batch == given or not _has_rows(value, given):
-                return value
-            return torch.empty((micro_batch, *value.shape[1:]), dtype=value.dtype, device="meta")
-
-        return pytree.tree_map(resize, self._inputs)
-
-    def variants(self) -> list[Variant]:
-        """Return the configuration's variant, then others, the smaller change before the larger."""
-        smaller = [n for n in reversed(self._divisors()) if n < self.given.micro_batch]
-        return self._recomputed([self.given.micro_batch, *smaller[: MOST_MICRO_BATCHES - 1]])
-
-    def larger_variants(self) -> list[Variant]:
-        """Return the variants with larger micro-batches, the smallest first."""
-        larger = [n for n in self._divisors() if n > self.given.micro_batch]
-        return self._recomputed(larger[: MOST_MICRO_BATCHES - 1])
-
-    def _divisors(self) -> list[int]:
-        """Return the micro-batches that can be tried, all without remainder."""
+    def _has_rows(self, value: Any) -> bool:
+        """Whether ``value`` is a tensor with a row for each sample of the given micro-batch."""
         size = self.given.micro_batch
-        if not any(_has_rows(value, size) for value in pytree.tree_leaves(self._inputs)):
-            return []
-        samples = size * self.config.gradient_accumulation_steps
-        return [n for n in range(1, samples + 1) if samples % n == 0]
+        return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size
 
-    def _recomputed(self, sizes: Sequence[int]) -> list[Variant]:
-        """Return variants of these micro-batches, each with activations kept and recomputed."""
-        is_given = self.given.is_recomputed
+    def variants(self, *, are_larger: bool = False) -> list[Variant]:
+        """Return the configuration's variant, then others, the smaller change before the larger.
+
+        They have smaller micro-batches, and activations kept and recomputed. ``are_larger``: those
+        with larger micro-batches alone, the smallest first.
+        """
+        given = self.given
+        sizes = [] if are_larger else [given.micro_batch]
+        if any(map(self._has_rows, pytree.tree_leaves(self._inputs))):
+            samples = given.micro_batch * self.config.gradient_accumulation_steps
+            tried = range(given.micro_batch + 1, samples + 1)
+            if not are_larger:
+                tried = range(given.micro_batch - 1, 0, -1)
+            sizes += [n for n in tried if samples % n == 0][: MOST_MICRO_BATCHES - 1]
         can_change = self._inputs is not None and any(u.index for u in self.layout.units)
-        again = [is_given, not is_given] if can_change else [is_given]
+        again = [given.is_recomputed, *([not given.is_recomputed] if can_change else [])]
         return [Variant(size, is_again) for size in sizes for is_again in again]
 
     # --------------------------------------------------------------- choices
@@ -292,7 +264,6 @@ class Planner:
         return self.describe(choices, best, self.advice(best, choices))
 
     def describe(self, choices: Sequence[Choice], best: Choice | None, advice: str) -> Plan:
-        """Return the plan that has these choices."""
         layout, machine, config = self.layout, self.machine, self.config
         forecast = self.forecast_of(self.configured)
         link_bytes = forecast.host_link_bytes(self._ratio) if machine.is_accelerated else (0, 0)
@@ -399,7 +370,6 @@ class Planner:
         return MemoryUse({**use.device, **traced}, host)
 
     def choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
-        """Return a choice, whether it fits or not."""
         device = self._device_of(variant, stage, ratio)
         forecast = self._forecast(variant, stage, device)
         use = self._memory(variant, forecast, ratio)
@@ -413,7 +383,6 @@ class Planner:
             micro_batch=variant.micro_batch,
             micro_steps=variant.of(self.config).gradient_accumulation_steps,
             is_recomputed=variant.is_recomputed,
-            is_quantized=variant.is_quantized,
             is_varied=variant != self.given,
             placement=variant.placement,
             file_bytes=forecast.bytes_in_file(ratio),
@@ -424,10 +393,8 @@ class Planner:
         limit = self.machine.device_memory
 
         def is_enough(percent: int) -> bool:  # device bytes fall as the ratio grows
-            ratio = percent / PERCENT
-            forecast = self._forecast(variant, stage, self._device_of(variant, stage, ratio))
-            use = self._memory(variant, forecast, ratio)
-            return limit is None or use.device_bytes <= limit
+            found = self.choice(variant, stage, percent / PERCENT)
+            return limit is None or found.device_bytes <= limit
 
         percent = bisect_left(range(PERCENT), True, key=is_enough)
         return self.choice(variant, stage, percent / PERCENT)
@@ -459,13 +426,8 @@ class Planner:
         return said
 
 
-def _has_rows(value: Any, number: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == number
-
-
 def variant_of(choice: Choice) -> Variant:
-    """Return the variant of a choice."""
-    return Variant(choice.micro_batch, choice.is_recomputed, choice.is_quantized, choice.placement)
+    return Variant(choice.micro_batch, choice.is_recomputed, choice.placement)
 
 
 def _with_choice(config: Config, stage: int, device: str) -> Config:
@@ -479,12 +441,7 @@ def _with_choice(config: Config, stage: int, device: str) -> Config:
         "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
     }
     if stage != 3:
-        changes |= {
-            "offload_param": OffloadParamConfig(),
-            "zero_quantized_weights": False,
-            "zero_quantized_nontrainable_weights": False,
-            "zero_hpz_partition_size": 1,
-        }
+        changes |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
     return config.model_copy(update={"zero_optimization": zero.model_copy(update=changes)})
 
 

@@ -36,9 +36,8 @@ class Choice:
         micro_batch: samples of a rank and micro-step.
         micro_steps: micro-steps of an optimizer step.
         is_recomputed: whether activations are recomputed.
-        is_quantized: whether weights and gradients are quantized between ranks.
-        is_varied: whether any of the last four, or the placement, differs from the configuration.
-        placement: keys of states and parameters that differ from the configuration.
+        is_varied: whether any of the last three, or the placement, differs from the configuration.
+        placement: keys of ``zero_optimization`` that differ from the configuration.
         file_bytes: bytes of states on NVMe.
     """
 
@@ -51,7 +50,6 @@ class Choice:
     micro_batch: int = 1
     micro_steps: int = 1
     is_recomputed: bool = False
-    is_quantized: bool = False
     is_varied: bool = False
     placement: Placement = AS_CONFIGURED
     file_bytes: int = 0
@@ -64,34 +62,16 @@ class Choice:
 
     @property
     def variant(self) -> str:
-        """Micro-batch, recomputation, placement and quantization in words."""
+        """Micro-batch, recomputation and placement in words."""
         found = f"micro-batch {self.micro_batch}"
         found += ", activations recomputed" if self.is_recomputed else ""
-        found += f", {self.placement.words}" if self.placement.words else ""
-        return found + (", quantized communication" if self.is_quantized else "")
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether its numbers differ from the configuration's."""
-        return self.is_quantized or self.placement.is_rounding
-
-    @property
-    def whole(self) -> str:
-        """All of it in words, with a capital."""
-        return f"Stage{str(self)[5:]}" + ("" if self.is_varied else f", {self.variant}")
+        return found + (f", {self.placement.words}" if self.placement.words else "")
 
     @property
     def key(self) -> tuple[float | str, ...]:
         """Sort key of a choice in a table, different for different choices."""
-        return (
-            self.is_quantized,
-            self.placement.words,
-            self.is_varied,
-            self.micro_batch,
-            self.is_recomputed,
-            self.stage,
-            self.ratio,
-        )
+        variant = (self.placement.words, self.is_varied, self.micro_batch, self.is_recomputed)
+        return (*variant, self.stage, self.ratio)
 
     @property
     def needs(self) -> str:
@@ -116,22 +96,17 @@ class Choice:
         if self.stage != 3:
             for key in STAGE_3_KEYS:
                 zero.pop(key, None)
-        zero = self.placement.apply(zero)
-        if self.is_quantized:
-            zero["zero_quantized_gradients"] = True
-            zero |= {"zero_quantized_weights": True} if self.stage == 3 else {}
         found = {
             **config,
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.micro_steps,
-            "zero_optimization": zero,
+            "zero_optimization": self.placement.apply(zero),
         }
+        block = config.get("activation_checkpointing")
         if not self.is_recomputed:
             found.pop("activation_checkpointing", None)
-        elif not found.get("activation_checkpointing", {}).get("enabled", True):
+        elif block is None or not block.get("enabled", True):
             found["activation_checkpointing"] = {"enabled": True}
-        else:
-            found.setdefault("activation_checkpointing", {"enabled": True})
         return found
 
 
@@ -190,46 +165,42 @@ class Plan:
 
     def tables(self) -> tuple[Table, ...]:
         """Return memory by kind, traffic by collective, its choices, and choices."""
-        saving = (self._saving_table(),) if self.traffic_choices else ()
-        return (self._memory_table(), self._traffic_table(), *saving, self._choice_table())
-
-    def _memory_table(self) -> Table:
         device, host = self.memory.device, self.memory.host
-        kinds = dict.fromkeys((*device, *host))
-        rows = [(kind, device.get(kind, 0), host.get(kind, 0)) for kind in kinds]
-        rows.append(("in all", self.memory.device_bytes, self.memory.host_bytes))
-        rows.append(("during async_save, at most", 0, self.async_save_bytes))
-        return _table("Memory per rank", ("kind", "device", "host"), rows)
-
-    def _traffic_table(self) -> Table:
-        rows = [
+        kinds = [(k, device.get(k, 0), host.get(k, 0)) for k in dict.fromkeys((*device, *host))]
+        kinds.append(("in all", self.memory.device_bytes, self.memory.host_bytes))
+        kinds.append(("during async_save, at most", 0, self.async_save_bytes))
+        sent = [
             (
-                f"{t.collective} of {t.content}",
-                str(t.num_calls),
-                t.within_node_bytes,
-                t.between_nodes_bytes,
-                t.host_link_bytes,
+                *(f"{t.collective} of {t.content}", str(t.num_calls)),
+                *(t.within_node_bytes, t.between_nodes_bytes, t.host_link_bytes),
             )
             for t in self.traffic
         ]
-        headings = ("transfer", "calls", "within a node", "between nodes", "device and host")
-        return _table("Bytes sent per rank and step", headings, rows)
+        ways = ("within a node", "between nodes")
+        return (
+            _table("Memory per rank", ("kind", "device", "host"), kinds),
+            _table(
+                "Bytes sent per rank and step",
+                ("transfer", "calls", *ways, "device and host"),
+                sent,
+            ),
+            *([self._saving_table()] if self.traffic_choices else []),
+            self._choice_table(),
+        )
 
     def _saving_table(self) -> Table:
         first = self.traffic_choices[0]
-
-        def sent(choice: TrafficChoice) -> int:  # over the slower link
-            is_far = first.between_nodes_bytes > 0
-            return choice.between_nodes_bytes if is_far else choice.within_node_bytes
-
+        is_far = first.between_nodes_bytes > 0  # then that is the slower link
+        slow = [
+            c.between_nodes_bytes if is_far else c.within_node_bytes for c in self.traffic_choices
+        ]
         rows = [
             (
                 *(c.name, c.within_node_bytes, c.between_nodes_bytes),
-                f"{sent(c) / max(sent(first), 1):.1%}",
-                c.most_between_nodes_bytes,
-                c.kept_bytes,
+                f"{nbytes / max(slow[0], 1):.1%}",
+                *(c.most_between_nodes_bytes, c.kept_bytes),
             )
-            for c in self.traffic_choices
+            for c, nbytes in zip(self.traffic_choices, slow, strict=True)
         ]
         headings = (
             *("choice", "within a node", "between nodes", "of now", "between nodes at most"),
@@ -241,14 +212,15 @@ class Plan:
         has_limits = self.device_memory is not None or self.host_memory is not None
         words = ("no", "yes") if has_limits else ("-", "-")
         is_varied = any(choice.is_varied for choice in self.choices)
-        rows: list[tuple[str | int, ...]] = []
-        for c in self.shown_choices():
-            cells: list[str | int] = [str(c.stage), f"{c.ratio:.2f}"]
-            cells += [c.variant] if is_varied else []
-            cells += [c.device_bytes, c.host_bytes, words[c.is_fitting]]
-            rows.append(tuple(cells))
-        headings = ["stage", "ratio", *(["variant"] if is_varied else []), "device", "host", "fits"]
-        return _table("Choices", tuple(headings), rows)
+        rows: list[tuple[str | int, ...]] = [
+            (
+                *(str(c.stage), f"{c.ratio:.2f}", *([c.variant] if is_varied else [])),
+                *(c.device_bytes, c.host_bytes, words[c.is_fitting]),
+            )
+            for c in self.shown_choices()
+        ]
+        headings = ("stage", "ratio", *(["variant"] if is_varied else []), "device", "host", "fits")
+        return _table("Choices", headings, rows)
 
     def shown_choices(self) -> list[Choice]:
         """Return the choices of a table: all without variants, the first, each placement's."""

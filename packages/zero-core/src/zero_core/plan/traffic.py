@@ -87,7 +87,12 @@ def gather_calls(
         gather = footprint.gather(numel, segment.dtype, is_trainable=is_trainable)
     if footprint is None or gather is None:
         return [], [links.gather(_shard_bytes(segment, segment.dtype))]
-    across, within = _phases(links, footprint.group_size)
+    # Ranks of equal place in their group exchange in phase 1, the ranks of a group in phase 2.
+    # Each phase has links with the number of groups that they join.
+    size, num_ranks = footprint.group_size, links.world_size
+    across = Counter(links.among(range(place, num_ranks, size)) for place in range(size))
+    starts = range(0, num_ranks, size)
+    within = Counter(links.among(range(start, start + size)) for start in starts)
     first = [_mean(across, gather.across_nbytes)] if footprint.num_groups > 1 else []
     second = [_mean(within, gather.within_nbytes)] if footprint.group_size > 1 else []
     return (first, second) if gather.is_kept else ([], first + second)
@@ -123,17 +128,6 @@ def _reduction_bytes(
     return near, far
 
 
-def _phases(links: Links, group_size: int) -> tuple[Counter[Links], Counter[Links]]:
-    """Return the links of a gather's two phases, each with the number of groups that have it.
-
-    Ranks of equal place in their group exchange in phase 1, the ranks of a group in phase 2.
-    """
-    places = [range(place, links.world_size, group_size) for place in range(group_size)]
-    starts = range(0, links.world_size, group_size)
-    groups = [range(start, start + group_size) for start in starts]
-    return Counter(map(links.among, places)), Counter(map(links.among, groups))
-
-
 def _mean(groups: Counter[Links], nbytes: int) -> tuple[int, int]:
     """Return what a rank sends when each group, all equally large, gathers ``nbytes`` a rank."""
     sent = [(count, *links.gather(nbytes)) for links, count in groups.items()]
@@ -147,7 +141,6 @@ def _shard_bytes(segment: Segment, dtype: torch.dtype) -> int:
 
 
 def _sum(collective: str, content: str, calls: Sequence[tuple[int, int]]) -> Iterator[Traffic]:
-    """Yield the row of these calls, if there are any."""
     if calls:
         near, far = (sum(sent) for sent in zip(*calls, strict=True))
         yield Traffic(collective, content, len(calls), near, far)

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero_core._torch import count_trainable
+from zero_core._torch import find_trainable
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.param_offload import PrefetchHints
 from zero_core.sharded.params import FlatParams
@@ -92,7 +92,7 @@ class Unit:
 
         A backward brings one gradient for each.
         """
-        return count_trainable(self._trainable)
+        return sum(find_trainable(self._trainable))
 
     def is_updated(self) -> bool:
         """Whether the state tier has no update of its values under way."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from zero_core._torch import pytree
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.layout.discovery import plain_name
-from zero_core.protocols import WholeStateTier
+from zero_core.optim.whole_tier import WholeTier
 from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.passes import Passes
 from zero_core.sharded.grads import FlatGrads
@@ -171,7 +171,7 @@ class StateAccess:
         tier = self._state.tier
         if number is None or not tier.read_scalars(number)["num_steps"]:
             return {}
-        if isinstance(tier, WholeStateTier) and self.is_whole(name):
+        if isinstance(tier, WholeTier) and self.is_whole(name):
             is_own = slot.param in tier.updated_params()
             return _copied(tier.read_whole_state(slot.param)) if is_own else {}
         piece = self._state.pieces[number]
@@ -182,7 +182,7 @@ class StateAccess:
         """Whether one rank updates all of parameter ``name``, and has all of its state."""
         _, slot = self._find(name, "state", is_local=True)
         tier = self._state.tier
-        return isinstance(tier, WholeStateTier) and tier.owner_of(slot.param) is not None
+        return isinstance(tier, WholeTier) and tier.owner_of(slot.param) is not None
 
     def scalars(self, name: str) -> Mapping[str, float]:
         """Return the numbers in this rank's state of parameter ``name``.
@@ -212,7 +212,7 @@ class StateAccess:
         for name, (scalars, states) in saved.items():
             _, slot = self._find(name, "state", is_local=True)
             number = self._state.piece_numbers.get(slot.param)
-            if isinstance(tier, WholeStateTier) and self.is_whole(name):
+            if isinstance(tier, WholeTier) and self.is_whole(name):
                 if slot.param in tier.updated_params():
                     tier.write_whole_state(slot.param, _copied(states))
             elif number is not None:
@@ -227,7 +227,7 @@ class StateAccess:
         _, slot = self._find(name, "state", is_local=True)
         tier, piece = self._state.tier, self._state.piece_of(slot.param)
         own: dict[str, tuple[int, ...]] = {}
-        if isinstance(tier, WholeStateTier) and self.is_whole(name):
+        if isinstance(tier, WholeTier) and self.is_whole(name):
             has_state = has_stepped and slot.param in tier.updated_params()
             kept = tier.read_whole_state(slot.param) if has_state else {}
             own = {n: tuple(v.shape) for n, v in kept.items() if isinstance(v, Tensor)}
@@ -244,7 +244,7 @@ class StateAccess:
                     f"found {found}: the state is of another optimizer, stage, number of ranks or "
                     "rank; load a checkpoint instead"
                 )
-        if piece is not None and not isinstance(tier, WholeStateTier):
+        if piece is not None and not isinstance(tier, WholeTier):
             for what in states.keys() - set(tier.state_names()):
                 tier.write_state(what, piece.start, states[what].reshape(-1)[:0])  # may raise
 
@@ -298,17 +298,15 @@ class StateAccess:
         else:
             self._set_part(segment, slot, values.detach(), what)
 
-    def _whole_tier(self, param: int, what: str) -> WholeStateTier | None:
+    def _whole_tier(self, param: int, what: str) -> WholeTier | None:
         """Return the state tier if ``what`` is a state that it keeps whole."""
         tier = self._state.tier
         is_sliced = what in (MASTER, GRAD, *self._state.kept)
-        if is_sliced or not isinstance(tier, WholeStateTier):
+        if is_sliced or not isinstance(tier, WholeTier):
             return None
         return None if tier.owner_of(param) is None else tier
 
-    def _shape_of_whole(
-        self, tier: WholeStateTier, param: int, what: str
-    ) -> tuple[int, ...] | None:
+    def _shape_of_whole(self, tier: WholeTier, param: int, what: str) -> tuple[int, ...] | None:
         """Return the shape of a whole state. Every rank must call it.
 
         Returns:
@@ -332,7 +330,7 @@ class StateAccess:
             raise KeyError(f"state {what!r} of {name} is no tensor but a {shape}")
         return None if shape is None else tuple(shape)
 
-    def _get_whole(self, tier: WholeStateTier, param: int, what: str) -> Tensor:
+    def _get_whole(self, tier: WholeTier, param: int, what: str) -> Tensor:
         """Return a whole state of a parameter from its owner. Every rank must call it."""
         spec = self._state.layout.params[param]
         shape = self._shape_of_whole(tier, param, what)
@@ -387,7 +385,7 @@ class StateAccess:
         if what == MASTER:
             self._passes.units.values_replaced([self._state.params[segment.index]])
 
-    def _settable_shape(self, tier: WholeStateTier, param: int, what: str) -> tuple[int, ...]:
+    def _settable_shape(self, tier: WholeTier, param: int, what: str) -> tuple[int, ...]:
         """Return the shape of a whole state that is there. Every rank must call it.
 
         Raises:
@@ -421,7 +419,7 @@ class StateAccess:
         self._passes.backward.gradient_replaced(grads, slot.param)
 
 
-def _whole_state(tier: WholeStateTier, param: int, what: str) -> Tensor | None:
+def _whole_state(tier: WholeTier, param: int, what: str) -> Tensor | None:
     """Return a state of a whole parameter, if it is on this rank."""
     found = tier.read_whole_state(param).get(what) if param in tier.updated_params() else None
     return found if isinstance(found, Tensor) else None
@@ -437,13 +435,13 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _write_whole(tier: WholeStateTier, param: int, what: str, values: Tensor) -> None:
+def _write_whole(tier: WholeTier, param: int, what: str, values: Tensor) -> None:
     found = _whole_state(tier, param, what)
     if found is not None:
         found.copy_(values.detach().view(found.shape))
 
 
-def _owner(tier: WholeStateTier, param: int) -> int:
+def _owner(tier: WholeTier, param: int) -> int:
     owner = tier.owner_of(param)
     assert owner is not None, "asked for whole states alone"
     return owner

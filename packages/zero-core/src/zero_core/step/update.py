@@ -2,7 +2,7 @@
 
 [Note: update ahead]
 A host that reads the sum of the step's facts before it enqueues the update leaves the device
-without work meanwhile. So where the state tier can (`zero_core.protocols.AheadTier`), the decision
+without work meanwhile. So where the state tier can (`DeviceTier.can_step_ahead`), the decision
 is computed on the device, the update of the parameters that have a gradient here is enqueued, and
 the host reads then. If the step is not taken, or if some rank turns out to have gradients that are
 not reduced yet, that update has changed nothing. Parameters that only other ranks have used are
@@ -32,8 +32,10 @@ from torch import Tensor
 
 from zero_core.config import Config
 from zero_core.errors import ConfigError
+from zero_core.optim.device_tier import DeviceTier
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import AheadTier, SpeculativeTier, StateTier, WholeStateTier
+from zero_core.optim.whole_tier import WholeTier
+from zero_core.protocols import SpeculativeTier, StateTier
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ class UpdatePolicy:
     def step_ahead(
         self, active: Sequence[int], *, grad_scale: Tensor | float, found_inf: Tensor
     ) -> None:
-        """Enqueue the update: see `AheadTier`. Called where `can_step_ahead` alone."""
+        """Enqueue the update: see `DeviceTier`. Called where `can_step_ahead` alone."""
 
     @property
     def is_ahead(self) -> bool:
@@ -125,7 +127,7 @@ class UpdatePolicy:
 class AheadPolicy(UpdatePolicy):
     """See [Note: update ahead]."""
 
-    def __init__(self, tier: AheadTier, train: TrainState) -> None:
+    def __init__(self, tier: DeviceTier, train: TrainState) -> None:
         super().__init__(tier, train)
         self._ahead_tier = tier
         self._ahead: Sequence[int] = ()  # pieces whose update was enqueued
@@ -220,7 +222,7 @@ def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: i
         ConfigError: updates in backward are demanded, and the tier cannot undo them.
     """
     # A tier of whole parameters steps together on all ranks, when all gradients are there.
-    if updates_in_backward(config) and not isinstance(tier, WholeStateTier):
+    if updates_in_backward(config) and not isinstance(tier, WholeTier):
         return InBackwardPolicy(tier, train)
     if may_speculate(config):
         if isinstance(tier, SpeculativeTier) and tier.enable_undo():
@@ -243,6 +245,6 @@ def choose_policy(tier: StateTier, train: TrainState, config: Config, *, rank: i
                 "offloaded units are updated after backward: no kernel of this optimizer can be "
                 "undone"
             )
-    if isinstance(tier, AheadTier):
+    if isinstance(tier, DeviceTier):
         return AheadPolicy(tier, train)
     return UpdatePolicy(tier, train)

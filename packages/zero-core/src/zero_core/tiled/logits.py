@@ -16,9 +16,10 @@ The method is that of the tiled loss in Arctic Long Sequence Training (arXiv 250
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -50,15 +51,12 @@ _CHANGING = frozenset(
 _POINTWISE = frozenset({torch.tanh, Tensor.tanh, Tensor.float, Tensor.contiguous, Tensor.to})
 
 
-class _Call:
+class _Call(NamedTuple):
     """A function of logits whose other arguments are known."""
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._func, self._args, self._kwargs = func, args, kwargs
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        result: Tensor = self._func(logits, *self._args, **self._kwargs)
-        return result
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class TiledLogits(Tensor):
@@ -86,11 +84,8 @@ class TiledLogits(Tensor):
             device=like.device,
             requires_grad=like.requires_grad,
         )
-        logits._hidden = hidden
-        logits._head = head
-        logits._steps = steps
-        logits._tile_tokens = tile_tokens
-        logits._whole = None
+        logits._hidden, logits._head, logits._steps = hidden, head, steps
+        logits._tile_tokens, logits._whole = tile_tokens, None
         return logits
 
     def whole(self) -> Tensor:
@@ -126,9 +121,9 @@ class TiledLogits(Tensor):
             if found is not None:
                 return found
         if func is functional.cross_entropy:
-            given = _bind(*args, **kwargs)
-            if given is not None:
-                return _cross_entropy(**given)
+            loss = _cross_entropy(*args, **kwargs)
+            if loss is not None:
+                return loss
 
         def whole(value: Any) -> Any:
             return value.whole() if isinstance(value, TiledLogits) else value
@@ -163,9 +158,7 @@ class TiledLogits(Tensor):
         hidden, vocabulary = self._hidden, self.shape[-1]
         if func in (Tensor.view, Tensor.reshape) and not kwargs:
             sizes = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], Sequence) else rest
-            leading = 1
-            for size in hidden.shape[:-1]:
-                leading *= size
+            leading = math.prod(hidden.shape[:-1])
             is_same = len(sizes) > 1 and all(isinstance(size, int) for size in sizes)
             if is_same and sizes[-1] in (vocabulary, -1) and _has_numel(sizes[:-1], leading):
                 return hidden.reshape(*sizes[:-1], hidden.shape[-1])
@@ -190,16 +183,14 @@ def _changes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _apply(logits: Tensor, steps: Sequence[_Call]) -> Tensor:
-    for step in steps:
-        logits = step(logits)
+    for func, args, kwargs in steps:
+        logits = func(logits, *args, **kwargs)
     return logits
 
 
 def _has_numel(sizes: Sequence[int], numel: int) -> bool:
     """Return whether ``sizes`` have ``numel`` elements, if a single -1 among them can be chosen."""
-    known = 1
-    for size in sizes:
-        known *= 1 if size == -1 else size
+    known = math.prod(size for size in sizes if size != -1)
     if -1 in sizes:
         return sizes.count(-1) == 1 and known > 0 and numel % known == 0
     return known == numel
@@ -219,7 +210,7 @@ def _leading_index(index: Any, num_dims: int) -> tuple[Any, ...] | None:
     return tuple(items) if len(items) == num_dims and items[-1] == slice(None) else None
 
 
-def _bind(
+def _cross_entropy(
     input: Any,
     target: Tensor,
     weight: Tensor | None = None,
@@ -228,35 +219,18 @@ def _bind(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> dict[str, Any] | None:
-    """Return the arguments of `_cross_entropy`, or None where the whole logits are needed."""
+) -> Tensor | None:
+    """Return the cross entropy of [tokens, vocabulary] tile by tile, or None if it needs all.
+
+    Arguments are those of `torch.nn.functional.cross_entropy`.
+    """
     if not isinstance(input, TiledLogits) or isinstance(target, TiledLogits):
         return None
     is_legacy = (size_average, reduce) != (None, None)
     is_fitting = input.dim() == 2 and target.shape[:1] == input.shape[:1]
     if is_legacy or not is_fitting or reduction not in ("mean", "sum", "none"):
         return None  # also where torch has to say what is wrong
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return {
-        "logits": input,
-        "target": target,
-        "weight": weight,
-        "reduction": reduction,
-        "options": options,
-    }
-
-
-def _cross_entropy(
-    logits: TiledLogits,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: str,
-    options: dict[str, Any],
-) -> Tensor:
-    """Return the cross entropy of ``logits``, [tokens, vocabulary], tile by tile.
-
-    Arguments are those of `torch.nn.functional.cross_entropy`.
-    """
+    logits = input
     is_summed = reduction != "none"
     # A sum of thousands of losses may be more than fp16 holds.
     dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
@@ -265,7 +239,14 @@ def _cross_entropy(
     def loss_of(hidden: Tensor, target: Tensor) -> Tensor:
         nonlocal own_dtype
         tile = _apply(logits._head(hidden), logits._steps)
-        losses = functional.cross_entropy(tile, target, weight, reduction="none", **options)
+        losses = functional.cross_entropy(
+            tile,
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
         own_dtype = losses.dtype
         return losses.sum(dtype=dtype) if is_summed else losses
 
@@ -276,16 +257,12 @@ def _cross_entropy(
         return torch.cat(losses)
     total = torch.stack(losses).sum()
     if reduction == "mean":
-        total = total / _divisor(target, weight, options["ignore_index"])
+        if target.is_floating_point():
+            total = total / target.shape[0]
+        else:  # the rows, or the weights of those that count
+            counted = target != ignore_index
+            total = total / (counted.sum() if weight is None else weight[target[counted]].sum())
     return total.to(own_dtype)
-
-
-def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | int:
-    """Return what cross entropy's mean divides by: the rows, or the weights of those that count."""
-    if target.is_floating_point():
-        return target.shape[0]
-    counted = target != ignore_index
-    return counted.sum() if weight is None else weight[target[counted]].sum()
 
 
 def run_tile(forward: TileForward, tile: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from zero_core.config import ModulesConfig, TiledComputeConfig
 from zero_core.errors import ConfigError
 from zero_core.layout.discovery import ModuleRule
 from zero_core.object_methods import ObjectMethods
-from zero_core.tiled.logits import TiledLogits, run_tile
+from zero_core.tiled.logits import TiledLogits, TileForward, run_tile
 
 
 class ParamHolders(Protocol):
@@ -45,14 +45,12 @@ class WholeModel:
     """`ParamHolders` of a model whose parameters always have the same values."""
 
     def gather(self, module: nn.Module) -> None:
-        """Do nothing."""
+        pass
 
     def is_gathered(self, module: nn.Module) -> bool:
-        """Return True."""
         return True
 
     def version(self, module: nn.Module) -> int:
-        """Return 0."""
         return 0
 
 
@@ -63,15 +61,9 @@ class TiledForwards(ObjectMethods):
         """Wrap the modules of ``model``. See `check_names`."""
         self._tile_tokens = config.tile_tokens
         self._holders = holders
-        modules = _selected(model, config.modules)
-        heads = _selected(model, config.logits)
-        super().__init__(
-            "forward",
-            [
-                *((module, self._tiled(path, module)) for path, module in modules),
-                *((module, self._with_loss(path, module)) for path, module in heads),
-            ],
-        )
+        tiled = [(m, self._tiled(path, m)) for path, m in _selected(model, config.modules)]
+        heads = [(m, self._with_loss(path, m)) for path, m in _selected(model, config.logits)]
+        super().__init__("forward", [*tiled, *heads])
 
     def _tiled(self, path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -127,53 +119,40 @@ class TiledForwards(ObjectMethods):
             tokens = hidden.numel() // max(1, hidden.shape[-1])
             if hidden.dim() < 2 or tokens <= self._tile_tokens:
                 return forward(hidden)
-            head = _Head(path, module, forward, self._holders, hidden.device.type)
+            head = self._head(path, module, forward, hidden.device.type)
             return TiledLogits(hidden, head, self._tile_tokens)
 
         return outside_graphs(wrapped)  # a graph would hold the whole logits
 
-
-class _Head:
-    """A head's forward with the weights and the autocast of the call that it stands for."""
-
-    def __init__(
-        self, path: str, module: nn.Module, forward: Any, holders: ParamHolders, device_type: str
-    ) -> None:
-        self._path = path
-        self._module = module
-        self._forward = forward
-        self._holders = holders
-        self._version = holders.version(module)
-        self._autocast: dict[str, Any] | None = None
+    def _head(self, path: str, module: nn.Module, forward: Any, device_type: str) -> TileForward:
+        """Return a head's own forward with the weights and the autocast that it has now."""
+        holders, version = self._holders, self._holders.version(module)
+        autocast: dict[str, Any] | None = None
         if torch.amp.is_autocast_available(device_type):
-            self._autocast = {
+            autocast = {
                 "device_type": device_type,
                 "dtype": torch.get_autocast_dtype(device_type),
                 "enabled": torch.is_autocast_enabled(device_type),
             }
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits of ``hidden``.
+        def run(hidden: Tensor) -> Tensor:
+            if version != holders.version(module):
+                raise RuntimeError(
+                    f"logits of {path!r} were read after step(), which has changed its weights: "
+                    "read them before it, or leave the head out of tiled_compute.logits"
+                )
+            if is_in_backward():
+                holders.gather(module)
+            elif not holders.is_gathered(module):
+                raise RuntimeError(
+                    f"logits of {path!r} were read after their backward, which has released its "
+                    "weights: read them before it, or leave the head out of tiled_compute.logits"
+                )
+            with torch.autocast(**autocast) if autocast else nullcontext():
+                logits: Tensor = forward(hidden)
+            return logits
 
-        Raises:
-            RuntimeError: the weights have changed since, or are not gathered any more.
-        """
-        if self._version != self._holders.version(self._module):
-            raise RuntimeError(
-                f"logits of {self._path!r} were read after step(), which has changed its weights: "
-                "read them before it, or leave the head out of tiled_compute.logits"
-            )
-        if is_in_backward():
-            self._holders.gather(self._module)
-        elif not self._holders.is_gathered(self._module):
-            raise RuntimeError(
-                f"logits of {self._path!r} were read after their backward, which has released its "
-                "weights: read them before it, or leave the head out of tiled_compute.logits"
-            )
-        autocast = self._autocast
-        with nullcontext() if autocast is None else torch.autocast(**autocast):
-            logits: Tensor = self._forward(hidden)
-        return logits
+        return run
 
 
 def check_names(model: nn.Module, config: TiledComputeConfig) -> None:

@@ -43,7 +43,8 @@ from zero_core.config import MemoryCheckpointConfig
 from zero_core.core.extension import EndedStep, Extension
 from zero_core.errors import ConfigError
 from zero_core.optim.train_state import TrainState
-from zero_core.protocols import WholeStateTier, Work
+from zero_core.optim.whole_tier import WholeTier
+from zero_core.protocols import Work
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.sharded.snapshot import stream_after
 
@@ -208,7 +209,7 @@ class MemoryCheckpoints(Extension):
         names, written = list(tier.state_names()), {}
         for name in names:  # as a save writes them, one at a time
             parts: Mapping[str, Tensor | Slice]
-            if name != MASTER and isinstance(tier, WholeStateTier):
+            if name != MASTER and isinstance(tier, WholeTier):
                 parts = slices(state, tier, name)
             else:
                 # On a CPU few elements, which stay in its cache until they are written.
@@ -220,7 +221,7 @@ class MemoryCheckpoints(Extension):
                 }
             written[file_name(name, rank)] = slot.write(file_name(name, rank), parts)
         wholes: dict[str, Any] = {}
-        if isinstance(tier, WholeStateTier):
+        if isinstance(tier, WholeTier):
             wholes = whole_states(state, tier, tensors.setdefault(file_name(WHOLE, rank), {}))
         written |= {file: slot.write(file, values) for file, values in tensors.items()}
         return [*names, *state.kept], written, wholes
