@@ -52,6 +52,7 @@ from zero_core.runtime.param_guard import warn_frozen
 from zero_core.runtime.passes import Passes
 from zero_core.runtime.units import UnitSet
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
+from zero_core.sharded.edits import Edits
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.memory import Memory
@@ -385,10 +386,11 @@ def _make_engine(
     communicator, memory, state = held.communicator, held.memory, held.state
     sizes = len(layout.params), len(layout.units)
     facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(config))
-    followers: list[Extension] = []
+    edits = Edits(state, facts)
+    followers: list[Extension] = [edits]
     if is_training:  # their hooks run behind those of the passes
         per_node = joined.per_node
-        followers = make_extensions(config, state, train, communicator, facts, ranks, per_node)
+        followers += make_extensions(config, state, train, communicator, facts, ranks, per_node)
         patches = PatchWriter(state)
         followers += [patches, *joined.extensions]
         for extension in joined.extensions:
@@ -413,7 +415,7 @@ def _make_engine(
     installed += wrap_forwards(config, passes, modules, host_inputs)
     installed += hooks.install(passes, modules)
     holders = held.tier, held.collectives, joined.transport
-    device_states = DeviceStates(memory, passes, state, holders, gradient.edits, extensions)
+    device_states = DeviceStates(memory, passes, state, holders, edits, extensions)
     parts = EngineParts(
         config,
         ownership,
@@ -432,7 +434,8 @@ def _make_engine(
         model = ShardedModel(parts)
         model.remove_at_end(installed)
         return _Made(model, unit_set, extensions)
-    installed += [gradient.param_grads.serve(), gradient.edits.begin()]
+    installed.append(gradient.param_grads.serve())
+    edits.begin()
     micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
     installed.append(micro_batches)
     engine = Engine(

@@ -62,8 +62,15 @@ class Extension:
     def idled(self) -> None:
         """A micro-step without data begins."""
 
-    def begin_backward(self) -> None:
-        """A backward has begun. What is raised here ends it."""
+    def begin_backward(self, *, is_new: bool) -> None:
+        """A backward has begun. What is raised here ends it.
+
+        ``is_new``: it is that of a forward which has begun since the backward before it, outside of
+        ``no_sync``.
+        """
+
+    def before_early_update(self) -> None:
+        """Units are about to be updated in backward, before the step is decided."""
 
     def before_local_sums(self) -> None:
         """Gradients are about to add up on their rank, unreduced."""
@@ -82,6 +89,12 @@ class Extension:
 
     def remove(self) -> None:
         """End with the engine, on this rank alone."""
+
+    def fill(self, facts: Any) -> None:
+        """Fill slots of the step's `zero_core.sharded.facts.Facts` with what this rank knows."""
+
+    def before_decision(self, number: int) -> None:
+        """The ranks have agreed on step ``number``, and its update has not begun."""
 
     def before_write(self) -> None:
         """States are about to be written outside of a step: by a load, or by name."""
@@ -130,6 +143,17 @@ class Extensions:
             one.begin_backward
             for one in every
             if type(one).begin_backward is not base.begin_backward
+        ]
+        self.before_early_update = [
+            one.before_early_update
+            for one in every
+            if type(one).before_early_update is not base.before_early_update
+        ]
+        self.fill = [one.fill for one in every if type(one).fill is not base.fill]
+        self.before_decision = [
+            one.before_decision
+            for one in every
+            if type(one).before_decision is not base.before_decision
         ]
         self.before_local_sums = [
             one.before_local_sums

@@ -19,6 +19,7 @@ from zero_core.runtime.passes import Passes
 from zero_core.runtime.recompute import Recompute
 from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import ShardedState
+from zero_core.step.interrupts import RepeatedRounds
 from zero_core.step.invariance import Invariance
 from zero_core.step.replicas import ReplicaCheck
 from zero_core.step.unused import UnusedParameters
@@ -50,6 +51,7 @@ def make_extensions(
         found.append(ReplicaCheck(state, config))
     if not zero.ignore_unused_parameters and zero.stage in (1, 2):
         found.append(UnusedParameters(state, facts, train))
+    found.append(RepeatedRounds(train, rank=ranks.rank))
     return found
 
 

@@ -11,7 +11,7 @@ have been for a norm. Of a marked parameter this rank compares its own slice wit
 its master weights, and takes over the elements that differ, no others.
 
 Every rank must write the same, as with DDP. The step's all-reduce counts the parameters that were
-written (`num_written`). If there are any, ranks compare them before the update, and refuse the step
+written. If there are any, ranks compare them before the update, and refuse the step
 where they differ. Only then do master weights change (`apply`). A save or an export compares
 nothing: it brings this rank's part there before. What a rank writes through ``data`` alone, and
 only into elements that others update, is not seen if these do not write it too.
@@ -28,29 +28,31 @@ import torch
 from torch import Tensor
 
 from zero_core.core import access
+from zero_core.core.extension import Extension
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import Piece
+from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 
 
-class Edits:
+class Edits(Extension):
     """Keeps what programs write past the engine. See [Note: edits past the engine]."""
 
-    def __init__(self, state: ShardedState) -> None:
+    def __init__(self, state: ShardedState, facts: Facts) -> None:
         self._state = state
+        self._facts = facts
         self._kept = [flat for flat in state.params if flat.is_watched]
         # By name of what was marked since the last step: a checksum if it was written, else None.
         self._marked: dict[str, int | None] = {}
         # By name of what master weights lack: this rank's piece, and the parameter's elements.
         self._pending: dict[str, tuple[Piece, Tensor]] = {}
 
-    def begin(self) -> Edits:
+    def begin(self) -> None:
         """Mark what is written from now on, until `remove`."""
         for flat in self._kept:
             if flat.has_masters_apart:
                 access.watch(flat.read_params)
             flat.forget_marks()
-        return self
 
     def remove(self) -> None:
         for flat in self._kept:
@@ -60,10 +62,24 @@ class Edits:
         """Whether this rank may have written parameter ``name`` since the last step."""
         return name in self._marked
 
-    @property
-    def num_written(self) -> int:
-        """Number of parameters that were written since the last step."""
-        return sum(checksum is not None for checksum in self._marked.values())
+    def fill(self, facts: Facts) -> None:
+        """Put in the number of parameters that were written since the last step."""
+        facts.put("written", sum(checksum is not None for checksum in self._marked.values()))
+
+    def before_early_update(self) -> None:
+        self.find()
+        self.apply()
+
+    def before_decision(self, number: int) -> None:
+        """Bring what was written to the master weights, if the ranks have written the same.
+
+        Raises:
+            RankMismatchError: they have not, with names. All ranks raise it.
+        """
+        if self._facts.is_any("written"):
+            self._compare(number)
+        self.apply()
+        self.forget()
 
     @torch.no_grad()
     def find(self) -> None:
@@ -113,12 +129,7 @@ class Edits:
         old = self._state.tier.read_state(MASTER, piece.start, piece.stop)
         return _differs_from_rounded(own, old), own, old
 
-    def compare(self, step: int) -> None:
-        """Compare what ranks have written. Every rank must call it, if any has `num_written`.
-
-        Raises:
-            RankMismatchError: they have not written the same, with names. All ranks raise it.
-        """
+    def _compare(self, step: int) -> None:
         rows = self._state.control.gather_bytes(json.dumps(self._marked).encode())
         found = [json.loads(row) for row in rows]
         written = sorted({name for row in found for name, sum_ in row.items() if sum_ is not None})

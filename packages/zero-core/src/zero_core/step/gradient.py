@@ -23,13 +23,11 @@ from zero_core.core.extension import Extensions
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier
-from zero_core.sharded.edits import Edits
 from zero_core.sharded.facts import Facts, Filler
 from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.agreement import StepAgreement
-from zero_core.step.interrupts import RepeatedRounds
 from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
 from zero_core.step.update import choose_policy
 
@@ -67,7 +65,6 @@ class StepGradient:
         params_with_grad: parameters that got a gradient on this rank since the last step.
         decision: on the last step, or None before the first.
         param_grads: gives the gradient out as ``param.grad``, if it serves.
-        edits: what programs write into parameters.
         facts: what all ranks know of the step, after `agree`.
         policy: when the tier updates.
     """
@@ -127,8 +124,6 @@ class StepGradient:
             if config.zero_optimization.stage
             else UPDATED_IN_BACKWARD * self.policy.is_final,
         )
-        self._rounds = RepeatedRounds(train, rank=state.control.rank)
-        self.edits = Edits(state)
 
     # ------------------------------------------------------------------- sink
 
@@ -150,17 +145,15 @@ class StepGradient:
         self.reopen()
         self.policy.check_unused("a further backward of the same step")
         if self.policy.begins_early:
-            self.edits.find()  # before the first update
-            self.edits.apply()
+            for before in self._extensions.before_early_update:
+                before()
         if self._is_scaled and not self._train.scaler.is_applied:
             raise RuntimeError(
                 "Loss scaling is required in fp16: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
         for follow in self._extensions.begin_backward:
-            follow()
-        if is_new_round:
-            self._rounds.begin()
+            follow(is_new=is_new_round)
 
     def reopen(self) -> None:
         self._is_agreed = False
@@ -231,9 +224,10 @@ class StepGradient:
         """Put in what this rank has used and written, and a hash of what must be equal."""
         facts.put("with gradient", bool(self.params_with_grad))
         facts.mark("used", self.params_with_grad)
-        facts.put("written", self.edits.num_written)
         changed = self.param_grads.describe_changes(self._communicator)
         facts.put_hash(self._agreement.words(changed))
+        for fill in self._extensions.fill:
+            fill(facts)
 
     def _square_sums(self, norms: Mapping[int, Tensor]) -> Tensor:
         """Return the sums of the squares of ``norms``, by segment, as the statistics take them."""
@@ -402,9 +396,8 @@ class StepGradient:
         self._agreement.confirm()
         if self.facts.is_any("written"):
             self.policy.settle(is_void=True)
-            self.edits.compare(self._train.global_steps + 1)
-        self.edits.apply()
-        self.edits.forget()
+        for follow in self._extensions.before_decision:
+            follow(self._train.global_steps + 1)
         self.param_grads.decided()
         used, scale = self.facts.counts("used"), self._train.scaler.scale
         norm = self._norm()

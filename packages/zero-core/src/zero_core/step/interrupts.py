@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from zero_core.core.extension import Extension
 from zero_core.optim.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class DeferredInterrupt:
             handler(signal.SIGINT, sys._getframe(1))
 
 
-class RepeatedRounds:
+class RepeatedRounds(Extension):
     """Warns once of a gradient that two runs of the same lines have added up.
 
     A round is a backward, outside of ``no_sync``, of a forward that began after the backward before
@@ -81,8 +82,9 @@ class RepeatedRounds:
         self._reported = 0  # id of the error that was reported last
         self._is_told = False
 
-    def begin(self) -> None:
-        """Begin a round."""
+    def begin_backward(self, *, is_new: bool) -> None:
+        if not is_new:
+            return
         train = self._train
         micro_step = train.accumulation.micro_steps
         if micro_step > self._micro_step and self._num_rounds:

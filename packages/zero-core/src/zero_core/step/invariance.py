@@ -87,7 +87,7 @@ class Invariance(Extension):
         if not is_in_backward():
             self._is_running = False
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, is_new: bool) -> None:
         """Refuse a backward whose terms would be added in another order at another world size.
 
         Raises:
