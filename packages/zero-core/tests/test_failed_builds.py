@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero_core
+from zero_core.init.slices import put_in_slices
 from zero_core.testing import (
     Call,
     Case,
@@ -28,7 +29,7 @@ from zero_core.testing.training import assert_same, train_steps
 BUILD = sys.modules["zero_core.build"].__file__
 GIVING_UP = ("FormerModel.give_up", "release_free_pages")
 """The last calls of a build, after which the model has its values in other memory again."""
-KINDS = ("ordinary", "deferred", "pretrained", "evaluation")
+KINDS = ("ordinary", "deferred", "pretrained", "evaluation", "sliced")
 
 
 def _model() -> nn.Module:
@@ -37,7 +38,7 @@ def _model() -> nn.Module:
     return model
 
 
-def _make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _make(ranks: SimulatedRanks, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     if kind == "deferred":
         with seeded(0), zero_core.deferred_init():  # it notes the modules of all threads
             model = _model()
@@ -48,6 +49,8 @@ def _make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = _model()
         model(**batch(3, 0, 0))["loss"].backward()  # gradients that nobody has dropped
     model.register_forward_hook(lambda module, args, output: None)
+    if kind == "sliced":
+        put_in_slices(list(model.parameters()), ranks.connect())
     params = [param for param in model.parameters() if param.requires_grad]
     return model, torch.optim.AdamW(params, lr=1e-2)
 
@@ -75,7 +78,7 @@ def _result(engine: zero_core.ShardedModel) -> dict[str, Tensor]:
 def _build(
     ranks: SimulatedRanks, stage: int, kind: str, folder: str, *made: Any
 ) -> zero_core.ShardedModel:
-    model, optimizer = made or _make(kind)
+    model, optimizer = made or _make(ranks, kind)
     options = _options(kind, folder, optimizer)
     return zero_core.build(model, Case(stage).config(), process_group=ranks, **options)
 
@@ -89,7 +92,7 @@ def _calls(ranks: SimulatedRanks, *case: Any) -> list[Call]:
 def _each_call(ranks: SimulatedRanks, calls: list[Call], event: str, *case: Any) -> None:
     stage, kind, _ = case
     expected = _result(_build(ranks, *case))
-    made = _make(kind)
+    made = _make(ranks, kind)
     kept = []  # as notebooks keep tracebacks, and so a failed engine
     for call in calls:
         has_places = stage < 3 and call[0] not in GIVING_UP
@@ -134,7 +137,7 @@ def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
         return Broken(**{key: value for key, value in options.items() if key in known})
 
     config = Case(stage).config()
-    model, _ = _make("ordinary")
+    model, _ = _make(ranks, "ordinary")
     before = described(model, _no_optimizer(), has_places=stage < 3)
     kind, text = (OSError, "disk full") if ranks.rank == 1 else (RuntimeError, "rank 1: disk full")
     with pytest.raises(kind, match=text):
@@ -142,7 +145,7 @@ def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
     assert num_writes == 3
     assert described(model, _no_optimizer(), has_places=stage < 3) == before
     found = _result(zero_core.build(model, config, process_group=ranks))
-    made, _ = _make("ordinary")
+    made, _ = _make(ranks, "ordinary")
     expected = _result(zero_core.build(made, config, process_group=ranks))
     assert_same(found, expected)
 

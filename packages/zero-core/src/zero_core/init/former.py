@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from zero_core._torch import DisableTorchFunction, get_grad, set_grad, swap_tensor
 from zero_core.core import access
 from zero_core.errors import CollectiveError
-from zero_core.init.slices import restore_slice, slice_of
+from zero_core.init.slices import restore_slice, slice_of, slice_range
 from zero_core.init.values import InitialValues
 from zero_core.lifecycle import Ownership
+from zero_core.protocols import PartitionedParam
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -50,26 +51,40 @@ class _FormerParam:
         self._grad = get_grad(param)
         found = {name: getattr(param, name) for name in _HOOKS}
         self._hooks = {name: None if h is None else dict(h) for name, h in found.items()}
-        self.slice = slice_of(param)
+        self._slice = slice_of(param)
         self._data: Tensor | None = None
         if is_taken:
             with DisableTorchFunction():
                 self._data = param.data
 
-    def give_up(self) -> None:
-        """Free the memory, and remember its form."""
+    def give_up(self, former: Tensor | None) -> None:
+        """Free the memory of the value, unless it is recorded. ``former`` as in `restore`."""
+        assert self._data is not None, "the engine takes it"
         if self.is_lost:
             return
-        assert self._data is not None, "the engine takes it"
-        self._device = self._data.device
+        if former is None and self._slice is not None:
+            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # in place: it may be shared
+        elif former is None:
+            self._device = self._data.device
+            self._data = torch.empty_like(self._data, device="meta")
+        elif isinstance(former, PartitionedParam) and not former.is_deferred:
+            former.free_value()
+        else:
+            return
         self.is_lost = True
-        self._data = torch.empty_like(self._data, device="meta")
 
-    def take(self, value: Tensor) -> None:
-        """Have memory of the former kind again, with ``value``."""
+    def take(self, value: Tensor, former: Tensor | None) -> None:
+        """Have memory of the former kind again, with ``value``. ``former`` as in `restore`."""
         assert self._data is not None, "the engine takes it"
-        self._data = torch.empty_like(self._data, device=self._device).copy_(value)
         self.is_lost = False
+        if former is None and self._slice is not None:
+            first, last = slice_range(value, self._slice.control)
+            own = value.to(self._data.dtype).contiguous().view(-1)[first:last]
+            self._slice.keep(self._data, own)
+        elif former is None:
+            self._data = torch.empty_like(self._data, device=self._device).copy_(value)
+        elif isinstance(former, PartitionedParam):
+            former.set_value(value)
 
     def restore(self, former: Tensor | None) -> None:
         """Make the parameter what it was. ``former``: see `InitialValues.former`."""
@@ -92,8 +107,8 @@ class _FormerParam:
             if before is None:
                 setattr(param, name, None)
         _put_back(vars(param), self._attributes)
-        if self.slice is not None:
-            restore_slice(param, self.slice)
+        if self._slice is not None and not self.is_lost:
+            restore_slice(param, self._slice)
 
 
 class FormerModel:
@@ -132,8 +147,7 @@ class FormerModel:
     def give_up(self, flat: FlatParams) -> None:
         """Free the former memory of the parameters of ``flat``, which has their values."""
         for key in map(id, flat.params):
-            if key not in self._initial.former and self._params[key].slice is None:
-                self._params[key].give_up()
+            self._params[key].give_up(self._initial.former.get(key))
 
     @torch.no_grad()
     def restore_after(self, error: BaseException) -> None:
@@ -159,7 +173,8 @@ class FormerModel:
         if is_alike or state.control.world_size == 1:
             for spec, value in state.full_params(dtype=torch.float64):  # of the master weights
                 if spec.name in key_of:
-                    self._params[key_of[spec.name]].take(value)
+                    key = key_of[spec.name]
+                    self._params[key].take(value, self._initial.former.get(key))
         else:
             error.add_note(
                 f"{len(lost)} parameters, {min(key_of)} among them, were in shards already, and "
