@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero_core
+from zero_core.errors import CollectiveError, ConfigError
 from zero_core.init.slices import put_in_slices
 from zero_core.testing import (
     Call,
@@ -157,3 +159,32 @@ def _no_optimizer() -> torch.optim.Optimizer:
 @pytest.mark.parametrize("stage", range(4))
 def test_values_that_one_rank_cannot_write_stay_in_the_models_of_all(stage):
     simulate(_one_rank, 2, stage)
+
+
+def _lost(ranks: SimulatedRanks, kind: str) -> nn.Module:
+    model, optimizer = _make(ranks, kind)
+    with pytest.raises(CollectiveError) as caught:
+        zero_core.build(model, Case(3).config(), process_group=ranks, optimizer=optimizer)
+    assert "their values are gone" in caught.value.__notes__[0]
+    return model
+
+
+def _replaced(ranks: SimulatedRanks, models: list[nn.Module]) -> None:
+    model = models[ranks.rank]
+    with pytest.raises(RuntimeError, match="gain was read after its engine was closed"):
+        model.gain.sum()
+    with pytest.raises(ConfigError, match="holds no value"):
+        zero_core.build(model, Case(3).config(), process_group=ranks)
+    values = _model().state_dict()
+    for name, param in model.named_parameters():
+        param.data = values[name].clone()
+    found = _result(zero_core.build(model, Case(3).config(), process_group=ranks))
+    assert_same(found, _result(zero_core.build(_model(), Case(3).config(), process_group=ranks)))
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "sliced"])
+def test_values_that_are_lost_with_a_peer_are_refused_until_they_are_replaced(kind):
+    error = CollectiveError("rank 1 is gone")
+    with mock.patch.object(sys.modules["zero_core.build"], "release_free_pages", side_effect=error):
+        models = simulate(_lost, 2, kind)
+    simulate(_replaced, 2, models)

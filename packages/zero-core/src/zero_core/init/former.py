@@ -8,7 +8,7 @@ each rank has whole are kept until the build has ended. Those that move to shard
 by unit, as a rank may have no room for them beside the engine. Where a later failure meets all
 ranks alike they are gathered again: trained ones from the master weights, frozen ones as the
 compute dtype has them. Else (a lost peer, Ctrl-C with several ranks) the error says that they are
-gone.
+gone, and their parameters refuse to be read.
 """
 
 from __future__ import annotations
@@ -87,9 +87,13 @@ class _FormerParam:
             former.set_value(value)
 
     def restore(self, former: Tensor | None) -> None:
-        """Make the parameter what it was. ``former``: see `InitialValues.former`."""
+        """Make the parameter what it was. ``former``: see `InitialValues.former`.
+
+        One whose value is lost stays refused.
+        """
         param = self.param
-        access.set_class(param, self._class)
+        if not self.is_lost:
+            access.set_class(param, self._class)
         with DisableTorchFunction():
             set_grad(param, None)
             if former is not None and former.is_meta:
@@ -100,14 +104,16 @@ class _FormerParam:
                 param.requires_grad_(self._requires_grad)
             if not self.is_lost:
                 set_grad(param, self._grad)
-        for name, before in self._hooks.items():
-            now = getattr(param, name)
-            if now is not None:
-                _put_back(now, before or {})
-            if before is None:
-                setattr(param, name, None)
+            for name, before in self._hooks.items():
+                now = getattr(param, name)
+                if now is not None:
+                    _put_back(now, before or {})
+                if before is None:
+                    setattr(param, name, None)
+        if self.is_lost:
+            return
         _put_back(vars(param), self._attributes)
-        if self._slice is not None and not self.is_lost:
+        if self._slice is not None:
             restore_slice(param, self._slice)
 
 
@@ -176,6 +182,8 @@ class FormerModel:
                     key = key_of[spec.name]
                     self._params[key].take(value, self._initial.former.get(key))
         else:
+            for flat in state.params:
+                flat.abandon()
             error.add_note(
                 f"{len(lost)} parameters, {min(key_of)} among them, were in shards already, and "
                 "their values are gone: load them anew before the next build()"
