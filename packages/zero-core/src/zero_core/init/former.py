@@ -41,9 +41,10 @@ class _FormerParam:
         is_lost: whether the engine alone has the values.
     """
 
-    def __init__(self, param: Tensor, *, is_taken: bool) -> None:
+    def __init__(self, param: Tensor, initial: InitialValues, *, is_taken: bool) -> None:
         """Remember ``param``, and its memory if the engine replaces that (``is_taken``)."""
         self.param = param
+        self._initial = initial
         self.is_lost = False
         self._class = type(param)
         self._attributes = dict(vars(param))
@@ -57,9 +58,15 @@ class _FormerParam:
             with DisableTorchFunction():
                 self._data = param.data
 
-    def give_up(self, former: Tensor | None) -> None:
-        """Free the memory of the value, unless it is recorded. ``former`` as in `restore`."""
+    @property
+    def _stand_in(self) -> Tensor | None:
+        """What has the value now, if `InitialValues.take` has made the parameter ordinary."""
+        return self._initial.former.get(id(self.param))
+
+    def give_up(self) -> None:
+        """Free the memory of the value, unless it is recorded."""
         assert self._data is not None, "the engine takes it"
+        former = self._stand_in
         if self.is_lost:
             return
         if former is None and self._slice is not None:
@@ -73,9 +80,10 @@ class _FormerParam:
             return
         self.is_lost = True
 
-    def take(self, value: Tensor, former: Tensor | None) -> None:
-        """Have memory of the former kind again, with ``value``. ``former`` as in `restore`."""
+    def take(self, value: Tensor) -> None:
+        """Have memory of the former kind again, with ``value``."""
         assert self._data is not None, "the engine takes it"
+        former = self._stand_in
         self.is_lost = False
         if former is None and self._slice is not None:
             first, last = slice_range(value, self._slice.control)
@@ -86,12 +94,9 @@ class _FormerParam:
         elif isinstance(former, PartitionedParam):
             former.set_value(value)
 
-    def restore(self, former: Tensor | None) -> None:
-        """Make the parameter what it was. ``former``: see `InitialValues.former`.
-
-        One whose value is lost stays refused.
-        """
-        param = self.param
+    def restore(self) -> None:
+        """Make the parameter what it was. One whose value is lost stays refused."""
+        param, former = self.param, self._stand_in
         if not self.is_lost:
             access.set_class(param, self._class)
         with DisableTorchFunction():
@@ -134,7 +139,6 @@ class FormerModel:
         initial: InitialValues,
     ) -> None:
         """Remember ``model``, of which the engine takes ``params``, and ``optimizer``."""
-        self._initial = initial
         owners: list[object] = [*model.modules(), optimizer]
         tables = [vars(owner) for owner in owners]
         tables += [table for own in tables for table in own.values() if isinstance(table, dict)]
@@ -146,14 +150,14 @@ class FormerModel:
         taken = {id(param): param for param in params}
         others = {id(param): param for param in model.parameters()}
         self._params = {
-            key: _FormerParam(param, is_taken=key in taken)
+            key: _FormerParam(param, initial, is_taken=key in taken)
             for key, param in (others | taken).items()
         }
 
     def give_up(self, flat: FlatParams) -> None:
         """Free the former memory of the parameters of ``flat``, which has their values."""
         for key in map(id, flat.params):
-            self._params[key].give_up(self._initial.former.get(key))
+            self._params[key].give_up()
 
     @torch.no_grad()
     def restore_after(self, error: BaseException) -> None:
@@ -165,8 +169,8 @@ class FormerModel:
                 if lost:
                     self._take_back(lost, self.ownership.state, error)
         finally:
-            for key, param in self._params.items():
-                param.restore(self._initial.former.get(key))
+            for param in self._params.values():
+                param.restore()
             for tensor, before in self._written:
                 tensor.data.copy_(before)
             for table, items in self._tables:
@@ -179,8 +183,7 @@ class FormerModel:
         if is_alike or state.control.world_size == 1:
             for spec, value in state.full_params(dtype=torch.float64):  # of the master weights
                 if spec.name in key_of:
-                    key = key_of[spec.name]
-                    self._params[key].take(value, self._initial.former.get(key))
+                    self._params[key_of[spec.name]].take(value)
         else:
             for flat in state.params:
                 flat.abandon()

@@ -73,10 +73,7 @@ def is_in_slices(tensor: Tensor) -> bool:
 
 def whole_value(tensor: Tensor) -> Tensor:
     """Return the value of a tensor in slices, on the CPU. Every rank must call it."""
-    return _whole(_slices[tensor], tensor)
-
-
-def _whole(found: Slice, tensor: Tensor) -> Tensor:
+    found: Slice = _slices[tensor]
     flat = found.control.gather(found.own)[: tensor.numel() * tensor.dtype.itemsize]
     return flat.view(tensor.dtype).view(tensor.shape)
 
@@ -93,7 +90,7 @@ def gathered_slices(
     """
     found = [(tensor, _slices[tensor], tensor.data) for tensor in tensors if is_in_slices(tensor)]
     slices = {id(own): (own, tensor) for tensor, own, _ in found}  # several may share one
-    values = {key: _whole(own, t).to(t.device, copy=True) for key, (own, t) in slices.items()}
+    values = {key: whole_value(t).to(t.device, copy=True) for key, (_, t) in slices.items()}
     for tensor, own, _ in found:
         tensor.data = values[id(own)]
         del _slices[tensor]
