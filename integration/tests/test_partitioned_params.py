@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from torch import nn
 
 import zero_core
 from tests.support.facade import run_each, update
-from zero_core.testing import PeakMemory, spawn
+from zero_core.testing import Failure, PeakMemory, failing, spawn
 from zero_core.testing.quantized import Adapted
 from zero_engine.deepspeed.zero.partition_parameters import GatheredParameters
 from zero_engine.deepspeed.zero.partitioned import (
+    Partitioned,
     gathered_params,
     is_partitioned,
     leave_partitioned,
@@ -315,6 +318,46 @@ def _left_by_engines(rank: int, world_size: int) -> None:
     engine.close()
 
 
+def _failed(model: nn.Module, params: list[Partitioned], call: str) -> list[int]:
+    """Fail a build at a ``call``. Return how many parts are alive at each value, and at the end."""
+    parts = [weakref.ref(value_of(param).part) for param in params]
+    alive = []
+
+    def count() -> None:
+        alive.append(sum(part() is not None for part in parts))
+
+    def counted(param: Partitioned, full_value=Partitioned.full_value) -> torch.Tensor:
+        count()
+        return full_value(param)
+
+    file = sys.modules["zero_core.build"].__file__
+    patched = mock.patch.object(Partitioned, "full_value", counted)
+    with patched, pytest.raises(Failure), failing((call, 0), "call", file):
+        zero_core.build(model, CONFIG)
+    count()
+    return alive
+
+
+def _freed_by_builds(rank: int, world_size: int) -> None:
+    """Check that a build frees each unit's parts in its turn, and makes them again if it fails."""
+    model, expected = _make_sharded(), _make()
+    params = [p for p in model.parameters() if is_partitioned(p) and p is not model.low]
+    for call in ("Runtime.publish", "release_free_pages"):
+        with gathered_params(params):  # no longer recorded
+            pass
+        alive = _failed(model, params, call)
+        assert alive[0] == len(params)
+        if world_size == 1:  # it is kept until the end
+            assert alive[-1] == (0 if call == "release_free_pages" else len(params))
+        else:
+            assert alive[-2:] == [2, 0], "the last block's weight and bias, and none"
+        assert _is_all_partitioned(model)
+        assert model.low.is_deferred
+        with gathered_params(params):
+            _check_values(copy.deepcopy(model.blocks), expected.blocks)
+    _check_built(model, expected)
+
+
 def _drawn() -> nn.Module:
     """Draw parameters of layers after they were made, as many models of transformers do."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False))
@@ -437,6 +480,7 @@ CHECKS = [
     _train,
     _shard_existing,
     _left_by_engines,
+    _freed_by_builds,
     _initialize,
     _load_quantized,
     _refuse,

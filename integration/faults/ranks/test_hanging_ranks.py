@@ -155,7 +155,7 @@ EXCHANGES: dict[str, Any] = {
     ),
     "unwrap": lambda engine, _: engine.unwrap(),
     "gathered": lambda engine, _: engine.gathered(modifier_rank=0).__enter__(),
-    "publish": lambda engine, _: engine.publish(),
+    "publish": lambda engine, _: (engine.keep_small_params(), engine.publish()),
 }
 
 
@@ -176,8 +176,8 @@ def _lose_peer(rank: int, world_size: int, folder: str, exchange: str, stage: in
 def test_every_exchange_with_a_rank_that_died_raises_an_error_that_names_it(
     exchange: str, stage: int, tmp_path: Path
 ) -> None:
-    if exchange == "publish" and stage == 3:
-        pytest.skip("parameters rest as shards: nothing is exchanged")
+    if exchange == "publish" and stage == 1:
+        pytest.skip("the step has launched the exchange: nothing is left")
     spawn(_lose_peer, 2, str(tmp_path), exchange, stage)
     found = (tmp_path / "found").read_text()
     assert found.startswith("CollectiveError: rank 0: ")

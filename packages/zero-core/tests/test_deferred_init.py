@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zero_core
+from zero_core.init import values
+from zero_core.init.slices import Slice, put_in_slices, slice_of, whole_value
 from zero_core.init.values import InitialValues
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing import Case, Hard, SimulatedRanks, make_model, simulate
@@ -295,3 +299,23 @@ def _meta_on_one_rank(ranks: SimulatedRanks) -> None:
 
 def test_a_meta_model_on_one_rank_is_refused_on_all() -> None:
     simulate(_meta_on_one_rank, 2)
+
+
+def _build_from_slices(ranks: SimulatedRanks, slices: dict[int, list[Slice]]) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    put_in_slices(list(model.parameters()), ranks.connect())
+    slices[threading.get_ident()] = [slice_of(param) for param in model.parameters()]
+    zero_core.build(model, Case(3).config(), process_group=ranks)
+
+
+def test_slices_are_freed_as_their_unit_is_filled() -> None:
+    slices: dict[int, list[Slice]] = {}
+    held: list[int] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        held.append(sum(found.own.nbytes for found in slices[threading.get_ident()]))
+        return whole_value(tensor)
+
+    with mock.patch.object(values, "whole_value", noted):
+        simulate(_build_from_slices, 2, slices)
+    assert sorted(held) == [n * 8 * 8 * 4 // 2 for n in (1, 1, 2, 2, 3, 3, 4, 4)]

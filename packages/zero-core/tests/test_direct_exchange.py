@@ -15,12 +15,14 @@ import torch.distributed as dist
 from support.hosts import connect, control_of
 from torch import Tensor
 
+import zero_core
+from zero_core.comm import p2p
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.p2p import ProcessMessages
 from zero_core.comm.shared_memory import SharedMemory, read_card
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
-from zero_core.testing import spawn
+from zero_core.testing import Case, batch, make_model, spawn
 
 NUMEL = 96  # of a shard
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
@@ -156,3 +158,20 @@ def _leaves_messages(rank: int, world_size: int) -> None:
 
 def test_messages_that_nobody_waits_for_do_not_block_later_ones() -> None:
     spawn(_leaves_messages, 2)
+
+
+def _drops_engines(rank: int, world_size: int) -> None:
+    left = []
+    for _ in range(4):
+        engine = zero_core.build(make_model(), Case(2).config())
+        engine.backward(engine(**batch(0, 0, rank))["loss"])
+        engine.step()
+        del engine
+        gc.collect()
+        left.append(sum(map(len, p2p._under_way.values())))
+    assert left[0] > 0, "the last reports"
+    assert len(set(left)) == 1
+
+
+def test_last_messages_of_an_engine_are_freed_by_the_next_one() -> None:
+    spawn(_drops_engines, 2)

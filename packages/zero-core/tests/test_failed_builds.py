@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero_core
+from zero_core.errors import CollectiveError, ConfigError
+from zero_core.init.slices import put_in_slices
 from zero_core.testing import (
     Call,
     Case,
@@ -28,7 +31,7 @@ from zero_core.testing.training import assert_same, train_steps
 BUILD = sys.modules["zero_core.build"].__file__
 GIVING_UP = ("FormerModel.give_up", "release_free_pages")
 """The last calls of a build, after which the model has its values in other memory again."""
-KINDS = ("ordinary", "deferred", "pretrained", "evaluation")
+KINDS = ("ordinary", "deferred", "pretrained", "evaluation", "sliced")
 
 
 def _model() -> nn.Module:
@@ -37,7 +40,7 @@ def _model() -> nn.Module:
     return model
 
 
-def _make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _make(ranks: SimulatedRanks, kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     if kind == "deferred":
         with seeded(0), zero_core.deferred_init():  # it notes the modules of all threads
             model = _model()
@@ -48,6 +51,8 @@ def _make(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = _model()
         model(**batch(3, 0, 0))["loss"].backward()  # gradients that nobody has dropped
     model.register_forward_hook(lambda module, args, output: None)
+    if kind == "sliced":
+        put_in_slices(list(model.parameters()), ranks.connect())
     params = [param for param in model.parameters() if param.requires_grad]
     return model, torch.optim.AdamW(params, lr=1e-2)
 
@@ -75,7 +80,7 @@ def _result(engine: zero_core.ShardedModel) -> dict[str, Tensor]:
 def _build(
     ranks: SimulatedRanks, stage: int, kind: str, folder: str, *made: Any
 ) -> zero_core.ShardedModel:
-    model, optimizer = made or _make(kind)
+    model, optimizer = made or _make(ranks, kind)
     options = _options(kind, folder, optimizer)
     return zero_core.build(model, Case(stage).config(), process_group=ranks, **options)
 
@@ -89,7 +94,7 @@ def _calls(ranks: SimulatedRanks, *case: Any) -> list[Call]:
 def _each_call(ranks: SimulatedRanks, calls: list[Call], event: str, *case: Any) -> None:
     stage, kind, _ = case
     expected = _result(_build(ranks, *case))
-    made = _make(kind)
+    made = _make(ranks, kind)
     kept = []  # as notebooks keep tracebacks, and so a failed engine
     for call in calls:
         has_places = stage < 3 and call[0] not in GIVING_UP
@@ -134,7 +139,7 @@ def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
         return Broken(**{key: value for key, value in options.items() if key in known})
 
     config = Case(stage).config()
-    model, _ = _make("ordinary")
+    model, _ = _make(ranks, "ordinary")
     before = described(model, _no_optimizer(), has_places=stage < 3)
     kind, text = (OSError, "disk full") if ranks.rank == 1 else (RuntimeError, "rank 1: disk full")
     with pytest.raises(kind, match=text):
@@ -142,7 +147,7 @@ def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
     assert num_writes == 3
     assert described(model, _no_optimizer(), has_places=stage < 3) == before
     found = _result(zero_core.build(model, config, process_group=ranks))
-    made, _ = _make("ordinary")
+    made, _ = _make(ranks, "ordinary")
     expected = _result(zero_core.build(made, config, process_group=ranks))
     assert_same(found, expected)
 
@@ -154,3 +159,32 @@ def _no_optimizer() -> torch.optim.Optimizer:
 @pytest.mark.parametrize("stage", range(4))
 def test_values_that_one_rank_cannot_write_stay_in_the_models_of_all(stage):
     simulate(_one_rank, 2, stage)
+
+
+def _lost(ranks: SimulatedRanks, kind: str) -> nn.Module:
+    model, optimizer = _make(ranks, kind)
+    with pytest.raises(CollectiveError) as caught:
+        zero_core.build(model, Case(3).config(), process_group=ranks, optimizer=optimizer)
+    assert "their values are gone" in caught.value.__notes__[0]
+    return model
+
+
+def _replaced(ranks: SimulatedRanks, models: list[nn.Module]) -> None:
+    model = models[ranks.rank]
+    with pytest.raises(RuntimeError, match="gain was read after its engine was closed"):
+        model.gain.sum()
+    with pytest.raises(ConfigError, match="holds no value"):
+        zero_core.build(model, Case(3).config(), process_group=ranks)
+    values = _model().state_dict()
+    for name, param in model.named_parameters():
+        param.data = values[name].clone()
+    found = _result(zero_core.build(model, Case(3).config(), process_group=ranks))
+    assert_same(found, _result(zero_core.build(_model(), Case(3).config(), process_group=ranks)))
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "sliced"])
+def test_values_that_are_lost_with_a_peer_are_refused_until_they_are_replaced(kind):
+    error = CollectiveError("rank 1 is gone")
+    with mock.patch.object(sys.modules["zero_core.build"], "release_free_pages", side_effect=error):
+        models = simulate(_lost, 2, kind)
+    simulate(_replaced, 2, models)

@@ -810,5 +810,11 @@ class PartitionedParam(Protocol):
     def full_value(self) -> Tensor:
         """Return the whole value on the CPU. Unless `is_deferred`, every rank must call it."""
 
+    def free_value(self) -> None:
+        """Free the memory of the value, which is not `is_deferred`, until `set_value`."""
+
+    def set_value(self, value: Tensor) -> None:
+        """Keep the whole ``value`` again, in the parameter's dtype. Every rank must call it."""
+
     def make_ordinary(self) -> None:
         """Forget the value: become a plain ``nn.Parameter`` on the CPU without memory."""

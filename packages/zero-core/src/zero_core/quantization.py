@@ -96,7 +96,7 @@ def quantize_blocks(
             stored = source.find(found.names[number], outer)
             make_ordinary(outer)
             values = stored.read(*slice_range(outer, control)).to(outer.dtype)
-            keep_slice(outer, values.view(torch.uint8), control)
+            keep_slice(outer, values, control)
 
 
 def _same(value: Tensor, control: ControlGroup) -> Tensor:

@@ -181,6 +181,14 @@ class Partitioned(nn.Parameter):
         value = self._partitioned_value
         return value.computed() if self.is_deferred else value.gather(self)
 
+    def free_value(self) -> None:
+        """Free this rank's part, of a value that a build has moved to its engine."""
+        self._partitioned_value.part = None
+
+    def set_value(self, value: Tensor) -> None:
+        """Keep this rank's part of ``value``, as the build has failed."""
+        self._partitioned_value.keep(value.to(self.dtype))
+
     def make_ordinary(self) -> None:
         """Forget the value: become an ``nn.Parameter`` on the CPU without memory."""
         del self._partitioned_value

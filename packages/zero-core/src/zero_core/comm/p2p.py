@@ -34,6 +34,7 @@ the queue of the link, 18 ms per unit at 200 Mbit/s.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -204,15 +205,27 @@ class Parcel:
 
 @dataclass(slots=True, eq=False)
 class Acknowledgement:
-    """The messages by which the near ranks report that they have read each other's bytes."""
+    """The messages by which the near ranks report that they have read each other's bytes.
+
+    Attributes:
+        reports: a 1 for each that is under way, a 0 for each that has arrived.
+    """
 
     works: Sequence[Work]
-    buffers: Tensor
-    """Receives write to it until they are done."""
+    reports: Tensor
+
+    def __post_init__(self) -> None:
+        _unread.add(self)
 
     def wait(self) -> None:
         """Wait until every near peer has reported."""
-        wait_all(self.works)
+        works, self.works = self.works, ()
+        _unread.discard(self)
+        wait_all(works)
+
+
+_unread: set[Acknowledgement] = set()
+"""Those that nobody has waited for: an engine leaves its last ones behind."""
 
 
 class PeerToPeer:
@@ -247,6 +260,10 @@ class PeerToPeer:
         self._channel = messages.next_channel()
         self._tokens: dict[tuple[int, int], Tensor] = {}
         self._nod = torch.zeros(1, dtype=torch.uint8)
+        for left in tuple(_unread):
+            if not left.reports.any():  # a peer receives before it reports: no wait blocks
+                with suppress(RuntimeError):  # the connection has failed since
+                    left.wait()
 
     def among(self, ranks: Sequence[int]) -> PeerToPeer:
         """Return the connections of a subgroup that this rank is in."""
@@ -309,7 +326,7 @@ class PeerToPeer:
         """Report to the near peers that their bytes were read. Waiting waits for their reports."""
         tag = tag_of(self._channel, kind, unit)
         near = [self.members[peer] for peer in self.peers if peer in self.near]
-        nods = torch.empty(len(near), dtype=torch.uint8)
+        nods = torch.ones(len(near), dtype=torch.uint8)
         messages = self._messages
         works = [messages.irecv(nods[i : i + 1], member, tag) for i, member in enumerate(near)]
         works += [messages.isend(self._nod, member, tag) for member in near]

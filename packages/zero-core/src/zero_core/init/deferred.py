@@ -170,7 +170,9 @@ class _Recorder(TorchDispatchMode):
         state = generator.get_state() if is_random else None
         if is_random:  # on memory of its own: only the generator moves on
             func(*self._real(args, overwritten), **self._real(kwargs, overwritten))
-        stored_args, stored_kwargs = pytree.tree_map_only(Tensor, _stored, (args, kwargs))
+        stored_args, stored_kwargs = pytree.tree_map_only(
+            Tensor, lambda t: Ref.of(t) if t.is_meta else t.detach().clone(), (args, kwargs)
+        )
         overwrites = frozenset(storage_of(t) for t in overwritten)
         entry = Entry(
             func,
@@ -250,10 +252,6 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _on_meta(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(_META), tree)
-
-
-def _stored(tensor: Tensor) -> object:
-    return Ref.of(tensor) if tensor.is_meta else tensor.detach().clone()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

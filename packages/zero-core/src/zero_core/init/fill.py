@@ -88,12 +88,10 @@ def fill(
 
 
 def _is_any_recorded(found: Discovered, control: ControlGroup, initial: InitialValues) -> bool:
-    """Whether a value has to be computed first on some rank: then rank 0 alone does so.
-
-    Ranks need not have recorded alike. Partitioned parameters must be so on all of them.
+    """Return whether a value has to be computed first on some rank: then rank 0 alone does so.
 
     Raises:
-        RankMismatchError: it does not.
+        RankMismatchError: a parameter is partitioned on some ranks only. A deferred one may be.
     """
     num_recorded = sum(initial.is_recorded(p) for p in found.params)
     num_in_parts = sum(initial.is_in_parts(p) for p in found.params)

@@ -8,7 +8,7 @@ each rank has whole are kept until the build has ended. Those that move to shard
 by unit, as a rank may have no room for them beside the engine. Where a later failure meets all
 ranks alike they are gathered again: trained ones from the master weights, frozen ones as the
 compute dtype has them. Else (a lost peer, Ctrl-C with several ranks) the error says that they are
-gone.
+gone, and their parameters refuse to be read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from zero_core._torch import DisableTorchFunction, get_grad, set_grad, swap_tensor
 from zero_core.core import access
 from zero_core.errors import CollectiveError
-from zero_core.init.slices import restore_slice, slice_of
+from zero_core.init.slices import restore_slice, slice_of, slice_range
 from zero_core.init.values import InitialValues
 from zero_core.lifecycle import Ownership
+from zero_core.protocols import PartitionedParam
 from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
 
@@ -40,9 +41,10 @@ class _FormerParam:
         is_lost: whether the engine alone has the values.
     """
 
-    def __init__(self, param: Tensor, *, is_taken: bool) -> None:
+    def __init__(self, param: Tensor, initial: InitialValues, *, is_taken: bool) -> None:
         """Remember ``param``, and its memory if the engine replaces that (``is_taken``)."""
         self.param = param
+        self._initial = initial
         self.is_lost = False
         self._class = type(param)
         self._attributes = dict(vars(param))
@@ -50,31 +52,53 @@ class _FormerParam:
         self._grad = get_grad(param)
         found = {name: getattr(param, name) for name in _HOOKS}
         self._hooks = {name: None if h is None else dict(h) for name, h in found.items()}
-        self.slice = slice_of(param)
+        self._slice = slice_of(param)
         self._data: Tensor | None = None
         if is_taken:
             with DisableTorchFunction():
                 self._data = param.data
 
+    @property
+    def _stand_in(self) -> Tensor | None:
+        """What has the value now, if `InitialValues.take` has made the parameter ordinary."""
+        return self._initial.former.get(id(self.param))
+
     def give_up(self) -> None:
-        """Free the memory, and remember its form."""
+        """Free the memory of the value, unless it is recorded."""
+        assert self._data is not None, "the engine takes it"
+        former = self._stand_in
         if self.is_lost:
             return
-        assert self._data is not None, "the engine takes it"
-        self._device = self._data.device
+        if former is None and self._slice is not None:
+            self._slice.own.data = torch.empty(0, dtype=torch.uint8)  # in place: it may be shared
+        elif former is None:
+            self._device = self._data.device
+            self._data = torch.empty_like(self._data, device="meta")
+        elif isinstance(former, PartitionedParam) and not former.is_deferred:
+            former.free_value()
+        else:
+            return
         self.is_lost = True
-        self._data = torch.empty_like(self._data, device="meta")
 
     def take(self, value: Tensor) -> None:
         """Have memory of the former kind again, with ``value``."""
         assert self._data is not None, "the engine takes it"
-        self._data = torch.empty_like(self._data, device=self._device).copy_(value)
+        former = self._stand_in
         self.is_lost = False
+        if former is None and self._slice is not None:
+            first, last = slice_range(value, self._slice.control)
+            own = value.to(self._data.dtype).contiguous().view(-1)[first:last]
+            self._slice.keep(self._data, own)
+        elif former is None:
+            self._data = torch.empty_like(self._data, device=self._device).copy_(value)
+        elif isinstance(former, PartitionedParam):
+            former.set_value(value)
 
-    def restore(self, former: Tensor | None) -> None:
-        """Make the parameter what it was. ``former``: see `InitialValues.former`."""
-        param = self.param
-        access.set_class(param, self._class)
+    def restore(self) -> None:
+        """Make the parameter what it was. One whose value is lost stays refused."""
+        param, former = self.param, self._stand_in
+        if not self.is_lost:
+            access.set_class(param, self._class)
         with DisableTorchFunction():
             set_grad(param, None)
             if former is not None and former.is_meta:
@@ -85,15 +109,17 @@ class _FormerParam:
                 param.requires_grad_(self._requires_grad)
             if not self.is_lost:
                 set_grad(param, self._grad)
-        for name, before in self._hooks.items():
-            now = getattr(param, name)
-            if now is not None:
-                _put_back(now, before or {})
-            if before is None:
-                setattr(param, name, None)
+            for name, before in self._hooks.items():
+                now = getattr(param, name)
+                if now is not None:
+                    _put_back(now, before or {})
+                if before is None:
+                    setattr(param, name, None)
+        if self.is_lost:
+            return
         _put_back(vars(param), self._attributes)
-        if self.slice is not None:
-            restore_slice(param, self.slice)
+        if self._slice is not None:
+            restore_slice(param, self._slice)
 
 
 class FormerModel:
@@ -113,7 +139,6 @@ class FormerModel:
         initial: InitialValues,
     ) -> None:
         """Remember ``model``, of which the engine takes ``params``, and ``optimizer``."""
-        self._initial = initial
         owners: list[object] = [*model.modules(), optimizer]
         tables = [vars(owner) for owner in owners]
         tables += [table for own in tables for table in own.values() if isinstance(table, dict)]
@@ -125,15 +150,14 @@ class FormerModel:
         taken = {id(param): param for param in params}
         others = {id(param): param for param in model.parameters()}
         self._params = {
-            key: _FormerParam(param, is_taken=key in taken)
+            key: _FormerParam(param, initial, is_taken=key in taken)
             for key, param in (others | taken).items()
         }
 
     def give_up(self, flat: FlatParams) -> None:
         """Free the former memory of the parameters of ``flat``, which has their values."""
         for key in map(id, flat.params):
-            if key not in self._initial.former and self._params[key].slice is None:
-                self._params[key].give_up()
+            self._params[key].give_up()
 
     @torch.no_grad()
     def restore_after(self, error: BaseException) -> None:
@@ -145,8 +169,8 @@ class FormerModel:
                 if lost:
                     self._take_back(lost, self.ownership.state, error)
         finally:
-            for key, param in self._params.items():
-                param.restore(self._initial.former.get(key))
+            for param in self._params.values():
+                param.restore()
             for tensor, before in self._written:
                 tensor.data.copy_(before)
             for table, items in self._tables:
@@ -161,6 +185,8 @@ class FormerModel:
                 if spec.name in key_of:
                     self._params[key_of[spec.name]].take(value)
         else:
+            for flat in state.params:
+                flat.abandon()
             error.add_note(
                 f"{len(lost)} parameters, {min(key_of)} among them, were in shards already, and "
                 "their values are gone: load them anew before the next build()"

@@ -12,14 +12,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_core.comm.control import ControlGroup
 from zero_core.init.tape import zeroed
-from zero_core.layout.stored import dim_order, is_same_memory, to_bytes
+from zero_core.layout.stored import is_same_memory
 
 
-class _Slice(NamedTuple):
+class Slice(NamedTuple):
     """This rank's elements of a tensor, as bytes: equally many on all ranks, padded at the end."""
 
     control: ControlGroup
     own: Tensor
+
+    def keep(self, tensor: Tensor, values: Tensor) -> None:
+        """Keep ``values``, this rank's `slice_range` of ``tensor``, in memory of their own."""
+        numel = -(-tensor.numel() // self.control.world_size)
+        self.own.set_(zeroed(numel * tensor.dtype.itemsize))
+        self.own[: values.nbytes].copy_(values.view(torch.uint8))
 
 
 _slices = WeakIdKeyDictionary()
@@ -40,9 +46,7 @@ def put_in_slices(tensors: Sequence[Tensor], control: ControlGroup) -> None:
             _slices[tensor] = _slices[tensors[twin]]
             continue
         first, last = slice_range(tensor, control)
-        size = tensor.dtype.itemsize
-        values = to_bytes(whole[place], dim_order(tensor))[first * size : last * size]
-        keep_slice(tensor, values.cpu(), control)
+        keep_slice(tensor, whole[place].view(-1)[first:last], control)
 
 
 def slice_range(tensor: Tensor, control: ControlGroup) -> tuple[int, int]:
@@ -53,15 +57,14 @@ def slice_range(tensor: Tensor, control: ControlGroup) -> tuple[int, int]:
 
 
 def keep_slice(tensor: Tensor, values: Tensor, control: ControlGroup) -> None:
-    """Keep ``values``, the bytes of this rank's `slice_range` of ``tensor``, as its slice."""
-    numel = -(-tensor.numel() // control.world_size)
-    own = torch.empty(0, dtype=torch.uint8).set_(zeroed(numel * tensor.dtype.itemsize))
-    own[: values.numel()] = values
+    """Have ``tensor`` in slices. ``values``: this rank's `slice_range` of it."""
+    found = Slice(control, torch.empty(0, dtype=torch.uint8))
+    found.keep(tensor, values)
     hole = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         hole.fill_(float("nan"))  # by which a read is noticed
     tensor.data = hole.expand(tensor.shape)
-    _slices[tensor] = _Slice(control, own)
+    _slices[tensor] = found
 
 
 def is_in_slices(tensor: Tensor) -> bool:
@@ -70,10 +73,7 @@ def is_in_slices(tensor: Tensor) -> bool:
 
 def whole_value(tensor: Tensor) -> Tensor:
     """Return the value of a tensor in slices, on the CPU. Every rank must call it."""
-    return _whole(_slices[tensor], tensor)
-
-
-def _whole(found: _Slice, tensor: Tensor) -> Tensor:
+    found: Slice = _slices[tensor]
     flat = found.control.gather(found.own)[: tensor.numel() * tensor.dtype.itemsize]
     return flat.view(tensor.dtype).view(tensor.shape)
 
@@ -90,7 +90,7 @@ def gathered_slices(
     """
     found = [(tensor, _slices[tensor], tensor.data) for tensor in tensors if is_in_slices(tensor)]
     slices = {id(own): (own, tensor) for tensor, own, _ in found}  # several may share one
-    values = {key: _whole(own, t).to(t.device, copy=True) for key, (own, t) in slices.items()}
+    values = {key: whole_value(t).to(t.device, copy=True) for key, (_, t) in slices.items()}
     for tensor, own, _ in found:
         tensor.data = values[id(own)]
         del _slices[tensor]
@@ -106,7 +106,7 @@ def gathered_slices(
                 _slices[tensor] = own
 
 
-def _send_slices(value: Tensor, slices: _Slice, source: int) -> None:
+def _send_slices(value: Tensor, slices: Slice, source: int) -> None:
     """Give each rank its slice of rank ``source``'s ``value``."""
     control, own = slices
     is_source = control.rank == source
@@ -118,12 +118,12 @@ def _send_slices(value: Tensor, slices: _Slice, source: int) -> None:
     own.copy_(control.exchange(parts, sent, received))
 
 
-def slice_of(tensor: Tensor) -> object | None:
-    """Return what `restore_slice` takes, if ``tensor`` is in slices."""
+def slice_of(tensor: Tensor) -> Slice | None:
+    """Return the slice of ``tensor``, if it has one."""
     return _slices[tensor] if is_in_slices(tensor) else None
 
 
-def restore_slice(tensor: Tensor, found: object) -> None:
+def restore_slice(tensor: Tensor, found: Slice) -> None:
     """Have ``tensor`` in slices again, which it was before `forget_slice`."""
     _slices[tensor] = found
 

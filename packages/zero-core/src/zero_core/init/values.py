@@ -77,29 +77,27 @@ class InitialValues:
                 if tensor is None or is_in_file or is_in_slices(tensor):
                     continue
                 whole_name = f"{path}.{name}" if path else name
-                if tensor.is_meta:
-                    self._check_one(whole_name, tensor)
-                elif not isinstance(tensor, PartitionedParam) and access.is_refused(tensor):
+                known = [r for r in self._recordings if r.knows(tensor)]
+                if tensor.is_meta and not known:
+                    raise ConfigError(
+                        f"{whole_name} is on the meta device and its values are not known: make "
+                        "the model under zero_core.deferred_init() instead of "
+                        "torch.device('meta'), or, for parameters and persistent buffers, give "
+                        "their file: build(..., pretrained=path)"
+                    )
+                if known and known[0].is_changed(tensor):
+                    raise ConfigError(
+                        f"{whole_name} was changed after deferred_init(), where nothing is "
+                        "recorded: initialise and change the model within it, or use "
+                        "zero_core.load_pretrained() after build()"
+                    )
+                if not isinstance(tensor, PartitionedParam) and access.is_refused(tensor):
                     raise ConfigError(
                         f"{whole_name} holds no value: it went with an engine that had it in "
                         "shards and was closed or dropped. Have the values read from a file "
                         "(build(..., pretrained=path), or load_state_dict() before build()); next "
                         "time end the engine with engine.unwrap(), which leaves them in the model"
                     )
-
-    def _check_one(self, name: str, tensor: Tensor) -> None:
-        known = [r for r in self._recordings if r.knows(tensor)]
-        if not known:
-            raise ConfigError(
-                f"{name} is on the meta device and its values are not known: make the model under "
-                "zero_core.deferred_init() instead of torch.device('meta'), or, for parameters and "
-                "persistent buffers, give their file: build(..., pretrained=path)"
-            )
-        if known[0].is_changed(tensor):
-            raise ConfigError(
-                f"{name} was changed after deferred_init(), where nothing is recorded: initialise "
-                "and change the model within it, or use zero_core.load_pretrained() after build()"
-            )
 
     def give_attributes(self) -> None:
         """Compute the values of deferred tensors in plain attributes, on the CPU."""

@@ -91,4 +91,5 @@ def described(model: nn.Module, optimizer: torch.optim.Optimizer, *, has_places:
 
 
 def _bits(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    own = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return own.view(-1).view(torch.uint8).numpy().tobytes()
