@@ -166,9 +166,10 @@ class Ownership:
         try:
             state.tier.wait_params(0, max((p.stop for p in state.pieces), default=0))
         finally:  # a tier whose step failed raises: the model is free for another engine
-            while self.hooks:
-                self.hooks.pop().remove()
             self.is_ended = True
+            with ExitStack() as stack:  # one that raises keeps none of the others
+                while self.hooks:
+                    stack.callback(self.hooks.pop(0).remove)
 
     def _watch_state_dicts(self) -> None:
         """Make ``state_dict`` raise where parameters do not hold the current values."""

@@ -681,7 +681,9 @@ class ShardedModel:
     def memory_report(self) -> dict[str, int]:
         """Return bytes on this rank by kind, without activations and the state tier's memory."""
         exchanged = {"exchange buffers": self._transport.exchange_nbytes}
-        return {**self._memory.report(), **exchanged, **self._communicator.private_nbytes}
+        own = self.sharded_state.extension_states().values()
+        kept = {"extensions": sum(t.nbytes for t in own)} if own else {}
+        return {**self._memory.report(), **exchanged, **kept, **self._communicator.private_nbytes}
 
     def comm_report(self) -> tuple[Traffic, ...]:
         """Return what this rank sent in the last step, by collective and link.

@@ -60,7 +60,7 @@ class _FormerParam:
 
     @property
     def _stand_in(self) -> Tensor | None:
-        """What has the value now, if `InitialValues.take` has made the parameter ordinary."""
+        """Holds the value now, if `InitialValues.take` has made the parameter ordinary."""
         return self._initial.former.get(id(self.param))
 
     def give_up(self) -> None:

@@ -95,7 +95,7 @@ class DeviceStates:
     ) -> None:
         """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`.
 
-        ``extensions`` are told before states are written.
+        ``extensions`` are notified before states are written.
         """
         self.edits = edits
         self._extensions = extensions

@@ -35,7 +35,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ class BackwardPass:
         self._units.drain()
         self._sink.begin_backward(is_new_round=self.should_sync and is_new)
         self.is_open = True
-        self._is_reducing = False
+        self._is_reducing = False  # `begin` sets it; micro-batches in turns are reduced one by one
         self._units.saved.entered = None
         self._recomputed.clear()
         self.order.begin_backward(num_missing)
@@ -165,7 +165,7 @@ class BackwardPass:
         units.open(unit, backward=True)
 
     def enter_place(self, unit: Unit) -> None:
-        """Have other ranks see that this one is in the backward of ``unit``."""
+        """Report this rank's place, the backward of ``unit``, to the other ranks."""
         self._place.enter(self._names[unit.index])
 
     def enter_recompute(self, unit: Unit) -> None:
@@ -438,7 +438,7 @@ class ForwardPass:
         units.launch(unit, backward=False)
         if self._running and unit.is_root:
             units.launch_tail()
-        units.wait(unit)
+        units.wait(unit)  # the root, after the launch of the first block's gather
 
     def _note_passed(self, before: int) -> None:
         """Note blocks that this rank gathered ahead and leaves out in the forward that is running.
@@ -552,11 +552,15 @@ class ForwardPass:
         return any(r.unit is unit or (r.unit.is_root and unit.is_tail) for r in self._running)
 
 
+class _Leave(Protocol):
+    def __call__(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None: ...
+
+
 class Driver(NamedTuple):
     """Walks the passes: what the hooks on the model call."""
 
     enter: Callable[[Unit, nn.Module], None]
-    leave: Callable[..., None]
+    leave: _Leave
     gradient_ready: Callable[[Unit, FlatGrads, int, Tensor], None]
 
 

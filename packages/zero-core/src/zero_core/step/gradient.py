@@ -224,7 +224,7 @@ class StepGradient:
         """Put in what this rank has used and written, and a hash of what must be equal."""
         facts.put("with gradient", bool(self.params_with_grad))
         facts.mark("used", self.params_with_grad)
-        changed = self.param_grads.describe_changes(self._communicator)
+        changed = self.param_grads.begin_agreement(self._communicator)
         facts.put_hash(self._agreement.words(changed))
         for fill in self._extensions.fill:
             fill(facts)

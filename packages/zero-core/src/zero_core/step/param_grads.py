@@ -260,8 +260,8 @@ class ParamGrads:
         (self._changed_late if is_agreed else self._changed).update(found)
         return found
 
-    def describe_changes(self, communicator: Communicator) -> list[str]:
-        """Name the segments that were changed, for the sum of the facts, which begins."""
+    def begin_agreement(self, communicator: Communicator) -> list[str]:
+        """Begin the sum of the facts, and name the segments that were changed, which it hashes."""
         self._changed |= self._changed_late
         self._changed_late = set()
         self._set.clear()

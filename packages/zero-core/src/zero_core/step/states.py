@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import pytree
+from zero_core.core.extension import PREFIX
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.layout.discovery import plain_name
 from zero_core.optim.whole_tier import WholeTier
@@ -301,7 +302,7 @@ class StateAccess:
     def _whole_tier(self, param: int, what: str) -> WholeTier | None:
         """Return the state tier if ``what`` is a state that it keeps whole."""
         tier = self._state.tier
-        is_sliced = what in (MASTER, GRAD, *self._state.kept)
+        is_sliced = what in (MASTER, GRAD) or what.startswith(PREFIX)
         if is_sliced or not isinstance(tier, WholeTier):
             return None
         return None if tier.owner_of(param) is None else tier

@@ -10,7 +10,9 @@ from zero_core.sharded.sharded_state import ShardedState
 
 
 class UnusedParameters(Extension):
-    """Refuses such steps, at stages 1 and 2 with ``ignore_unused_parameters`` false.
+    """Refuses a step in which a rank left a trainable parameter unused, at stages 1 and 2.
+
+    For ``ignore_unused_parameters`` false.
 
     All ranks know what each has used, so all raise. A rank without any gradient had no data.
     """

@@ -47,8 +47,8 @@ from zero_core.sharded.unit import Unit
 from zero_core.step.micro_batches import MicroBatches, RandomStates, ScaledLoss
 from zero_core.vertical.attributes import TensorAttributes
 from zero_core.vertical.partial_grads import HostGradients, PartialGrads
-from zero_core.vertical.passes import TurnPasses
 from zero_core.vertical.segments import SegmentCrossing, Segments
+from zero_core.vertical.turn_passes import TurnPasses
 from zero_core.vertical.turns import Turns
 from zero_core.watch.place import Place
 
@@ -190,7 +190,7 @@ class VerticalSchedule:
             _MicroBatch(number, batch, loss_of, self._device, PartialGrads(host))
             for number, batch in enumerate(batches)
         ]
-        self._passes.begin(self._model, self)
+        self._passes.begin(self._model, self.take)
         if self._host_inputs is not None:
             self._host_inputs.begin_turns(len(batches))
         try:
@@ -205,11 +205,13 @@ class VerticalSchedule:
             self._passes.end()
             self._attributes = None  # the model's code has been seen
         except BaseException:
-            for one in micro_batches:
-                one.abandon()
-            self._running = self._turn = None
-            self._train.accumulation.enter_micro_step(0)
-            self._passes.abandon()
+            try:
+                for one in micro_batches:
+                    one.abandon()
+            finally:
+                self._running = self._turn = None
+                self._train.accumulation.enter_micro_step(0)
+                self._passes.abandon()
             raise
         finally:
             if self._host_inputs is not None:
@@ -407,10 +409,7 @@ class VerticalMicroBatches(MicroBatches):
     ) -> None:
         super().__init__(train, place, device)
         self._schedule = schedule
-
-    def remove(self) -> None:
-        for handle in self._schedule.handles:
-            handle.remove()
+        self.handles = schedule.handles
 
     def check_apart(self, call: str) -> None:
         if self._train.accumulation.steps > 1:
@@ -427,7 +426,7 @@ class VerticalMicroBatches(MicroBatches):
 
 
 class AutoMicroBatches(VerticalMicroBatches):
-    """Uses the vertical schedule until a model turns out not to permit it."""
+    """Vertical schedule that falls back to the horizontal one at the first refusal."""
 
     _is_vertical = True
 

@@ -66,7 +66,7 @@ class Turns(ABC):
 
     def abandon(self) -> None:
         """End the computation where it pauses, and wait for that."""
-        if self._thread is not None and not self.is_done:
+        if self._thread is not None and self._thread.ident is not None and not self.is_done:
             self._is_abandoned = True
             self._go.release()
             self._thread.join()

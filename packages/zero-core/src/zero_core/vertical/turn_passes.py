@@ -9,7 +9,7 @@ micro-batch's gradient of it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -18,13 +18,6 @@ from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.unit import Unit
 from zero_core.vertical.turns import ForwardAbandoned
 from zero_core.watch.place import OUTSIDE, Place
-
-
-class GradientTaker(Protocol):
-    """Takes gradients while micro-batches have turns: it knows whose turn it is."""
-
-    def take(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
-        """Take the gradient of parameter ``position`` of a segment of ``unit``."""
 
 
 class TurnPasses:
@@ -39,14 +32,14 @@ class TurnPasses:
 
     # ---------------------------------------------------------------- forward
 
-    def begin(self, model: nn.Module, taker: GradientTaker) -> None:
+    def begin(self, model: nn.Module, take: Callable[[Unit, FlatGrads, int, Tensor], None]) -> None:
         """Begin the forward of all micro-batches. ``model`` is the root's module.
 
-        Until `end` or `abandon` ``taker`` takes the gradients.
+        Until `end` or `abandon` ``take`` gets the gradients.
         """
         self._forward.enter(self._units.units[0], model)
         self._units.saved.leave_thread()  # each micro-batch watches its own
-        self._passes.driver = Driver(self._enter, self._leave, taker.take)
+        self._passes.driver = Driver(self._enter, self._leave, take)
 
     def _enter(self, unit: Unit, module: nn.Module) -> None:
         if unit.is_root and self._units.has_sharded_params:
