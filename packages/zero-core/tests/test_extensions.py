@@ -143,7 +143,7 @@ def test_memory_checkpoint_has_the_average_of_its_step(tmp_path: Path) -> None:
 
 
 class _Faulty(Extension):
-    """Raises where it is told to, and counts its ends."""
+    """Raises at the place that it is given, and counts its ends."""
 
     def __init__(self, where: str = "", **states: torch.Tensor) -> None:
         self.where, self.own, self.num_ends = where, states, 0

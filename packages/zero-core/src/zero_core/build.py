@@ -25,10 +25,18 @@ from zero_core.comm.meter import Links, Meter
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
 from zero_core.config import Config, load_config
+from zero_core.core import hooks
 from zero_core.core.extension import Extension, Extensions
+from zero_core.core.facts import Facts
+from zero_core.core.grads import FlatGrads
+from zero_core.core.norms import norms_of
+from zero_core.core.passes import Passes
+from zero_core.core.unit import Unit
+from zero_core.core.units import UnitSet
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
 from zero_core.extensions import attach_extensions, make_extensions, wrap_forwards
+from zero_core.extensions.invariance import check_invariance
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
@@ -44,23 +52,15 @@ from zero_core.protocols import (
     StateTier,
     StateTierFactory,
 )
-from zero_core.runtime import hooks
 from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.param_guard import warn_frozen
-from zero_core.runtime.passes import Passes
-from zero_core.runtime.units import UnitSet
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
 from zero_core.sharded.edits import Edits
-from zero_core.sharded.facts import Facts
-from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.memory import Memory
-from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded.unit import Unit
 from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
-from zero_core.step.invariance import check_invariance
 from zero_core.step.optimizer import EngineOptimizer
 from zero_core.step.states import StateAccess
 from zero_core.vertical.schedule import make_micro_batches

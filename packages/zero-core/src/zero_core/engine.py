@@ -5,7 +5,7 @@
     engine.step()
 
 ``step`` is called after every micro-step and acts at accumulation boundaries. What happens in
-between is in `zero_core.runtime.passes` (gather and reduce) and in the state tier (update).
+between is in `zero_core.core.passes` (gather and reduce) and in the state tier (update).
 """
 
 from __future__ import annotations

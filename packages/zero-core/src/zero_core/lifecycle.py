@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
 from zero_core.core import access
+from zero_core.core.params import FlatParams
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.object_methods import ObjectMethods
-from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)

@@ -127,7 +127,7 @@ class Extension:
         """Step ``number`` is about to be decided. An exception leaves values as they are."""
 
     def fill(self, facts: Any) -> None:
-        """Fill slots of the step's `zero_core.sharded.facts.Facts` with what this rank knows."""
+        """Fill slots of the step's `zero_core.core.facts.Facts` with what this rank knows."""
 
     def agreed(self) -> None:
         """The ranks have exchanged what they know of the step's gradient, and all of it is reduced.

@@ -10,21 +10,21 @@ from zero_core.checkpoint.in_memory.snapshots import MemoryCheckpoints
 from zero_core.comm.topology import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import PREFIX, Extension
+from zero_core.core.facts import Facts
+from zero_core.core.module_units import ModuleUnits
+from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
+from zero_core.extensions.heartbeat import HeartbeatFile
+from zero_core.extensions.invariance import Invariance
+from zero_core.extensions.repeated_rounds import RepeatedRounds
+from zero_core.extensions.replicas import ReplicaCheck
+from zero_core.extensions.unused import UnusedParameters
 from zero_core.lifecycle import Ownership, Removable
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.module_units import ModuleUnits
-from zero_core.runtime.passes import Passes
 from zero_core.runtime.recompute import Recompute
-from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.step.interrupts import RepeatedRounds
-from zero_core.step.invariance import Invariance
-from zero_core.step.replicas import ReplicaCheck
-from zero_core.step.unused import UnusedParameters
 from zero_core.tiled.modules import TiledForwards
-from zero_core.watch.heartbeat import HeartbeatFile
 
 
 def attach_extensions(

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero_core.core.passes import Passes
+from zero_core.core.unit import Unit
 from zero_core.object_methods import ObjectMethods
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.passes import Passes
-from zero_core.sharded.unit import Unit
 
 
 class Recompute(ObjectMethods):

@@ -44,9 +44,9 @@ from torch import Tensor, nn
 from zero_core._torch import allow_foreach, get_grad, set_grad
 from zero_core.comm.communicator import Communicator
 from zero_core.core import access
+from zero_core.core.grads import FlatGrads
+from zero_core.core.params import FlatParams
 from zero_core.runtime.copies import EngineParameter
-from zero_core.sharded.grads import FlatGrads
-from zero_core.sharded.params import FlatParams
 
 _log = logging.getLogger(__name__)
 UPDATED_IN_BACKWARD = (

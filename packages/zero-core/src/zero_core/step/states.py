@@ -25,12 +25,12 @@ from torch import Tensor
 
 from zero_core._torch import pytree
 from zero_core.core.extension import PREFIX
+from zero_core.core.grads import FlatGrads
+from zero_core.core.passes import Passes
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.layout.discovery import plain_name
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.runtime.device_states import DeviceStates
-from zero_core.runtime.passes import Passes
-from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.step.gradient import StepGradient
 

@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from zero_core._libc import share_arenas
 from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.config import Config
+from zero_core.core.grads import FlatGrads
+from zero_core.core.passes import Passes
+from zero_core.core.unit import Unit
 from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.passes import Passes
-from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded.unit import Unit
 from zero_core.step.micro_batches import MicroBatches, RandomStates, ScaledLoss
 from zero_core.vertical.attributes import TensorAttributes
 from zero_core.vertical.partial_grads import HostGradients, PartialGrads

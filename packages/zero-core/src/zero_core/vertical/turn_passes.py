@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from zero_core.runtime.passes import Driver, Passes
-from zero_core.sharded.grads import FlatGrads
-from zero_core.sharded.unit import Unit
+from zero_core.core.grads import FlatGrads
+from zero_core.core.passes import Driver, Passes
+from zero_core.core.unit import Unit
 from zero_core.vertical.turns import ForwardAbandoned
 from zero_core.watch.place import OUTSIDE, Place
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from zero_core.core.extension import Extension
+from zero_core.core.facts import Facts
 from zero_core.errors import UnusedParameterError
 from zero_core.optim.train_state import TrainState
-from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import ShardedState
 
 

@@ -1,6 +1,6 @@
 """Forward and backward over all units: what is gathered, released and reduced, and when.
 
-`zero_core.runtime.hooks` calls in here; nothing in the model changes.
+`zero_core.core.hooks` calls in here; nothing in the model changes.
 
 [Note: the path of a gradient]
 1. `hooks` takes ``param.grad`` when autograd has it, and calls `BackwardPass.gradient_ready`.
@@ -15,7 +15,7 @@
 
 [Note: order]
 Units are gathered forward in the order of the module tree and backward in reverse; reductions run
-in that reverse order, the root last (`zero_core.runtime.order`). So every rank launches the same
+in that reverse order, the root last (`zero_core.core.order`). So every rank launches the same
 collectives in the same order even where ranks take different branches within a block. The first
 block's gather is launched before the root's is waited for.
 
@@ -42,12 +42,12 @@ from torch import Tensor, nn
 
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
-from zero_core.runtime.order import BackwardOrder, Forward
-from zero_core.runtime.units import UnitSet
-from zero_core.sharded.facts import Facts
-from zero_core.sharded.grads import FlatGrads
-from zero_core.sharded.reductions import GradientSink, Reductions
-from zero_core.sharded.unit import Unit
+from zero_core.core.facts import Facts
+from zero_core.core.grads import FlatGrads
+from zero_core.core.order import BackwardOrder, Forward
+from zero_core.core.reductions import GradientSink, Reductions
+from zero_core.core.unit import Unit
+from zero_core.core.units import UnitSet
 from zero_core.watch.place import OUTSIDE
 
 
@@ -344,7 +344,7 @@ class BackwardPass:
         self._sink.agree(self)
 
     def fill(self, facts: Facts) -> None:
-        """Put in what this rank's backwards have shown: see `zero_core.runtime.order`."""
+        """Put in what this rank's backwards have shown: see `zero_core.core.order`."""
         facts.put("unreduced", self.reductions.has_unreduced)
         facts.put("tail late", self.order.is_tail_late)
         facts.mark("left out", self.order.unneeded)
@@ -577,7 +577,7 @@ class Passes:
     def __init__(
         self, units: UnitSet, communicator: Communicator, sink: GradientSink, facts: Facts
     ) -> None:
-        """Prepare. `zero_core.runtime.hooks.install` makes the model call the driver."""
+        """Prepare. `zero_core.core.hooks.install` makes the model call the driver."""
         self.units = units
         self.backward = BackwardPass(units, communicator, sink, facts)
         self.forward = ForwardPass(units, communicator, self.backward)
