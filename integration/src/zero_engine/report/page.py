@@ -10,9 +10,9 @@ import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -24,45 +24,40 @@ _FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
 """A number with its unit, which stay on one line."""
 
 
-class Block(Protocol):
-    """Part of a section. Its ``kind`` is known to the template."""
+class Block:
+    """Part of a section. The template knows it by its ``kind``."""
 
-    kind: ClassVar[str]
+    @property
+    def kind(self) -> str:
+        """Name of the class, in lower case."""
+        return type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Block):
     """A paragraph."""
 
-    kind: ClassVar[str] = "text"
-
     text: str
 
 
 @dataclass(frozen=True)
-class Code:
+class Code(Block):
     """Lines of a configuration or a program."""
 
-    kind: ClassVar[str] = "code"
-
     text: str
 
 
 @dataclass(frozen=True)
-class Chart:
+class Chart(Block):
     """A chart, and its number on the page."""
-
-    kind: ClassVar[str] = "chart"
 
     spec: Spec
     number: int = -1
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Block):
     """A table of texts."""
-
-    kind: ClassVar[str] = "table"
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -79,10 +74,8 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Moves:
+class Moves(Block):
     """Changes, the one to begin with first."""
-
-    kind: ClassVar[str] = "moves"
 
     moves: Sequence[Move]
 
@@ -136,9 +129,8 @@ def render(page: Page) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
-    shown = Page(page.title, page.verdict, numbered, page.footer)
     return template.render(
-        page=shown,
+        page=replace(page, sections=numbered),
         charts=Markup(_script_json(charts)),
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
