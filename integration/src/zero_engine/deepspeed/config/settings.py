@@ -21,7 +21,6 @@ PATHS: Mapping[str, str] = {
     "gather_16bit_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),
-    "has_sanity_checks": "zero_optimization.enable_sanity_checks",
     "monitors": "",
     "tag_validation": "checkpoint.tag_validation",
     "throughput": "timers.throughput",
@@ -59,7 +58,6 @@ class Settings:
         dataloader_drop_last: leave out the last batch of `deepspeed_io` if it is short.
         tag_validation: what to do if the ranks save a checkpoint under different tags.
         gather_16bit_weights_on_model_save: at stage 3, whether the 16-bit model may be gathered.
-        has_sanity_checks: refuse edits within ``GatheredParameters`` that would be lost.
         cpu_checkpointing: calls of `deepspeed.checkpointing.checkpoint` keep their inputs in host
             memory until backward.
         fp16_auto_cast: cast floating inputs of the model; otherwise they go in as they are.
@@ -85,7 +83,6 @@ class Settings:
     dataloader_drop_last: bool = False
     tag_validation: TagValidation = "WARN"
     gather_16bit_weights_on_model_save: bool = False
-    has_sanity_checks: bool = False
     cpu_checkpointing: bool = False
     fp16_auto_cast: bool = False
     dump_state: bool = False

@@ -183,10 +183,14 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         is_boundary = core.is_gradient_accumulation_boundary()
         skipped = self.core.skipped_steps
         arguments = _SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
-        with self.watch.part("step"), arguments, self._stepping():
-            core.step()
-            if is_boundary:
-                self.fill_small_params()
+        self._is_stepping = True
+        try:
+            with self.watch.part("step"), arguments:
+                core.step()
+                if is_boundary:
+                    self.fill_small_params()
+        finally:
+            self._is_stepping = False
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
             self._end_step()
@@ -211,19 +215,16 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             )
         self.step()
 
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-
     def _end_step(self) -> None:
         assert self.optimizer is not None
         self._was_quiet = False
         self.optimizer.stepped()
-        self.global_samples += self._count_samples()
+        num_backwards, self._num_backwards = self._num_backwards, 0
+        if self.settings.managed_gradient_accumulation:
+            self.global_samples += self.train_batch_size()
+        else:
+            micro_batch = self.core.train_micro_batch_size_per_gpu
+            self.global_samples += micro_batch * self.core.world_size * num_backwards
         facts = StepFacts(
             global_steps=self.global_steps,
             global_samples=self.global_samples,
@@ -231,13 +232,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             loss_scale=self.core.loss_scale if self.fp16_enabled() else None,
         )
         self.watch.step_done(facts)
-
-    def _count_samples(self) -> int:
-        """Return the samples of the last step."""
-        num_backwards, self._num_backwards = self._num_backwards, 0
-        if self.settings.managed_gradient_accumulation:
-            return self.train_batch_size()
-        return self.core.train_micro_batch_size_per_gpu * self.core.world_size * num_backwards
 
     def idle_step(self) -> None:
         """Take part in one micro-step of the other ranks, without data.
