@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from zero_core import CheckpointError
-from zero_engine.deepspeed_import import loss_scale
 from zero_engine.deepspeed_import.source import (
     MASTER,
     Source,
     SourceParam,
+    loss_scale_of,
     make_source,
     named_like,
     split_states,
@@ -65,14 +65,13 @@ def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:
         value = model["module"][first]
         states, step = found.get(first, (None, 0))
         parts = (flat(value, f"{place}: {first}"),)
-        if states is None:
-            params.append(SourceParam(all_names, tuple(value.shape), value.dtype, value=parts))
-        else:
-            fragments = {kind: (tensor,) for kind, tensor in states.items()}
-            params.append(
-                SourceParam(all_names, tuple(value.shape), value.dtype, fragments, step=step)
-            )
-    return make_source(model, params, inner["param_groups"], loss_scale.of_stage_0(saved))
+        fragments = None if states is None else {kind: (t,) for kind, t in states.items()}
+        kept = parts if states is None else ()
+        params.append(
+            SourceParam(all_names, tuple(value.shape), value.dtype, fragments, kept, step)
+        )
+    scale = loss_scale_of(saved, has_zero=False)
+    return make_source(model, params, inner["param_groups"], scale)
 
 
 def _by_shape(place: Path, inner: Mapping[str, Any], values: Mapping[str, Tensor]) -> _States:
