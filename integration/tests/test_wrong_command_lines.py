@@ -25,7 +25,8 @@ from zero_core.testing import run_alone
 from zero_engine.cli import app
 from zero_engine.launch.ranks import fail
 from zero_engine.train.data import read_text
-from zero_engine.train.settings import Start, fresh_run
+from zero_engine.train.options import Start
+from zero_engine.train.settings import fresh_run
 
 FILES = {
     "deep.json": '{"a": ' * 100_000 + "1" + "}" * 100_000,
@@ -128,7 +129,12 @@ PLAN = [
     ("--layers 1 --ranks 7 --ranks-per-node 3", "must divide world_size = 7"),
     ("--layers 1 --ranks-per-node 0", "ranks_per_node = 0"),
     ("--device-memory lots", "--device-memory lots: expected a size"),
-    ("--device-memory -5GB", "--device-memory -5GB: expected a size"),
+    *((f"--device-memory {n}", "expected a size") for n in ("-5GB", "GB", "0", "3XB")),
+    ("--device h100", "give --seq-length"),
+    ("--device abacus --seq-length 8", "known are A10"),
+    ("--device h100 --rates x --seq-length 8", "exclude each other"),
+    ("--no-rates --rates x", "--rates and --no-rates exclude each other"),
+    ("--batch-size 0", "--batch-size 0: must be at least 1"),
     (f"--host-memory {'9' * 400}GB", "expected a size"),
     ("--layers 1 --cpu --device-memory 5GB", "device_memory"),
     ("--layers 1 --png @/x.nope", "the plan cannot be written"),
@@ -249,17 +255,13 @@ def test_a_mistake_is_json_where_a_report_would_be(verb: str, folder: Path) -> N
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (None, r"some\.txt: expected a text file, found nothing"),
         (b" \n", "the file is empty"),
         ("abc é".encode("latin-1"), r"not UTF-8 text \(byte 4"),
     ],
 )
-def test_data_that_cannot_be_read_is_refused(
-    content: bytes | None, match: str, tmp_path: Path
-) -> None:
+def test_data_that_cannot_be_read_is_refused(content: bytes, match: str, tmp_path: Path) -> None:
     path = tmp_path / "some.txt"
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(ConfigError, match=match):
         read_text(str(path))
 
