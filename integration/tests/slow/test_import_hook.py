@@ -16,7 +16,7 @@ import pytest
 from conftest import environment, run_program
 
 from benchmarks.harness.forked_python import forked_python
-from zero_engine.deepspeed.refusal import reason_to_refuse
+from zero_engine.deepspeed.served import reason_to_refuse
 from zero_engine.script.hook import ON_PATH, hooked, install
 from zero_engine.script.mends import mend_loading
 from zero_engine.script.run import run_program as run_script

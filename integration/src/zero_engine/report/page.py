@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -63,8 +63,7 @@ class Table(Block):
     rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A change that is proposed."""
 
     change: str
@@ -80,8 +79,7 @@ class Moves(Block):
     moves: Sequence[Move]
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """A figure and its name."""
 
     name: str
@@ -129,9 +127,13 @@ def render(page: Page) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
+    # JSON that can stand within a script element, whatever its texts are
+    text = json.dumps(_rounded(charts), separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
     return template.render(
         page=replace(page, sections=numbered),
-        charts=Markup(_script_json(charts)),
+        charts=Markup(text),
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
         library=Markup(_library()),
@@ -151,14 +153,6 @@ def _number_charts(sections: Sequence[Section]) -> tuple[list[Section], list[Spe
                 blocks.append(block)
         found.append(Section(section.title, blocks))
     return found, charts
-
-
-def _script_json(value: Any) -> str:
-    """Return JSON that can stand within a script element, whatever its texts are."""
-    text = json.dumps(_rounded(value), separators=(",", ":"), allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 def _rounded(value: Any) -> Any:

@@ -23,7 +23,7 @@ from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.averaging import Averaging
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
-from zero_engine.deepspeed.engine.facts import UNSERVED
+from zero_engine.deepspeed.engine.facts import UNSERVED, value_of
 from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NoSyncError, NotScalarError, NotServedError
@@ -33,7 +33,7 @@ from zero_engine.deepspeed.zero.offload_config import (
     OffloadStateTypeEnum,
 )
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
-from zero_engine.monitoring import Monitor, StepFacts, ThroughputTimer
+from zero_engine.monitoring import StepFacts
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     module: nn.Module
     optimizer: DeepSpeedOptimizer | None
+    is_compiled = False
 
     def __init__(
         self,
@@ -96,7 +97,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if self.zero_optimization_stage():  # at stage 0 torch's own drops what is on parameters
             zero_grad = partial(_zero_grad, weakref.ref(self))
             core.remove_at_end([ObjectMethods("zero_grad", [(core.module, zero_grad)])])
-        self._is_compiled = False
         self.training_dataloader = (
             None if training_data is None else self.deepspeed_io(training_data)
         )
@@ -407,11 +407,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             what = "compile(compiled_autograd_enabled=True), under which hooks see no gradients,"
             raise NotServedError(what, "leave it out")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
-        self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._is_compiled
+        self.is_compiled = True
 
     def destroy(self) -> None:
         """Remove the engine's hooks from the model, on this rank alone. The model keeps its values.
@@ -454,15 +450,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     # ------------------------------------------------------------------- facts
 
-    @property
-    def monitor(self) -> Monitor:
-        """Monitor of scalars: ``monitor.write_events([(name, value, samples)])``."""
-        return self.watch.monitor
-
-    @property
-    def tput_timer(self) -> ThroughputTimer:
-        """Samples per second so far. Scripts call its ``update_epoch_count()``."""
-        return self.watch.tput_timer
+    # ``monitor.write_events([(name, value, samples)])``, ``tput_timer.update_epoch_count()``
+    monitor = property(value_of("watch.monitor"))
+    tput_timer = property(value_of("watch.tput_timer"))
 
     @property
     def lr_scheduler(self) -> Any:

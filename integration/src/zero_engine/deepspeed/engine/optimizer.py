@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
+from zero_engine.deepspeed.engine.facts import value_of
 from zero_engine.deepspeed.engine.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -178,25 +179,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def __hash__(self) -> int:
         return hash(self.optimizer) if self._is_bare else object.__hash__(self)
 
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped, as a gradient was not finite."""
-        return self._core.optimizer.overflow
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss, 1 without fp16."""
-        return self._core.loss_scale
-
-    cur_scale = loss_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self._core.loss_scaler.is_dynamic
-
-    def needs_scaler(self) -> bool:
-        """Return whether a plain ``loss.backward()`` needs `DeepSpeedEngine.scale`."""
-        return self.dynamic_loss_scale
+    overflow = property(value_of("_core.optimizer.overflow"))  # of the last step
+    loss_scale = cur_scale = property(value_of("_core.loss_scale"))
+    dynamic_loss_scale = property(value_of("_core.loss_scaler.is_dynamic"))
+    # Whether a plain ``loss.backward()`` needs `DeepSpeedEngine.scale`.
+    needs_scaler = value_of("_core.loss_scaler.is_dynamic")
 
     @property
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -24,7 +24,7 @@ from zero_core.checkpoint.files import read_buffers, read_weights
 from zero_core.core import access
 from zero_core.protocols import PartitionedParam
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
-from zero_engine.deepspeed.refusal import complete
+from zero_engine.deepspeed.served import complete
 from zero_engine.machine import parse_bytes
 
 _log = logging.getLogger(__name__)
