@@ -13,18 +13,9 @@ from pathlib import Path
 import torch
 
 from zero_core.errors import ConfigError
-from zero_core.record.environment import available_cores, memory_limit_bytes, read_text
-
-__all__ = [
-    "accelerator_names",
-    "available_cores",
-    "locked_memory_limit_bytes",
-    "memory_limit_bytes",
-    "parse_bytes",
-    "peak_bytes",
-    "processor_name",
-    "used_bytes",
-]
+from zero_core.record.environment import available_cores as available_cores
+from zero_core.record.environment import memory_limit_bytes as memory_limit_bytes
+from zero_core.record.environment import read_text
 
 
 def parse_bytes(text: str, name: str) -> int:

@@ -130,16 +130,8 @@ def _by_masters(
         indices = inner["param_groups"][number]["params"]
         for index, master in zip(indices, masters, strict=True):
             where = f"{place}: master weight {index}"
-            name = _only(
-                where,
-                [
-                    name
-                    for name, value in values.items()
-                    if name not in found
-                    and value.shape == master.shape
-                    and _rounds_to(master, value)
-                ],
-            )
+            left = {n: v for n, v in values.items() if n not in found and v.shape == master.shape}
+            name = _only(where, [n for n, v in left.items() if torch.equal(master.to(v.dtype), v)])
             states, step = split_states(inner["state"].get(index) or {}, where)
             found[name] = {**states, MASTER: flat(master, where)}, step
     return found
@@ -158,16 +150,16 @@ def _by_flat_masters(
         whole = {**states, MASTER: master}
         start = 0
         while start < master.numel():
-            name = _only(
-                f"{where}, from element {start} on,",
-                [
-                    name
-                    for name, value in values.items()
-                    if name not in found
-                    and 0 < value.numel() <= master.numel() - start
-                    and _rounds_to(master[start : start + value.numel()].view(value.shape), value)
-                ],
-            )
+            rest = master[start:]
+            left = {
+                n: v for n, v in values.items() if n not in found and 0 < v.numel() <= rest.numel()
+            }
+            alike = [
+                n
+                for n, v in left.items()
+                if torch.equal(rest[: v.numel()].view(v.shape).to(v.dtype), v)
+            ]
+            name = _only(f"{where}, from element {start} on,", alike)
             stop = start + values[name].numel()
             found[name] = {kind: t[start:stop] for kind, t in whole.items()}, step
             start = stop
@@ -192,7 +184,3 @@ def _only(where: str, names: Sequence[str]) -> str:
 
 
 _MEANING = "the weights are not the master weights, rounded; save it at stage 1 with DeepSpeed"
-
-
-def _rounds_to(master: Tensor, value: Tensor) -> bool:
-    return torch.equal(master.to(value.dtype), value)
