@@ -27,7 +27,7 @@ import torch
 import transformers
 
 from benchmarks.harness.memory import peak_bytes, resident_bytes, restart_peak
-from zero_engine.script import accelerate_cpu, lightning_cpu
+from zero_engine.script.mends import mend_accelerate, mend_lightning
 
 SEED = 42
 
@@ -59,8 +59,8 @@ def allow_cpu() -> None:
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     if deepspeed.__name__ == "deepspeed":  # `zero-engine run` does these itself
         # Without it DeepSpeed on the CPU trains on each rank alone.
-        accelerate_cpu.mend(accelerate.state)
-        lightning_cpu.mend(of_lightning)
+        mend_accelerate(accelerate.state)
+        mend_lightning(of_lightning)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tests.support.deepspeed_names import TABLE, deepspeeds_folder, public_names
 from tests.test_deepspeed_config_table import ROWS, TYPES
 from zero_engine import deepspeed
 from zero_engine.deepspeed.engine.facts import UNSERVED
-from zero_engine.deepspeed.refusal import reason_to_refuse
+from zero_engine.deepspeed.served import reason_to_refuse
 
 FOLDER = deepspeeds_folder() or Path()
 HERE = Path(__file__).parent

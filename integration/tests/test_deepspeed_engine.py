@@ -40,7 +40,7 @@ from tests.support.facade import (
 from zero_core import ConfigError
 from zero_core.testing import Call, Failure, described, failing, spawn
 from zero_engine import deepspeed
-from zero_engine.deepspeed.config import attributes
+from zero_engine.deepspeed.config.deepspeed_config import NAMES
 from zero_engine.deepspeed.engine.facts import Facts
 from zero_engine.deepspeed.errors import NotServedError
 from zero_engine.deepspeed.utils import safe_get_full_grad
@@ -237,7 +237,7 @@ def test_facts_of_the_configuration_are_methods() -> None:
     for name, method in vars(Facts).items():
         if callable(method) and not name.startswith("_"):
             value = getattr(engine, name)()
-            if name in attributes.NAMES and not name.endswith("precision_safe_modules"):
+            if name in NAMES and not name.endswith("precision_safe_modules"):
                 assert value == getattr(engine._config, name), name
 
 

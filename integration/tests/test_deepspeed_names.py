@@ -106,7 +106,7 @@ def test_class_that_is_not_served_cannot_be_subclassed() -> None:
 
 CONSTANT = "from zero_engine.deepspeed.runtime.config import ADAM_W_MODE as constant\n"
 STAGE_3 = """
-from zero_engine.deepspeed.refusal import INNER, RefusedModule
+from zero_engine.deepspeed.served import INNER, RefusedModule
 stage3 = RefusedModule("stage3", "runtime.zero.stage3", INNER)
 Optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
 """

@@ -15,8 +15,7 @@ from tests.support.lm_models import make_lm, token_rows
 from zero_core import ConfigError, load_config
 from zero_engine.hf import PRESETS, ZeroSeq2SeqTrainer, ZeroTrainer
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer
-from zero_engine.hf.arguments import fill_config, fill_schedule
-from zero_engine.hf.presets import read_zero
+from zero_engine.hf.arguments import fill_config, fill_schedule, read_zero
 from zero_engine.script.sharded_ddp import tell_after
 
 

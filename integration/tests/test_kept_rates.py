@@ -99,7 +99,3 @@ def test_damaged_rates_and_places_without_room_are_refused(tmp_path: Path) -> No
     path.parent.write_text("a file")
     with pytest.raises(Exception, match="cannot be kept in"):
         keep(rates_of_a_cpu(), "rates.json")
-
-
-def test_no_rates_excludes_rates() -> None:
-    assert "--rates and --no-rates exclude" in refusal_of(*MODEL, "--no-rates", "--rates=x")

@@ -12,13 +12,12 @@ from transformers.pytorch_utils import Conv1D
 
 from zero_core.errors import ConfigError
 from zero_engine.train.launch import RETURN_MEMORY, plan_request, rank_environment
+from zero_engine.train.options import RunSettings, Start
 from zero_engine.train.preview import preview
 from zero_engine.train.products import widen_products
 from zero_engine.train.program import build_model
 from zero_engine.train.settings import (
     RunFolder,
-    RunSettings,
-    Start,
     engine_config,
     fill_auto,
     fresh_run,

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import run_here
-from typer.testing import CliRunner
 
 import zero_core
 from zero_core.config.json_schema import SCHEMA_FILE
 from zero_core.testing import spawn
-from zero_engine.cli import app
 from zero_engine.presets import EXAMPLES
 
 STEPS = 2
@@ -62,12 +60,6 @@ def test_example_trains_as_it_is_printed(name: str, losses: dict[str, list[float
 def test_there_are_examples_of_the_usual_cases() -> None:
     cases = ("stage1", "stage2", "stage3", "offload", "twin-flow", "offload-params", "zeropp")
     assert all(any(name.endswith(case) for name in EXAMPLES) for case in (*cases, "nvme"))
-
-
-def test_an_unknown_example_is_refused_with_the_names() -> None:
-    done = CliRunner().invoke(app, ["config", "--example", "stage4"])
-    assert done.exit_code == 2
-    assert "stage3-zeropp" in done.output
 
 
 def test_the_schema_is_printed() -> None:

@@ -12,9 +12,7 @@ from torch import nn
 from lab.experiments.schedule.job import MODES, Job, Mode, Times
 from lab.experiments.schedule.program import random_times
 from zero_engine.planning import Calibration, Curve, Rates, plan
-from zero_engine.planning.prediction import StepShape, Transfer, UnitTime, run_steps
-
-NOTHING = Transfer()
+from zero_engine.planning.prediction import StepShape, UnitTime, run_steps
 
 
 def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
@@ -27,17 +25,10 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
         return UnitTime(
             forward_s=share * times.forward_s,
             backward_s=share * times.backward_s,
-            renew=NOTHING,
-            gather=NOTHING,
-            reduce=NOTHING,
-            sums=NOTHING,
             host_s=on_host * times.host_s,
             undo_s=on_host * times.log_s,
             down_s=on_host * times.link_s,
             up_s=on_host * times.link_s,
-            fetch_s=0.0,
-            read_s=0.0,
-            write_s=0.0,
         )
 
     shape = StepShape(
@@ -45,15 +36,9 @@ def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
         last_block=times.blocks,
         is_accelerated=True,
         threads=1,
-        has_peers=False,
-        is_gathered=False,
-        has_sharded_params=False,
-        is_added_by_tier=False,
         is_in_backward=mode == "in backward",
         undo_share=float(mode == "with an undo log"),
-        agree=("main", 0.0),
         device_update_s=(1 - ratio) * times.device_s,
-        per_step_s=0.0,
     )
     program = run_steps(shape, [unit(n) for n in range(times.blocks + 1)], None)
     return program.ends[-1].stop - program.ends[-2].stop

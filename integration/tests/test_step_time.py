@@ -17,7 +17,6 @@ from zero_core.testing import Case
 from zero_engine.planning import Calibration, Curve, Rates, plan
 from zero_engine.planning.schedule import Schedule
 from zero_engine.planning.search import WORTH
-from zero_engine.planning.step_time import LANES, StepTime
 
 WIDTH, BLOCKS, TOKENS = 64, 4, 32
 FREE = Curve(((1.0, 0.0),))
@@ -406,9 +405,3 @@ def test_another_file_is_refused(change: dict[str, Any], cause: str) -> None:
     Calibration.from_json(good, "rates.json")
     with pytest.raises(ConfigError, match=f"rates\\.json is no calibration .*{cause}"):
         Calibration.from_json(good | change, "rates.json")
-
-
-def test_the_busiest_lane_bounds_a_step() -> None:
-    lanes = dict.fromkeys(LANES, 0.0) | {"compute": 2.0, "host": 3.0}
-    found = StepTime(4.0, lanes, samples=8)
-    assert (found.bound, found.bound_s, found.sample_s) == ("host", 3.0, 0.5)

@@ -31,14 +31,13 @@ from torch.distributed import destroy_process_group, init_process_group
 
 from benchmarks.harness.forked_python import forked_python
 from zero_core.errors import ConfigError
-from zero_engine.launch.rendezvous import agree_on_prefix
+from zero_engine.launch.ranks import agree_on_prefix
 from zero_engine.train.launch import check_request, default_ranks
 from zero_engine.train.metrics import read_metrics
+from zero_engine.train.options import RunSettings, Start
 from zero_engine.train.run_lock import RunLock, belongs_to, launch_numbers, note_launch
 from zero_engine.train.settings import (
     RunFolder,
-    RunSettings,
-    Start,
     read_resolved,
     resumed_run,
     write_resolved,

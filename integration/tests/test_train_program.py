@@ -23,7 +23,8 @@ from zero_engine.report.run import read_run
 from zero_engine.train import metrics, program
 from zero_engine.train.data import Corpus, prepare_corpus
 from zero_engine.train.metrics import read_metrics
-from zero_engine.train.settings import RunFolder, RunSettings
+from zero_engine.train.options import RunSettings
+from zero_engine.train.settings import RunFolder
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 

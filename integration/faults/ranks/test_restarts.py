@@ -203,7 +203,7 @@ def test_start_that_waits_for_the_folder_is_told_to_stop(
 STALE_VIEW = """
 import os, sys
 from zero_engine.train.program import train
-from zero_engine.train.settings import Start
+from zero_engine.train.options import Start
 sizes = {"layers": 1, "width": 32, "heads": 2, "context": 32, "vocab": 300, "eval_windows": 8}
 folder, steps = sys.argv[1] + os.environ["RANK"], int(sys.argv[2])
 sys.exit(train({**sizes, "output": folder, "steps": steps}, Start.OVERWRITE))

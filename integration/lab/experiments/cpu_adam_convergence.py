@@ -38,8 +38,8 @@ from benchmarks.harness.text import (
 )
 from zero_core.schedules import Schedule, make_scheduler
 from zero_engine.train.data import Corpus
+from zero_engine.train.options import RunSettings
 from zero_engine.train.program import build_model, make_deterministic
-from zero_engine.train.settings import RunSettings
 
 MODEL = RunSettings(layers=4, width=160, heads=5, context=128, vocab=1024)
 """1.4 million parameters."""

@@ -5,7 +5,9 @@ Each command returns its exit code: see `zero_engine.terminal`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,60 +15,68 @@ import zero_core
 from zero_core import CheckpointError
 from zero_engine.deepspeed_import.importing import import_checkpoint
 from zero_engine.progress import working
-from zero_engine.terminal import refuse, say
+from zero_engine.terminal import DONE, refuse, say
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def verify(directory: str, tag: str | None, *, as_json: bool) -> int:
+_Answer = tuple[Mapping[str, object], str]
+"""A report as JSON and as text."""
+
+
+def _command(answer: Callable[..., _Answer]) -> Callable[..., int]:
+    """Return a command that prints what ``answer`` returns, and returns its exit code."""
+
+    @functools.wraps(answer)
+    def run(*arguments: Any, as_json: bool, **options: Any) -> int:
+        try:
+            content, text = answer(*arguments, **options)
+        except CheckpointError as error:
+            return refuse(error, as_json=as_json)
+        say(content, text, as_json=as_json)
+        return DONE
+
+    return run
+
+
+@_command
+def verify(directory: str, tag: str | None) -> _Answer:
     """Check every byte of a checkpoint, with progress on stderr."""
-    try:
-        found = zero_core.inspect_checkpoint(directory, tag)  # a live run may save a newer one
-        with working("verifying") as show:
-            checked = zero_core.verify_checkpoint(directory, found["tag"], progress=show)
-    except CheckpointError as error:
-        return refuse(error, as_json=as_json)
+    found = zero_core.inspect_checkpoint(directory, tag)  # a live run may save a newer one
+    with working("verifying") as show:
+        checked = zero_core.verify_checkpoint(directory, found["tag"], progress=show)
     text = f"{found['folder']}: all {found['files']} files are intact ({checked} bytes)"
-    say({"is_whole": True, "folder": found["folder"], "bytes": checked}, text, as_json=as_json)
-    return 0
+    return {"is_whole": True, "folder": found["folder"], "bytes": checked}, text
 
 
-def inspect(directory: str, tag: str | None, *, as_json: bool) -> int:
+@_command
+def inspect(directory: str, tag: str | None) -> _Answer:
     """Describe a checkpoint."""
-    try:
-        found = zero_core.inspect_checkpoint(directory, tag)
-    except CheckpointError as error:
-        return refuse(error, as_json=as_json)
+    found = zero_core.inspect_checkpoint(directory, tag)
     lines = []
     for key, value in found.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         title = "frozen are saved" if key == "has_frozen" else key.replace("_", " ")
         lines.append(f"{title:17} {shown}")
-    say(found, "\n".join(lines), as_json=as_json)
-    return 0
+    return found, "\n".join(lines)
 
 
-def export(
-    directory: str, output: str, tag: str | None, dtype: str | None, *, as_json: bool
-) -> int:
+@_command
+def export(directory: str, output: str, tag: str | None, dtype: str | None) -> _Answer:
     """Write a checkpoint's model, with progress on stderr."""
     if dtype is not None and dtype not in _DTYPES:
-        error = CheckpointError(f"--dtype {dtype}: expected one of {', '.join(_DTYPES)}")
-        return refuse(error, as_json=as_json)
-    try:
-        chosen = None if dtype is None else _DTYPES[dtype]
-        found = zero_core.inspect_checkpoint(directory, tag)
-        with working("exporting") as show:
-            written = zero_core.export_checkpoint(
-                directory, output, found["tag"], dtype=chosen, progress=show
-            )
-    except CheckpointError as error:
-        return refuse(error, as_json=as_json)
+        raise CheckpointError(f"--dtype {dtype}: expected one of {', '.join(_DTYPES)}")
+    chosen = None if dtype is None else _DTYPES[dtype]
+    found = zero_core.inspect_checkpoint(directory, tag)
+    with working("exporting") as show:
+        written = zero_core.export_checkpoint(
+            directory, output, found["tag"], dtype=chosen, progress=show
+        )
     text = f"{output}: {len(written)} parameters"
-    say({"output": output, "parameters": len(written)}, text, as_json=as_json)
-    return 0
+    return {"output": output, "parameters": len(written)}, text
 
 
+@_command
 def prune(
     directory: str,
     keep_last: int,
@@ -74,40 +84,26 @@ def prune(
     prefixes: Sequence[str],
     *,
     is_trial: bool,
-    as_json: bool,
-) -> int:
+) -> _Answer:
     """Remove checkpoints that are not to be kept."""
-    try:
-        with working("looking for checkpoints" if is_trial else "removing checkpoints"):
-            removed = zero_core.prune_checkpoints(
-                directory,
-                keep_last=keep_last,
-                keep_every=keep_every,
-                prefixes=prefixes,
-                is_trial=is_trial,
-            )
-    except CheckpointError as error:
-        return refuse(error, as_json=as_json)
+    with working("looking for checkpoints" if is_trial else "removing checkpoints"):
+        removed = zero_core.prune_checkpoints(
+            directory,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            prefixes=prefixes,
+            is_trial=is_trial,
+        )
     verb = "would be removed" if is_trial else "removed"
     text = "\n".join(f"{tag} {verb}" for tag in removed) or "nothing to remove"
-    say({"removed": removed, "is_trial": is_trial}, text, as_json=as_json)
-    return 0
+    return {"removed": removed, "is_trial": is_trial}, text
 
 
+@_command
 def convert(
-    directory: str,
-    output: str,
-    tag: str | None,
-    optimizer: str | None,
-    frozen: Sequence[str],
-    *,
-    as_json: bool,
-) -> int:
+    directory: str, output: str, tag: str | None, optimizer: str | None, frozen: Sequence[str]
+) -> _Answer:
     """Import a checkpoint of DeepSpeed's."""
-    try:
-        with working("importing"):
-            place = import_checkpoint(directory, output, tag, optimizer=optimizer, frozen=frozen)
-    except CheckpointError as error:
-        return refuse(error, as_json=as_json)
-    say({"folder": str(place)}, f"wrote {place}", as_json=as_json)
-    return 0
+    with working("importing"):
+        place = import_checkpoint(directory, output, tag, optimizer=optimizer, frozen=frozen)
+    return {"folder": str(place)}, f"wrote {place}"

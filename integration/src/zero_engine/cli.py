@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from inspect import Parameter, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -17,6 +19,7 @@ from typer.core import TyperCommand
 
 import zero_engine
 from zero_engine.presets import EXAMPLES, example_text
+from zero_engine.train.options import RunSettings, Start, flag_of
 
 app = typer.Typer(
     help="Train with ZeRO: sharded, offloaded, quantized.",
@@ -33,14 +36,6 @@ def _option(help_text: str) -> Any:
     return typer.Option(help=help_text, show_default=False)
 
 
-def _argument(name: str, value: object) -> str:
-    """Return an option of the command line."""
-    option = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{option}" if value else f"--no-{option}"
-    return f"--{option}={value}"
-
-
 class _ResumeCommand(TyperCommand):
     """Command whose option ``--resume`` may stand alone, or have the value "auto"."""
 
@@ -54,17 +49,25 @@ class _ResumeCommand(TyperCommand):
         return super().parse_args(ctx, words)
 
 
+def _with_run_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give ``command`` an option for each of `RunSettings`, which it gets by ``**options``."""
+    own, kinds = signature(command, eval_str=True), get_type_hints(RunSettings)
+    others = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    settings = []
+    for setting in fields(RunSettings):
+        name, flag, kind = setting.name, flag_of(setting.name), kinds[setting.name]
+        flags = [f"{flag}/--no-{name}"] if kind is bool else [flag]
+        option = typer.Option(*flags, help=setting.metadata["help"], show_default=False)
+        hint = Annotated[kind | None, option]  # type: ignore[valid-type]
+        settings.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+    vars(command)["__signature__"] = own.replace(parameters=[*settings, *others])
+    return command
+
+
 @app.command(cls=_ResumeCommand)
+@_with_run_settings
 def train(
-    invocation: typer.Context,
-    data: Annotated[
-        _Text, _option("UTF-8 text to learn from. Default: the Python standard library's source.")
-    ] = None,
-    config: Annotated[
-        _Text, _option("DeepSpeed-style JSON. Default: what 'zero-engine config' prints.")
-    ] = None,
-    steps: Annotated[_Number, _option("Optimizer steps in all.")] = None,
-    output: Annotated[_Text, _option("Folder for the results, new or of a run.")] = None,
+    *,
     resume: Annotated[
         _Text,
         typer.Option(
@@ -82,48 +85,9 @@ def train(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Times to go on from the checkpoint after a rank failed.")
     ] = 0,
-    size: Annotated[
-        _Text,
-        _option("Parameters, as 350m or 2.2b: a model as large as the memory, with its plan."),
-    ] = None,
-    states: Annotated[
-        _Text, _option("With --size: memory or files. Default: memory, if the plan fits there.")
-    ] = None,
-    layers: Annotated[_Number, _option("Blocks of the model.")] = None,
-    width: Annotated[_Number, _option("Width of the model.")] = None,
-    heads: Annotated[_Number, _option("Attention heads.")] = None,
-    context: Annotated[_Number, _option("Tokens per sample.")] = None,
-    vocab: Annotated[_Number, _option("Size of the vocabulary to learn.")] = None,
-    eval_every: Annotated[_Number, _option("Steps between evaluations.")] = None,
-    eval_windows: Annotated[_Number, _option("Held-out samples per evaluation.")] = None,
-    save: Annotated[
-        bool | None,
-        typer.Option(
-            "--save/--no-save",
-            help="Whether checkpoints are saved. Without, a run cannot be resumed.",
-            show_default=False,
-        ),
-    ] = None,
-    save_every: Annotated[_Number, _option("Steps between checkpoints.")] = None,
-    checkpoints: Annotated[
-        _Text, _option("Their folder or URL, as s3://bucket/run. Default: one in the output's.")
-    ] = None,
-    keep_last: Annotated[_Number, _option("Checkpoints that stay. Default: 3.")] = None,
-    log_every: Annotated[_Number, _option("Steps between lines without a terminal.")] = None,
-    seed: Annotated[_Number, _option("Seed of weights and data order.")] = None,
-    sample_tokens: Annotated[_Number, _option("Tokens that the trained model writes.")] = None,
-    export: Annotated[
-        bool | None,
-        typer.Option(
-            "--export/--no-export",
-            help="Whether the model is exported for transformers.",
-            show_default=False,
-        ),
-    ] = None,
+    **options: Any,
 ) -> None:
     """Train a GPT-2 on text, on every GPU of this machine or on its CPU."""
-    others = ("resume", "overwrite", "ranks", "max_restarts")
-    options = {name: value for name, value in invocation.params.items() if name not in others}
     if resume and overwrite:
         raise typer.BadParameter("--resume and --overwrite exclude each other")
     if resume not in (None, "yes", "auto"):
@@ -136,7 +100,6 @@ def train(
     # torch and transformers take seconds to import: only the commands that need them pay.
     from zero_core.errors import ZeroError
     from zero_engine.launch.ranks import fail, is_under_launcher
-    from zero_engine.train.settings import Start
 
     start = {None: Start.NEW, "yes": Start.RESUME, "auto": Start.AUTO}[resume]
     if overwrite:
@@ -151,9 +114,12 @@ def train(
 
             num_ranks = check_request(options, start, ranks)
             options = plan_request(options, start, num_ranks)
-            arguments = [
-                _argument(name, value) for name, value in options.items() if value is not None
-            ]
+            arguments = []
+            for name, value in options.items():
+                if isinstance(value, bool):
+                    arguments.append(flag_of(name) if value else f"--no-{name}")
+                elif value is not None:
+                    arguments.append(f"{flag_of(name)}={value}")
             command = ["train", *arguments, *start.arguments]
             code = launch(
                 command,

@@ -12,29 +12,26 @@ from pathlib import Path
 
 import torch
 
-from zero_core.record.environment import available_cores, memory_limit_bytes, read_text
-
-__all__ = [
-    "accelerator_names",
-    "available_cores",
-    "locked_memory_limit_bytes",
-    "memory_limit_bytes",
-    "parse_bytes",
-    "peak_bytes",
-    "processor_name",
-    "used_bytes",
-]
+from zero_core.errors import ConfigError
+from zero_core.record.environment import available_cores as available_cores
+from zero_core.record.environment import memory_limit_bytes as memory_limit_bytes
+from zero_core.record.environment import read_text
 
 
-def parse_bytes(text: str) -> int | None:
-    """Return the bytes of "24GB" (decimal), "24GiB" (binary) or a plain number, else None."""
+def parse_bytes(text: str, name: str) -> int:
+    """Return the bytes of "24GB" (decimal), "24GiB" (binary) or a plain number.
+
+    Raises:
+        ConfigError: ``text``, the value of ``name``, is no size, or not positive.
+    """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    if match is None:
-        return None
-    number, unit, binary = match.groups()
-    scale: int = (1024 if binary else 1000) ** "_kmgt".index(unit or "_")
-    found = float(number) * scale
-    return round(found) if math.isfinite(found) else None
+    if match is not None:
+        number, unit, binary = match.groups()
+        scale: int = (1024 if binary else 1000) ** "_kmgt".index(unit or "_")
+        found = float(number) * scale
+        if math.isfinite(found) and round(found) > 0:
+            return round(found)
+    raise ConfigError(f"{name} {text}: expected a size such as 24GB or 22.5GiB")
 
 
 def locked_memory_limit_bytes() -> int | None:

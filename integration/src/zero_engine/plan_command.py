@@ -19,11 +19,13 @@ import zero_core
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import ConfigError
 from zero_core.plan.planner import ranks_of_node
-from zero_engine import machine, planning
+from zero_engine import planning
 from zero_engine.calibration.kept import KeptRates, kept_rates
 from zero_engine.calibration.machine import device_calibration, device_memory, read_calibration
+from zero_engine.machine import parse_bytes
 from zero_engine.planning import Calibration, TimedPlan
-from zero_engine.train.settings import AUTO, RunSettings, engine_config
+from zero_engine.train.options import RunSettings
+from zero_engine.train.settings import AUTO, engine_config
 
 GB = 10**9
 MAX_RANKS = 2**20
@@ -31,18 +33,6 @@ USUAL_TOKENS = 1024
 """Tokens of a sample with kept rates and no ``--seq-length``, or the model's most if fewer."""
 _LARGEST = {"layers": 10_000, "width": 2**20, "heads": 2**20, "vocab": 2**31, "tokens": 2**24}
 """Options of the GPT-2, all at least 1, and the largest number that each may be."""
-
-
-def parse_bytes(text: str, option: str) -> int:
-    """Bytes of ``text``, the value of ``option``: see `machine.parse_bytes`.
-
-    Raises:
-        ConfigError: it is no size, or not positive.
-    """
-    found = machine.parse_bytes(text)
-    if not found:
-        raise ConfigError(f"--{option} {text}: expected a size such as 24GB or 22.5GiB")
-    return found
 
 
 def read_model(path: str | None, tokens: int | None, sizes: Mapping[str, int]) -> Any:
@@ -84,24 +74,14 @@ def read_model(path: str | None, tokens: int | None, sizes: Mapping[str, int]) -
 class PlanRequest:
     """Options of ``zero-engine plan``.
 
+    The command's help says what each of them is.
+
     Attributes:
-        model: a ``config.json`` or its folder; None: a GPT-2 of ``sizes``.
-        sizes: see `read_model`.
-        tokens: per sample; with them, a micro-batch is traced. None with kept rates:
-            `USUAL_TOKENS`.
-        batch_size: samples of a step over all ranks.
-        micro_batch_size: samples of a rank and micro-step.
-        config: path of the configuration; None: the default one.
-        ranks: data-parallel ranks.
-        ranks_per_node: see `zero_engine.planning.plan`.
-        device_memory: of one device, as `parse_bytes` reads it.
-        host_memory: of one node, likewise.
+        sizes, tokens: see `read_model`. With tokens, a micro-batch is traced. None with kept rates
+            is `USUAL_TOKENS`.
+        device_memory, host_memory: as `parse_bytes` reads them.
         rates: file of a calibration; None: the kept one, if it fits this machine.
-        no_rates: use no kept calibration.
-        device: name of a device of the table.
-        allow_rounding, nvme_path: see `zero_engine.planning.plan`.
         fit: where the best choice's configuration goes.
-        on_cpu: whether the ranks compute on the host.
     """
 
     model: str | None
@@ -133,7 +113,7 @@ class PlanRequest:
             raise ConfigError(f"--world-size {self.ranks}: must be from 1 to {MAX_RANKS}")
         calibration, tokens = self._calibration, self._traced_tokens
         settings = self.settings()
-        limits = {"device-memory": self.device_memory, "host-memory": self.host_memory}
+        limits = {"--device-memory": self.device_memory, "--host-memory": self.host_memory}
         device, host = (None if v is None else parse_bytes(v, k) for k, v in limits.items())
         if device is None and self.device is not None:
             device = device_memory(self.device)
@@ -173,7 +153,9 @@ class PlanRequest:
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration, with the batch that was asked for."""
-        found = _without_auto(engine_config(RunSettings(config=self.config)))
+        found = engine_config(RunSettings(config=self.config))
+        if AUTO in json.dumps(found.get("scheduler", {})):  # the run's length would complete it
+            del found["scheduler"]
         given = {
             "train_batch_size": ("batch-size", self.batch_size),
             "train_micro_batch_size_per_gpu": ("micro-batch-size", self.micro_batch_size),
@@ -251,13 +233,6 @@ class PlanRequest:
             return None
         most = config.get("max_position_embeddings", config.get("n_positions", USUAL_TOKENS))
         return min(int(most), USUAL_TOKENS)
-
-
-def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration without a schedule that the run's length completes."""
-    if AUTO in json.dumps(config.get("scheduler", {})):
-        return {key: value for key, value in config.items() if key != "scheduler"}
-    return config
 
 
 def show_plan(plan: TimedPlan, console: Console) -> None:

@@ -16,10 +16,10 @@ import pytest
 from conftest import environment, run_program
 
 from benchmarks.harness.forked_python import forked_python
-from zero_engine.deepspeed.refusal import reason_to_refuse
+from zero_engine.deepspeed.served import reason_to_refuse
 from zero_engine.script.hook import ON_PATH, hooked, install
+from zero_engine.script.mends import mend_loading
 from zero_engine.script.run import run_program as run_script
-from zero_engine.script.transformers_loading import mend_loading
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "sees_deepspeed.py"
 SITECUSTOMIZE = "import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = 'was run'\n"

@@ -1,6 +1,6 @@
 """The public names of DeepSpeed's modules, read from its source without importing it.
 
-``python tests/support/deepspeed_names.py`` writes the table of `zero_engine.deepspeed.refusal`.
+``python tests/support/deepspeed_names.py`` writes the table of `zero_engine.deepspeed.served`.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class Stopwatch:
 
     def _times(self, call: Callable[[], object], least: int, is_together: bool) -> list[float]:
         call()
-        self._meet()
+        if dist.is_initialized():
+            dist.barrier()
         times: list[float] = []
         started_at = time.perf_counter()
         while len(times) < least or (
@@ -70,10 +71,6 @@ class Stopwatch:
     ) -> None:
         """Time calls by rising amount."""
         self.curves[name] = rising([(n, self.seconds(call, **how)) for n, call in points])
-
-    def _meet(self) -> None:
-        if dist.is_initialized():
-            dist.barrier()
 
     def _once(self, call: Callable[[], object]) -> float:
         """Return the seconds of a call. An accelerator runs several in a row, which share them."""

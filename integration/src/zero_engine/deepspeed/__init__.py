@@ -30,8 +30,7 @@ from zero_engine.deepspeed.initialize import (
     add_config_arguments,
     initialize,
 )
-from zero_engine.deepspeed.refusal import VERSION
-from zero_engine.deepspeed.served import serve
+from zero_engine.deepspeed.served import VERSION, serve
 from zero_engine.deepspeed.utils.logging import log_dist, logger
 from zero_engine.deepspeed.utils.usage import OnDevice
 

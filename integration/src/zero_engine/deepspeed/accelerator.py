@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,17 +22,22 @@ from zero_engine.machine import memory_limit_bytes, peak_bytes, used_bytes
 CPU = torch.device("cpu")
 
 
+def _answer(value: Any) -> Callable[..., Any]:
+    """Return a method that returns ``value``, whatever device it is asked about."""
+
+    def method(self: DeepSpeedAccelerator, *_device_index: int | None, **_named: Any) -> Any:
+        return value
+
+    return method
+
+
 class DeepSpeedAccelerator:
     """Questions about a kind of device, which has the name ``device_type`` in torch."""
 
     def __init__(self, device_type: str, backend: str) -> None:
-        self.device_type = device_type
+        self.device_type = self._name = device_type
         self._communication_backend_name = backend
         self._ranges: list[torch.profiler.record_function] = []
-
-    @property
-    def _name(self) -> str:
-        return self.device_type
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return torch's name of the device, such as "cuda:1", or the kind without an index."""
@@ -49,32 +53,27 @@ class DeepSpeedAccelerator:
         """Whether an operation has ended when its call returns."""
         return self.device_type == "cpu"
 
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = (
-        is_synchronized_device
-    )
+    use_host_timers = resolves_data_dependency = is_synchronized_device
+    handles_memory_backpressure = is_synchronized_device
 
-    def random(self) -> ModuleType:
-        return torch.random
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed the generators of host and devices."""
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed()
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    is_fp16_supported = is_bf16_supported
-
-    def is_fp64_supported(self) -> bool:
-        return self.device_type != "mps"
+    random = _answer(torch.random)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)  # of host and devices
+    initial_seed = staticmethod(torch.initial_seed)
+    is_bf16_supported = is_fp16_supported = _answer(True)
+    get_compile_backend = _answer("inductor")
+    is_pinned = staticmethod(Tensor.is_pinned)
 
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.float16, torch.bfloat16]
+
+    def export_envs(self) -> list[str]:
+        """Return the variables that a launcher would pass on."""
+        return []
+
+    visible_devices_envs = export_envs
+
+    def is_fp64_supported(self) -> bool:
+        return self.device_type != "mps"
 
     def is_triton_supported(self) -> bool:
         return self.device_type in ("cuda", "xpu")
@@ -82,9 +81,6 @@ class DeepSpeedAccelerator:
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
         """Return a page-locked copy of ``tensor``, or ``tensor`` itself on the CPU."""
         return tensor if self.device_type == "cpu" else tensor.pin_memory()
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.is_pinned()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         return callback()
@@ -102,17 +98,6 @@ class DeepSpeedAccelerator:
         """Return a context in which work is queued on ``stream``. None changes nothing."""
         return nullcontext() if stream is None else stream
 
-    def export_envs(self) -> list[str]:
-        """Variables that a launcher would pass on."""
-        return []
-
-    def visible_devices_envs(self) -> list[str]:
-        """Variables that hide devices from a process."""
-        return []
-
-    def get_compile_backend(self) -> str:
-        return "inductor"
-
 
 class CpuAccelerator(DeepSpeedAccelerator):
     """The CPU as one device without an index. Memory is the process's resident set.
@@ -126,11 +111,14 @@ class CpuAccelerator(DeepSpeedAccelerator):
     def __init__(self) -> None:
         super().__init__("cpu", "gloo")
 
-    def device_name(self, device_index: int | None = None) -> str:
-        return "cpu"
-
-    def current_device_name(self) -> str:
-        return "cpu"
+    device_name = current_device_name = _answer("cpu")
+    device = _answer(CPU)  # as a context manager the default device
+    is_available = _answer(True)
+    set_device = synchronize = current_stream = default_stream = empty_cache = _answer(None)
+    # The system's peak is that of the whole process.
+    reset_peak_memory_stats = _answer(None)
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+    default_generator = _answer(torch.default_generator)
 
     def current_device(self) -> int:
         """Return this rank's number on its machine."""
@@ -139,28 +127,11 @@ class CpuAccelerator(DeepSpeedAccelerator):
     def device_count(self) -> int:
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    def device(self, device_index: int | None = None) -> torch.device:
-        """Return the CPU, which as a context manager is the default device."""
-        return CPU
-
-    def is_available(self) -> bool:
-        return True
-
-    def _ignore(self, device_index: int | None = None) -> None:
-        pass
-
-    set_device = synchronize = current_stream = default_stream = empty_cache = _ignore
-    # The system's peak is that of the whole process.
-    reset_peak_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = _ignore
-
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         torch.set_rng_state(new_state)
-
-    def default_generator(self, device_index: int | None = None) -> torch.Generator:
-        return torch.default_generator
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         return used_bytes(CPU)
@@ -209,18 +180,10 @@ class TorchAccelerator(DeepSpeedAccelerator):
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
 
-    def current_device(self) -> int:
-        return torch.accelerator.current_device_index()
-
-    def device_count(self) -> int:
-        return torch.accelerator.device_count()
-
-    def is_available(self) -> bool:
-        return torch.accelerator.is_available()
-
-    def empty_cache(self) -> None:
-        torch.accelerator.empty_cache()
-
+    current_device = staticmethod(torch.accelerator.current_device_index)
+    device_count = staticmethod(torch.accelerator.device_count)
+    is_available = staticmethod(torch.accelerator.is_available)
+    empty_cache = staticmethod(torch.accelerator.empty_cache)
     device = _of_device("device_index")
     set_device = _of_device("set_device_index")
     synchronize = _of_device("synchronize")

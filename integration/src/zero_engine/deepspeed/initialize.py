@@ -32,7 +32,7 @@ from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import ModelMissingError, NotServedError, UntestedOptimizerError
 from zero_engine.deepspeed.ops.optimizers import DeepSpeedCPUAdam, name_as_deepspeed
-from zero_engine.deepspeed.refusal import VERSION
+from zero_engine.deepspeed.served import VERSION
 from zero_engine.deepspeed.utils.logging import log_dist
 from zero_engine.deepspeed.utils.z3_leaf_module import mark_configured
 from zero_engine.deepspeed.zero.described import describe_engine

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zero_core import CheckpointError
 from zero_core.errors import CheckpointCorruptError
-from zero_engine.deepspeed_import.torch_files import flat
+from zero_engine.deepspeed_import.torch_files import Record, flat
 
 MASTER = "master_weight"
 OWN_STATE = "zero_engine.deepspeed"
@@ -211,3 +211,18 @@ def storage_ties(model: Mapping[str, Any]) -> dict[str, str]:
             if first != name:
                 ties[name] = first
     return ties
+
+
+def loss_scale_of(state: Mapping[str, Any], *, has_zero: bool = True) -> dict[str, float]:
+    """Return a 16-bit optimizer's dynamic loss scale as `zero_core` keeps it, {} if constant."""
+    found: Any = state
+    if has_zero:
+        scaler = state.get("loss_scaler")
+        found = vars(scaler) if isinstance(scaler, Record) else None
+    if found is None or not state.get("dynamic_loss_scale"):
+        return {}
+    return {
+        "scale": float(found["cur_scale"]),
+        "hysteresis_left": int(found.get("cur_hysteresis", 1)),
+        "steps_since_change": int(found["cur_iter"]) - int(found["last_overflow_iter"]) - 1,
+    }

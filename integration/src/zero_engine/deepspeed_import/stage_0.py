@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from zero_core import CheckpointError
-from zero_engine.deepspeed_import import loss_scale
 from zero_engine.deepspeed_import.source import (
     MASTER,
     Source,
     SourceParam,
+    loss_scale_of,
     make_source,
     named_like,
     split_states,
@@ -65,14 +65,13 @@ def read_stage_0(place: Path, frozen: Iterable[str]) -> Source:
         value = model["module"][first]
         states, step = found.get(first, (None, 0))
         parts = (flat(value, f"{place}: {first}"),)
-        if states is None:
-            params.append(SourceParam(all_names, tuple(value.shape), value.dtype, value=parts))
-        else:
-            fragments = {kind: (tensor,) for kind, tensor in states.items()}
-            params.append(
-                SourceParam(all_names, tuple(value.shape), value.dtype, fragments, step=step)
-            )
-    return make_source(model, params, inner["param_groups"], loss_scale.of_stage_0(saved))
+        fragments = None if states is None else {kind: (t,) for kind, t in states.items()}
+        kept = parts if states is None else ()
+        params.append(
+            SourceParam(all_names, tuple(value.shape), value.dtype, fragments, kept, step)
+        )
+    scale = loss_scale_of(saved, has_zero=False)
+    return make_source(model, params, inner["param_groups"], scale)
 
 
 def _by_shape(place: Path, inner: Mapping[str, Any], values: Mapping[str, Tensor]) -> _States:
@@ -131,16 +130,8 @@ def _by_masters(
         indices = inner["param_groups"][number]["params"]
         for index, master in zip(indices, masters, strict=True):
             where = f"{place}: master weight {index}"
-            name = _only(
-                where,
-                [
-                    name
-                    for name, value in values.items()
-                    if name not in found
-                    and value.shape == master.shape
-                    and _rounds_to(master, value)
-                ],
-            )
+            left = {n: v for n, v in values.items() if n not in found and v.shape == master.shape}
+            name = _only(where, [n for n, v in left.items() if torch.equal(master.to(v.dtype), v)])
             states, step = split_states(inner["state"].get(index) or {}, where)
             found[name] = {**states, MASTER: flat(master, where)}, step
     return found
@@ -159,16 +150,16 @@ def _by_flat_masters(
         whole = {**states, MASTER: master}
         start = 0
         while start < master.numel():
-            name = _only(
-                f"{where}, from element {start} on,",
-                [
-                    name
-                    for name, value in values.items()
-                    if name not in found
-                    and 0 < value.numel() <= master.numel() - start
-                    and _rounds_to(master[start : start + value.numel()].view(value.shape), value)
-                ],
-            )
+            rest = master[start:]
+            left = {
+                n: v for n, v in values.items() if n not in found and 0 < v.numel() <= rest.numel()
+            }
+            alike = [
+                n
+                for n, v in left.items()
+                if torch.equal(rest[: v.numel()].view(v.shape).to(v.dtype), v)
+            ]
+            name = _only(f"{where}, from element {start} on,", alike)
             stop = start + values[name].numel()
             found[name] = {kind: t[start:stop] for kind, t in whole.items()}, step
             start = stop
@@ -193,7 +184,3 @@ def _only(where: str, names: Sequence[str]) -> str:
 
 
 _MEANING = "the weights are not the master weights, rounded; save it at stage 1 with DeepSpeed"
-
-
-def _rounds_to(master: Tensor, value: Tensor) -> bool:
-    return torch.equal(master.to(value.dtype), value)

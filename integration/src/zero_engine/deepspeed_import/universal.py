@@ -11,12 +11,12 @@ from torch import Tensor
 from zero_core import CheckpointError
 from zero_core.checkpoint.manifest import is_plain
 from zero_core.errors import CheckpointCorruptError
-from zero_engine.deepspeed_import import loss_scale
 from zero_engine.deepspeed_import.source import (
     MASTER,
     MOMENTS,
     Source,
     SourceParam,
+    loss_scale_of,
     make_source,
     named_like,
     storage_ties,
@@ -76,8 +76,7 @@ def read_universal(place: Path) -> Source:
             value = model["module"][first]
             parts = (flat(value, f"{files[0]}: {first}"),)
             params.append(SourceParam(names, tuple(value.shape), dtype, value=parts))
-    scale = loss_scale.of_zero(optimizer)
-    return make_source(model, params, optimizer["param_groups"], scale)
+    return make_source(model, params, optimizer["param_groups"], loss_scale_of(optimizer))
 
 
 def _value(path: Path) -> Tensor:

@@ -27,7 +27,7 @@ from zero_core.checkpoint.manifest import (
 from zero_core.checkpoint.save import write_file, write_manifest
 from zero_core.checkpoint.storage.local import Aside
 from zero_engine.deepspeed_import.isolation import printable
-from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source, SourceParam
+from zero_engine.deepspeed_import.source import MASTER, OWN_STATE, Source
 
 _SEED = 0
 """Seed of the random generators: DeepSpeed does not save theirs."""
@@ -45,7 +45,8 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
     """
     check_tag(tag)
     # First, since it refuses what cannot be kept, and tensors take long to write.
-    states = _state_names(source)
+    known = [name for param in source.params for name in param.states or ()]
+    states = list(dict.fromkeys([MASTER, *known]))
     kind = optimizer or _optimizer_of(source)
     content = _manifest(source, states, f"{kind} with {len(source.groups)} groups")
     directory.mkdir(parents=True, exist_ok=True)
@@ -57,7 +58,8 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
             _note(f"writing {name}")
             files |= write_file(aside.folder, file_name(name, 0), _fragments(source, name))
         _note("writing frozen parameters and buffers")
-        files |= write_file(aside.folder, file_name(VALUE, 0), _frozen(source))
+        frozen = {str(i): p.value for i, p in enumerate(source.params) if p.states is None}
+        files |= write_file(aside.folder, file_name(VALUE, 0), frozen)
         files |= write_file(aside.folder, BUFFERS, dict(source.buffers))
         rng = {"torch": torch.Generator().manual_seed(_SEED).get_state()}
         files |= write_file(aside.folder, file_name(RNG, 0), rng)
@@ -73,12 +75,6 @@ def write_source(source: Source, directory: Path, tag: str, optimizer: str | Non
     return directory / tag
 
 
-def _state_names(source: Source) -> list[str]:
-    """Return the states that any parameter has, the master weights first."""
-    found = [name for param in source.params for name in param.states or ()]
-    return list(dict.fromkeys([MASTER, *found]))
-
-
 def _fragments(source: Source, name: str) -> dict[str, Sequence[Tensor]]:
     """Return one state of the trained parameters by their segment. Some were never updated."""
     found: dict[str, Sequence[Tensor]] = {}
@@ -87,10 +83,6 @@ def _fragments(source: Source, name: str) -> dict[str, Sequence[Tensor]]:
             given = param.states.get(name)
             found[str(index)] = given or (torch.zeros(param.numel),)
     return found
-
-
-def _frozen(source: Source) -> dict[str, Sequence[Tensor]]:
-    return {str(i): param.value for i, param in enumerate(source.params) if param.states is None}
 
 
 def _optimizer_of(source: Source) -> str:
@@ -141,7 +133,6 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
         "param_groups": list(source.groups),
         "lr_scheduler": source.schedule,
     }
-    numbered = list(enumerate(source.params))
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -149,7 +140,16 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
         "world_size": 1,
         "optimizer": optimizer,
         "states": list(states),
-        "params": [_describe(param) for _, param in numbered],
+        "params": [
+            {
+                "name": param.names[0],
+                "aliases": list(param.names[1:]),
+                "shape": list(param.shape),
+                "dtype": str(param.dtype).removeprefix("torch."),
+                "is_trainable": param.states is not None,
+            }
+            for param in source.params
+        ],
         # A segment for each parameter: its fragments are written one after another.
         "segments": [
             {
@@ -157,13 +157,13 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
                 "shard_numel": param.numel,
                 "slots": [[param.names[0], 0, param.numel]],
             }
-            for _, param in numbered
+            for param in source.params
         ],
         "scalars": {
             param.names[0]: {"num_steps": param.step, "step": param.step}
             if param.step
             else {"num_steps": 0}
-            for _, param in numbered
+            for param in source.params
             if param.states is not None
         },
         "whole_states": {},
@@ -171,16 +171,6 @@ def _manifest(source: Source, states: Sequence[str], optimizer: str) -> dict[str
         "progress": encode(progress, "progress"),
         "client_state": _client_state(source),
         "has_frozen": True,
-    }
-
-
-def _describe(param: SourceParam) -> dict[str, Any]:
-    return {
-        "name": param.names[0],
-        "aliases": list(param.names[1:]),
-        "shape": list(param.shape),
-        "dtype": str(param.dtype).removeprefix("torch."),
-        "is_trainable": param.states is not None,
     }
 
 

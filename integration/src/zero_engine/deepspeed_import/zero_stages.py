@@ -19,11 +19,11 @@ from torch import Tensor
 
 from zero_core import CheckpointError
 from zero_core.errors import CheckpointCorruptError
-from zero_engine.deepspeed_import import loss_scale
 from zero_engine.deepspeed_import.source import (
     MASTER,
     Source,
     SourceParam,
+    loss_scale_of,
     make_source,
     named_like,
     split_states,
@@ -134,8 +134,7 @@ def _read_stages_1_and_2(place: Path, states: Sequence[Mapping[str, Any]]) -> So
         else:
             parts = (flat(value, f"{place}: {first}"),)
             params.append(SourceParam(names, tuple(value.shape), value.dtype, value=parts))
-    scale = loss_scale.of_zero(states[0])
-    return make_source(model, params, base["param_groups"], scale)
+    return make_source(model, params, base["param_groups"], loss_scale_of(states[0]))
 
 
 def _span(address: Any, where: str) -> tuple[int, int]:
@@ -186,9 +185,8 @@ def _read_stage_3(place: Path, states: Sequence[Mapping[str, Any]]) -> Source:
             params.append(SourceParam(names, shape, dtype, by_kind, step=step))
         else:
             params.append(frozen_of_stage_3(place, names, dtype, models))
-    scale = loss_scale.of_zero(states[0])
     groups = states[0]["optimizer_state_dict"]["param_groups"]
-    return make_source(model, params, groups, scale)
+    return make_source(model, params, groups, loss_scale_of(states[0]))
 
 
 def frozen_of_stage_3(

@@ -1,4 +1,4 @@
-"""TrainingArguments, carried over into the engine's configuration.
+"""``zero=...``, and TrainingArguments carried over into the engine's configuration.
 
 TrainingArguments lead: a key that they decide may be left out or be "auto", and must agree with
 them if it is given. [Note: who does what] The Trainer divides the loss over the micro-steps, makes
@@ -8,8 +8,11 @@ loss, clips, and updates.
 
 from __future__ import annotations
 
+import copy
+import difflib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -18,6 +21,8 @@ from transformers import TrainingArguments
 from zero_core import ConfigError
 from zero_core.config import SchedulerConfig
 from zero_core.config.schema import explain, shown
+from zero_engine.deepspeed.config.source import load
+from zero_engine.presets import PRESETS
 
 _AUTO = "auto"
 _LEFT_TO_ENGINE = (
@@ -26,6 +31,28 @@ _LEFT_TO_ENGINE = (
     "stage3_param_persistence_threshold",
 )
 """Keys of ``zero_optimization`` where "auto" is the engine's default."""
+
+
+def read_zero(zero: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of ``zero``: a preset's name, a JSON file's path, or itself.
+
+    "auto" values are still in it.
+
+    Raises:
+        ConfigError: no such preset or file, or the file is not a JSON object.
+    """
+    if isinstance(zero, Mapping):
+        return copy.deepcopy(dict(zero))
+    if isinstance(zero, str) and zero in PRESETS:
+        return {"zero_optimization": copy.deepcopy(dict(PRESETS[zero]))}
+    if Path(zero).suffix == ".json" or Path(zero).is_file():
+        return copy.deepcopy(load(zero))
+    near = difflib.get_close_matches(str(zero), PRESETS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"zero = {str(zero)!r} is neither a preset nor a file: {hint}"
+        f"Presets: {', '.join(PRESETS)}; or give a configuration, or the path of its JSON file"
+    )
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -67,14 +94,21 @@ def fill_config(config: Mapping[str, Any], args: TrainingArguments) -> dict[str,
         if zero.get(key) == _AUTO:
             del zero[key]
     if zero.get("zero_hpz_partition_size") == _AUTO:
-        zero["zero_hpz_partition_size"] = _ranks_of_node(args.world_size)
+        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+        zero["zero_hpz_partition_size"] = of_node if of_node < args.world_size else 1
     differences: list[str] = []
     for path, value in _decided(args).items():
         _fill(filled, path, value, differences)
     if "optimizer" in filled:
         params = dict(filled["optimizer"].get("params", {}))
         filled["optimizer"] = {**filled["optimizer"], "params": params}
-        for key, value in _optimizer(args).items():
+        of_trainer = {
+            "lr": args.learning_rate,
+            "betas": [args.adam_beta1, args.adam_beta2],
+            "eps": args.adam_epsilon,
+            "weight_decay": args.weight_decay,
+        }
+        for key, value in of_trainer.items():
             if key in params:
                 _fill(params, key, value, differences, prefix="optimizer.params.")
     if differences:
@@ -119,15 +153,6 @@ def _decided(args: TrainingArguments) -> dict[str, Any]:
     }
 
 
-def _optimizer(args: TrainingArguments) -> dict[str, Any]:
-    return {
-        "lr": args.learning_rate,
-        "betas": [args.adam_beta1, args.adam_beta2],
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-    }
-
-
 def _fill(
     block: dict[str, Any], path: str, value: Any, differences: list[str], prefix: str = ""
 ) -> None:
@@ -138,15 +163,5 @@ def _fill(
     found = block.get(key)
     if found is None or found == _AUTO:
         block[key] = value
-    elif _plain(found) != _plain(value):
+    elif (list(found) if isinstance(found, tuple) else found) != value:
         differences.append(f"- {prefix}{path} = {found!r}, TrainingArguments: {value!r}")
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _ranks_of_node(world_size: int) -> int:
-    """Return the number of ranks that share a node, by the launcher's word, or 1 on one node."""
-    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return of_node if of_node < world_size else 1

@@ -27,8 +27,7 @@ from zero_core.checkpoint.load import read_client_state
 from zero_core.config import SchedulerConfig
 from zero_core.schedules import Schedule, check_state, make_scheduler
 from zero_engine.hf.accelerator import ZeroAccelerator, ZeroOptimizer, take_over
-from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule
-from zero_engine.hf.presets import read_zero
+from zero_engine.hf.arguments import check_arguments, fill_config, fill_schedule, read_zero
 
 _log = logging.getLogger(__name__)
 
@@ -214,7 +213,13 @@ class ZeroTrainer(Trainer):
         saved: Any = read_client_state(Path(checkpoint)).get(_SCHEDULE)
         schedule: Schedule | None = None if saved is None else self.lr_scheduler
         if schedule is not None:
-            _check_schedule(checkpoint, schedule, saved)
+            try:
+                check_state(schedule, saved)  # before anything is loaded
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{checkpoint}: the schedule that was saved does not fit: {error}; resume with "
+                    "the schedule of the saved training, or load the weights alone into the model"
+                ) from error
         self.engine.load_checkpoint(checkpoint)
         if schedule is not None:
             schedule.load_state_dict(saved)
@@ -271,17 +276,6 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, Seq2SeqTrainer):
         return super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs
         )
-
-
-def _check_schedule(checkpoint: str, schedule: Schedule, saved: Any) -> None:
-    """Refuse a checkpoint whose schedule does not fit the Trainer's, before it is loaded."""
-    try:
-        check_state(schedule, saved)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{checkpoint}: the schedule that was saved does not fit: {error}; resume with the "
-            "schedule of the saved training, or load the weights alone into the model"
-        ) from error
 
 
 def _has_state(checkpoint: str) -> bool:

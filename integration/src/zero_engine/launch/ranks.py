@@ -3,15 +3,22 @@
 A **stop request** is a signal (Ctrl-C's SIGINT, or the SIGTERM or SIGUSR1 of a scheduler). It may
 reach one rank a step earlier than another, so the ranks compare what they received at every step's
 end and stop at the same one.
+
+[Note: a fresh store]
+torchrun keeps one store for all its restarts (torch 2.5 on: pytorch issues 135712 and 167288), and
+torch writes under the same names each time. A rank that is started anew may then read where a rank
+of before was listening. So the ranks agree on a prefix that no earlier ones had.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
@@ -23,13 +30,17 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from zero_core.errors import ZeroError
+from zero_core.errors import CollectiveError, ZeroError
 from zero_core.watch.error_file import write_error_file
 from zero_engine.launch.orphans import end_with_launcher
-from zero_engine.launch.rendezvous import fresh_store
 from zero_engine.launch.started_ranks import device_index
 from zero_engine.terminal import exit_code
+
+_INTERVAL_S = 0.02
+_LIMIT_S = 300.0
+"""As long as torch's stores wait by default."""
 
 
 def is_under_launcher() -> bool:
@@ -54,13 +65,58 @@ def join_ranks() -> torch.device:
     if is_under_launcher():
         # Not device_id=: the group is made on first use, so that a rank that fails before that
         # does not leave the others waiting in here.
-        backend, store = "nccl" if has_gpu else "gloo", fresh_store()
+        backend, store = "nccl" if has_gpu else "gloo", _fresh_store()
         if store is None:
             dist.init_process_group(backend)
         else:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return device or torch.device("cpu")
+
+
+def _fresh_store() -> Store | None:
+    """Return a store without entries for the ranks of this start. None: torch makes such a store.
+
+    Every rank must call it, before ``init_process_group``, which takes the store, RANK and
+    WORLD_SIZE.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return PrefixStore(agree_on_prefix(store, rank, world_size), store)
+
+
+def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
+    """Return a prefix that is new, the same on all ranks that are starting now.
+
+    Rank 0 makes it. Another rank may still read the prefix of an earlier start. So it adds a number
+    of its own under the prefix, and uses the prefix only when rank 0 has confirmed that number.
+
+    Raises:
+        CollectiveError: rank 0 has not confirmed one within five minutes.
+    """
+    if rank == 0:
+        prefix = f"zero_engine/{uuid.uuid4().hex}"
+        store.set("zero_engine/prefix", prefix)
+        numbers = [store.get(f"{prefix}/number/{other}").decode() for other in range(1, world_size)]
+        store.set(f"{prefix}/confirmed", json.dumps(numbers))
+        return prefix
+    own = uuid.uuid4().hex
+    limit = time.monotonic() + _LIMIT_S
+    while time.monotonic() < limit:
+        prefix = store.get("zero_engine/prefix").decode()
+        store.set(f"{prefix}/number/{rank}", own)
+        while store.get("zero_engine/prefix").decode() == prefix and time.monotonic() < limit:
+            confirmed = f"{prefix}/confirmed"
+            if store.check([confirmed]) and own in json.loads(store.get(confirmed)):
+                return prefix
+            time.sleep(_INTERVAL_S)
+    raise CollectiveError(
+        f"rank {rank} of {world_size}: rank 0 has not confirmed this start within "
+        f"{_LIMIT_S:.0f} s: is a rank of an earlier start still running?"
+    )
 
 
 def leave_ranks() -> None:

@@ -69,12 +69,15 @@ def rank_variables(environment: Mapping[str, str], *, port: int = PORT) -> dict[
     starter = _starter(environment)
     if starter is None or "RANK" in environment:
         return {}
+    job = environment.get("SLURM_JOB_ID", "")
+    if port == PORT and starter is SLURM and job.isdecimal():
+        port = 20000 + int(job) % 20000
     found = {
         "RANK": environment[starter.rank],
         "WORLD_SIZE": _size(environment, starter),
         "LOCAL_RANK": environment.get(starter.local_rank, ""),
         "MASTER_ADDR": _address(environment, starter),
-        "MASTER_PORT": str(_port(environment, starter, port)),
+        "MASTER_PORT": str(port),
     }
     variables = {name: environment.get(name) or value for name, value in found.items()}
     for name, value in variables.items():
@@ -136,9 +139,3 @@ def _address(environment: Mapping[str, str], starter: _Starter) -> str:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     is_one_machine = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
     return LOOPBACK if is_one_machine else first_host(nodes)
-
-
-def _port(environment: Mapping[str, str], starter: _Starter, port: int) -> int:
-    job = environment.get("SLURM_JOB_ID", "")
-    is_chosen_by_job = port == PORT and starter is SLURM and job.isdecimal()
-    return 20000 + int(job) % 20000 if is_chosen_by_job else port

@@ -48,7 +48,7 @@ def run_ranks(arguments: Namespace) -> int:
         failed first.
     """
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_PERIOD_S))
-    # See `rendezvous`: for programs that join by themselves, and for nodes that come later.
+    # [Note: a fresh store] in `ranks`: for programs that join by themselves, and later nodes.
     if arguments.max_restarts or ":" in arguments.nnodes:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # torchrun tells at length what is said here in one line, or is part of a normal end.

@@ -17,8 +17,7 @@ except ImportError as error:
         "pip install lightning"
     ) from error
 
-from zero_engine.lightning.precision import ZeroPrecision
-from zero_engine.lightning.strategy import ZeroStrategy
+from zero_engine.lightning.strategy import ZeroPrecision, ZeroStrategy
 
 __all__ = ["ZeroPrecision", "ZeroStrategy"]
 

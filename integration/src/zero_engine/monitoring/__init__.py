@@ -16,7 +16,7 @@ from zero_engine.monitoring.breakdowns import (
 from zero_engine.monitoring.communication import CommunicationLog, log_summary
 from zero_engine.monitoring.flops import FlopsProfiler
 from zero_engine.monitoring.monitors import Event, Monitor, Scalars, make_monitor
-from zero_engine.monitoring.observer import Observed, Observer, StepFacts, StepObserver
+from zero_engine.monitoring.observer import StepFacts, StepObserver
 
 __all__ = [
     "CommunicationLog",
@@ -24,8 +24,6 @@ __all__ = [
     "FlopsProfiler",
     "MemoryBreakdown",
     "Monitor",
-    "Observed",
-    "Observer",
     "Scalars",
     "StepFacts",
     "StepObserver",

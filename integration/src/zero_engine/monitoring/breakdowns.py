@@ -14,7 +14,7 @@ import torch
 
 from zero_engine.machine import used_bytes
 from zero_engine.monitoring.monitors import Monitor
-from zero_engine.monitoring.observer import Observer, StepFacts
+from zero_engine.monitoring.observer import StepFacts, StepObserver
 
 _GB = 1e9
 _HOST = torch.device("cpu")
@@ -67,7 +67,7 @@ class Stopwatch:
         return event
 
 
-class WallClock(Observer):
+class WallClock(StepObserver):
     """Times of every step, printed on rank 0 and monitored.
 
     A time is the sum over the micro-steps of a step. Reductions run beside backward, so backward
@@ -108,7 +108,7 @@ class WallClock(Observer):
         self._say("time (ms)" + "".join(f" | {name}: {text}" for name, text in told.items()))
 
 
-class Throughput(Observer):
+class Throughput(StepObserver):
     """Samples per second, printed every ``every`` steps over the steps since the last line."""
 
     def __init__(self, device: torch.device, every: int, *, say: Callable[[str], None]) -> None:
@@ -166,7 +166,7 @@ class ThroughputTimer:
         return (self._last[1] - samples) / max(self._last[0] - begun, 1e-9)
 
 
-class MemoryBreakdown(Observer):
+class MemoryBreakdown(StepObserver):
     """Printer of the memory that device and process hold after each part of a micro-step."""
 
     def __init__(self, device: torch.device, *, say: Callable[[str], None]) -> None:

@@ -11,18 +11,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from zero_core import ShardedModel
 from zero_core.comm.meter import Traffic
-from zero_engine.monitoring.observer import Observed, Observer, StepFacts
+from zero_engine.monitoring.observer import StepFacts, StepObserver
 from zero_engine.monitoring.settings import CommsLoggerSettings
 
 _logs: weakref.WeakSet[CommunicationLog] = weakref.WeakSet()
 
 
-class CommunicationLog(Observer):
+class CommunicationLog(StepObserver):
     """Sums of what this rank sends. See `log_summary`."""
 
     def __init__(
-        self, engine: Observed, settings: CommsLoggerSettings, *, say: Callable[[str], None]
+        self, engine: ShardedModel, settings: CommsLoggerSettings, *, say: Callable[[str], None]
     ) -> None:
         self._engine = engine
         self._settings = settings

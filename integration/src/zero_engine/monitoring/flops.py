@@ -12,14 +12,14 @@ from pathlib import Path
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero_engine.monitoring.observer import Observer, StepFacts
+from zero_engine.monitoring.observer import StepFacts, StepObserver
 from zero_engine.monitoring.settings import FlopsProfilerSettings
 
 _ALL = "Global"
 """What torch calls the sum over modules."""
 
 
-class FlopsProfiler(Observer):
+class FlopsProfiler(StepObserver):
     """Counter of the micro-steps of step ``profile_step`` on this rank, printed at its end."""
 
     def __init__(self, settings: FlopsProfilerSettings, *, say: Callable[[str], None]) -> None:

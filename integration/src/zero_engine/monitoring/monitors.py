@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from zero_core.errors import ConfigError
-from zero_engine.monitoring.observer import Observer, StepFacts
+from zero_engine.monitoring.observer import StepFacts, StepObserver
 from zero_engine.monitoring.settings import (
     CometSettings,
     CsvSettings,
@@ -51,7 +51,7 @@ class Monitor:
             sink.write(event_list)
 
 
-class Scalars(Observer):
+class Scalars(StepObserver):
     """Writes ``Train/Samples/lr`` and, with fp16, ``Train/Samples/loss_scale``, as DeepSpeed."""
 
     def __init__(self, monitor: Monitor) -> None:

@@ -8,11 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-
-from zero_core.comm.meter import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,63 +24,34 @@ class StepFacts:
     """The loss scale after the step; None without fp16."""
 
 
-class StepObserver(Protocol):
+class StepObserver:
     """Called by the engine on every rank. An ``end_`` is called even if what it ends has failed."""
 
     def begin_forward(self) -> None:
-        """Called before a forward in training mode."""
+        """Observe that a forward in training mode begins."""
 
     def end_forward(self) -> None:
-        """Called when a forward in training mode has ended."""
+        """Observe that it has ended."""
 
     def begin_backward(self) -> None:
-        """Called before the backward of a micro-step."""
+        """Observe that the backward of a micro-step begins."""
 
     def end_backward(self) -> None:
-        """Called when the backward of a micro-step has ended."""
+        """Observe that it has ended."""
 
     def begin_plain_backward(self) -> None:
-        """Called within the script's own backward, at the first gradient of an output."""
-
-    def end_plain_backward(self) -> None:
-        """Called at the end of that backward, still within it, unless it has failed."""
-
-    def begin_step(self) -> None:
-        """Called before ``step`` of a micro-step, whether it updates or not."""
-
-    def end_step(self) -> None:
-        """Called when ``step`` of a micro-step has ended."""
-
-    def step_done(self, facts: StepFacts) -> None:
-        """Called after ``end_step`` of a micro-step that ends a step."""
-
-
-class Observer:
-    """A `StepObserver` that does nothing: a base of observers that need few of the calls."""
-
-    def _ignore(self) -> None:
-        pass
-
-    begin_forward = end_forward = begin_backward = end_backward = begin_step = end_step = _ignore
-
-    def step_done(self, facts: StepFacts) -> None:
-        pass
-
-    def begin_plain_backward(self) -> None:
+        """Observe the script's own backward, at the first gradient of an output."""
         self.begin_backward()
 
     def end_plain_backward(self) -> None:
+        """Observe the end of that backward, still within it, unless it has failed."""
         self.end_backward()
 
+    def begin_step(self) -> None:
+        """Observe that ``step`` of a micro-step begins, whether it updates or not."""
 
-class Observed(Protocol):
-    """Members that observers read from an engine. `zero_core.Engine` has them."""
+    def end_step(self) -> None:
+        """Observe that it has ended."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def comm_report(self) -> tuple[Traffic, ...]:
-        """Return the traffic of this rank in the last step."""
+    def step_done(self, facts: StepFacts) -> None:
+        """Observe the end of a step, after ``end_step`` of its last micro-step."""

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
+from typing import NamedTuple
 
 from zero_core.comm.meter import Links
 from zero_core.config import Config
@@ -33,8 +32,8 @@ from zero_core.plan.forecast import Forecast, num_gathers
 from zero_core.plan.traffic import gather_calls, reduction_calls
 from zero_core.step.update import may_speculate, updates_in_backward
 from zero_engine.planning.rates import Rates
+from zero_engine.planning.result import LANES, Span, StepTime
 from zero_engine.planning.schedule import Schedule, Work
-from zero_engine.planning.step_time import LANES, Span, StepTime
 
 NUM_STEPS = 3
 _WIDE = "float32"
@@ -43,19 +42,15 @@ _UNDO_COST = 1.05
 cores and 64 Mi elements. A copy writes 12 bytes of an element where Adam reads and writes 26."""
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """Seconds that ranks exchange, on the link and on the thread that computes.
-
-    Attributes:
-        link_s: on the link.
-        main_s: on the thread that computes.
-        link_cores: cores that the link keeps busy.
-    """
+class Transfer(NamedTuple):
+    """Seconds on the link and on the thread that computes, and cores that the link keeps busy."""
 
     link_s: float = 0.0
     main_s: float = 0.0
     link_cores: float = 0.0
+
+
+_NOTHING = Transfer()
 
 
 @dataclass(frozen=True)
@@ -78,17 +73,17 @@ class UnitTime:
 
     forward_s: float
     backward_s: float
-    renew: Transfer
-    gather: Transfer
-    reduce: Transfer
-    sums: Transfer
-    host_s: float
-    undo_s: float
-    down_s: float
-    up_s: float
-    fetch_s: float
-    read_s: float
-    write_s: float
+    renew: Transfer = _NOTHING
+    gather: Transfer = _NOTHING
+    reduce: Transfer = _NOTHING
+    sums: Transfer = _NOTHING
+    host_s: float = 0.0
+    undo_s: float = 0.0
+    down_s: float = 0.0
+    up_s: float = 0.0
+    fetch_s: float = 0.0
+    read_s: float = 0.0
+    write_s: float = 0.0
     inputs_down_s: float = 0.0
     inputs_up_s: float = 0.0
 
@@ -120,15 +115,15 @@ class StepShape:
     last_block: int
     is_accelerated: bool
     threads: int
-    has_peers: bool
-    is_gathered: bool
-    has_sharded_params: bool
-    is_added_by_tier: bool
-    is_in_backward: bool
-    undo_share: float
-    agree: tuple[str, float]
-    device_update_s: float
-    per_step_s: float
+    has_peers: bool = False
+    is_gathered: bool = False
+    has_sharded_params: bool = False
+    is_added_by_tier: bool = False
+    is_in_backward: bool = False
+    undo_share: float = 0.0
+    agree: tuple[str, float] = ("main", 0.0)
+    device_update_s: float = 0.0
+    per_step_s: float = 0.0
     num_together: int = 1
     tied_down_s: float = 0.0
     tied_up_s: float = 0.0
@@ -162,9 +157,6 @@ class Prediction:
 
     # -------------------------------------------------------------- seconds
 
-    def _memory_s(self, nbytes: float) -> float:
-        return self._rates.seconds([f"memory.{_WIDE}"], nbytes)
-
     def _transfer(self, verb: str, calls: Sequence[tuple[int, int]]) -> Transfer:
         """Return the time of calls that send (bytes within the node, bytes between nodes)."""
         if not self._has_peers:
@@ -176,10 +168,9 @@ class Prediction:
                 far += self._rates.seconds([f"{verb}.between"], nbytes)
                 if f"{verb}.between.cpu" in self._rates.curves:
                     busy += self._rates.seconds([f"{verb}.between.cpu"], nbytes)
-        cores = busy / far if far and not self._is_accelerated else 0.0
         if self._is_accelerated:
             return Transfer(near + far)
-        return Transfer(far, near, cores)
+        return Transfer(far, near, busy / far if far else 0.0)
 
     def _unit_times(self, ratio: float) -> list[UnitTime]:
         forward = {u: self._rates.pass_s(p) for u, p in self._trace.forward.items()}
@@ -197,15 +188,8 @@ class Prediction:
             is_block = 0 < unit.index <= self._layout.last_block
             again = own if self._is_recomputed and is_block else 0.0
             share = own / total if total else 0.0
-            found.append(
-                self._unit_time(
-                    unit,
-                    own + per_pass,
-                    backward_s * share + again + per_pass,
-                    ratio,
-                    file_bytes=file_bytes,
-                )
-            )
+            back = backward_s * share + again + per_pass
+            found.append(self._unit_time(unit, own + per_pass, back, ratio, file_bytes))
         return found
 
     def _host_numel(self, segment: Segment, ratio: float) -> int:
@@ -217,19 +201,8 @@ class Prediction:
         first, last = tier.device_span(ratio)
         return stop - low - max(min(stop, last) - max(low, first), 0)
 
-    def _full_dtype(self, segment: Segment) -> torch.dtype:
-        """Return the dtype in which a rank holds its own gradient of a segment."""
-        plan = self._forecast.gradients[segment.index]
-        return plan.accumulated if plan.case is GradientCase.ALONE else plan.communicated
-
     def _unit_time(
-        self,
-        unit: UnitLayout,
-        forward_s: float,
-        backward_s: float,
-        ratio: float,
-        *,
-        file_bytes: float,
+        self, unit: UnitLayout, forward_s: float, backward_s: float, ratio: float, file_bytes: float
     ) -> UnitTime:
         """``file_bytes``: of each element that the host updates."""
         config, links, footprint = self._config, self._links, self._forecast.collectives
@@ -245,18 +218,17 @@ class Prediction:
             if segment in self._forecast.resting:
                 fetched += segment.shard_numel * segment.dtype.itemsize
         reduce = [c for s in trainable for c in reduction_calls(s, config, links, footprint)[0]]
-        sums = []
-        if self._stage == 0:
-            sums = [
-                links.gather(s.shard_numel * accumulated_dtype(s, config).itemsize)
-                for s in trainable
-            ]
+        sums = [
+            links.gather(s.shard_numel * accumulated_dtype(s, config).itemsize)
+            for s in (trainable if self._stage == 0 else ())
+        ]
         # Autograd's gradient is copied to the unit's, and the reduced one is read for its norm.
-        written = sum(
-            s.padded_numel * (s.dtype.itemsize + self._full_dtype(s).itemsize)
-            + s.shard_numel * accumulated_dtype(s, config).itemsize
-            for s in trainable
-        )
+        written = 0
+        for segment in trainable:
+            plan = self._forecast.gradients[segment.index]
+            own = plan.accumulated if plan.case is GradientCase.ALONE else plan.communicated
+            written += segment.padded_numel * (segment.dtype.itemsize + own.itemsize)
+            written += segment.shard_numel * accumulated_dtype(segment, config).itemsize
         host = [(s, self._host_numel(s, ratio)) for s in trainable]
         numel = sum(n for _, n in host)
         gradients = self._forecast.gradients
@@ -267,7 +239,7 @@ class Prediction:
         inputs = sum(self._moved.get(unit.index, ()))
         return UnitTime(
             forward_s=forward_s,
-            backward_s=backward_s + self._memory_s(written),
+            backward_s=backward_s + self._rates.seconds([f"memory.{_WIDE}"], written),
             renew=self._transfer("gather", renew),
             gather=self._transfer("gather", gather),
             reduce=self._transfer("reduce", reduce),
@@ -309,6 +281,10 @@ class Prediction:
         for segment in trainable:
             low, stop = self._spans[segment.index]
             own.append((segment, stop - low - self._host_numel(segment, ratio)))
+        num_params, num_units = len(self._layout.params), len(self._layout.units)
+        nbytes = facts_nbytes(num_params, num_units, norms_of(self._config))
+        way = "between" if self._links.num_nodes > 1 else "within"
+        agree_s = self._rates.seconds([f"agree.{way}"], nbytes) if self._has_peers else 0.0
         steps = self._config.gradient_accumulation_steps
         tied = sum(self._forecast.tied) if self._config.has_inputs_on_host else 0
         tier = self._forecast.tier
@@ -323,20 +299,13 @@ class Prediction:
             is_added_by_tier=self._forecast.num_added > 1,
             is_in_backward=updates_in_backward(self._config),
             undo_share=tier.undo_share(ratio) if tier and may_speculate(self._config) else 0.0,
-            agree=self._agree_s(),
+            agree=("link" if self._is_accelerated else "main", agree_s),
             device_update_s=self._update_s("device", own),
             per_step_s=self._rates.seconds(["step"], 1),
             num_together=steps if self._config.is_vertical else 1,
             tied_down_s=self._copy_s("to_host", tied),
             tied_up_s=self._copy_s("to_device", tied),
         )
-
-    def _agree_s(self) -> tuple[str, float]:
-        num_params, num_units = len(self._layout.params), len(self._layout.units)
-        nbytes = facts_nbytes(num_params, num_units, norms_of(self._config))
-        way = "between" if self._links.num_nodes > 1 else "within"
-        seconds = self._rates.seconds([f"agree.{way}"], nbytes) if self._has_peers else 0.0
-        return ("link" if self._is_accelerated else "main"), seconds
 
     # ------------------------------------------------------------- the step
 
@@ -372,7 +341,8 @@ def run_steps(shape: StepShape, units: Sequence[UnitTime], cores: float | None) 
         for _ in range(NUM_STEPS):
             program.step()
         program.schedule.run()
-        void = program.begun_late()
+        decided = program.decided
+        void = {unit for unit, work in program.ahead.items() if work.start >= decided.stop}
         if not void:
             return program
         shape = replace(shape, waiting=shape.waiting | void)
@@ -385,18 +355,19 @@ class StepProgram:
         schedule: all work so far.
         ends: of each step, its last work on the thread that computes.
         last: the work of the last step.
+        decided: the decision of the last step.
+        ahead: updates before it, by unit.
     """
 
-    def __init__(
-        self, prediction: StepShape, units: Sequence[UnitTime], schedule: Schedule
-    ) -> None:
-        self._shape = prediction
+    decided: Work
+
+    def __init__(self, shape: StepShape, units: Sequence[UnitTime], schedule: Schedule) -> None:
+        self._shape = shape
         self._units = units
         self.schedule = schedule
         self.ends: list[Work] = []
         self.last: list[Work] = []
-        self._ahead: dict[int, Work] = {}  # updates before the decision of the last step
-        self._decided: Work | None = None
+        self.ahead: dict[int, Work] = {}
         self._now: Work | None = None  # the last work of the thread that computes
         self._begun: dict[int, Work] = {}  # updates of units before the decision
         self._published: dict[int, Work] = {}  # the new values of units, where a host makes them
@@ -408,33 +379,24 @@ class StepProgram:
         self._reduction: Work | None = None
         self._reduced: dict[int, Work | None] = {}
 
-    def step(self) -> Work:
-        """Add one optimizer step, and return its last work on the thread that computes."""
+    def step(self) -> None:
+        """Add one optimizer step."""
         shape, first = self._shape, len(self.schedule.work)
         self._reduced.clear()
         num_passes = shape.micro_steps // shape.num_together
         for number in range(num_passes):
             self._forward(is_first=number == 0)
             self._backward(is_last=number == num_passes - 1)
-        agreed = self._decided = self._agree()
-        self._ahead = dict(self._begun)
+        agreed = self.decided = self._agree()
+        self.ahead = dict(self._begun)
         if not shape.is_in_backward:
             for unit in reversed(range(len(self._units))):
                 if unit in self._begun:
                     self._publish(unit, [self._begun.pop(unit), agreed])
                 else:
                     self._update_on_host(unit, agreed)
-        end = self._compute("update", shape.device_update_s + shape.per_step_s)
+        self.ends.append(self._compute("update", shape.device_update_s + shape.per_step_s))
         self.last = self.schedule.work[first:]
-        self.ends.append(end)
-        return end
-
-    def begun_late(self) -> set[int]:
-        """Return the units whose update before the last decision began after it, as it has run."""
-        decided = self._decided
-        if decided is None:
-            return set()
-        return {unit for unit, work in self._ahead.items() if work.start >= decided.stop}
 
     def _compute(
         self, what: str, seconds: float, after: Sequence[Work | None] = (), lane: str = "compute"
@@ -448,12 +410,10 @@ class StepProgram:
         self, lane: str, what: str, transfer: Transfer, after: Work | None
     ) -> Work | None:
         """Launch an exchange. Return its work on the link."""
-        if not transfer.link_s:
+        seconds, _, cores = transfer
+        if not seconds:
             return None
-        cores = transfer.link_cores
-        return self.schedule.add(
-            "link", lane, what, transfer.link_s, [self._now, after], cores=cores
-        )
+        return self.schedule.add("link", lane, what, seconds, [self._now, after], cores=cores)
 
     def _launch_gather(self, unit: int, *, is_new: bool) -> None:
         if unit in self._gathers:
@@ -478,7 +438,7 @@ class StepProgram:
     def _forward(self, *, is_first: bool) -> None:
         shape = self._shape
         has_gathers = shape.is_gathered and (is_first or shape.has_sharded_params)
-        for unit in [0, *range(1, len(self._units))]:
+        for unit in range(len(self._units)):
             ahead = [unit] if unit else [0, 1][: len(self._units)]
             for other in ahead if has_gathers else ():
                 self._launch_gather(other, is_new=is_first)
@@ -548,21 +508,20 @@ class StepProgram:
             sums = self._exchange("reduce", f"sums of unit {unit}", time.sums, None)
             if time.sums.main_s:
                 self._compute(f"sums of unit {unit}", time.sums.main_s, [], "reduce")
-            self._reduced[unit] = self._offer(unit, sums or self._now)
+            self._reduced[unit] = sums or self._now
+            if time.down_s:
+                self._reduced[unit] = self.schedule.add(
+                    "down", "copies", f"unit {unit}", time.down_s, [self._reduced[unit]]
+                )
             if self._shape.is_in_backward:
                 self._update_on_host(unit, None)
             else:
                 self._begin_update(unit)
 
-    def _offer(self, unit: int, ready: Work | None) -> Work | None:
-        seconds = self._units[unit].down_s
-        if not seconds:
-            return ready
-        return self.schedule.add("down", "copies", f"unit {unit}", seconds, [ready])
-
-    def _agree(self) -> Work | None:
+    def _agree(self) -> Work:
         place, seconds = self._shape.agree
         if not seconds:
+            assert self._now is not None, "there was a forward"
             return self._now
         awaited = [work for work in self._reduced.values() if work is not None]
         if place == "main":
@@ -591,14 +550,9 @@ class StepProgram:
         if not time.host_s or unit in shape.waiting or begun + time.host_s > room * (1 + 1e-9):
             return
         cores = 0.0 if shape.is_accelerated else float(shape.threads)
+        what, seconds, ready = f"unit {unit}", time.host_s + time.undo_s, [self._reduced.get(unit)]
         self._begun[unit] = self.schedule.add(
-            "host",
-            "host",
-            f"unit {unit}",
-            time.host_s + time.undo_s,
-            [self._reduced.get(unit)],
-            cores=cores,
-            need=unit,
+            "host", "host", what, seconds, ready, cores=cores, need=unit
         )
 
     def _publish(self, unit: int, ready: list[Work | None]) -> None:

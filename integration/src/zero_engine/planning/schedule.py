@@ -32,7 +32,7 @@ class Work:
     """Something that takes ``seconds`` on a resource, once all of ``after`` is done.
 
     Attributes:
-        lane: of [Note: lanes] in `zero_engine.planning.step_time`.
+        lane: of [Note: lanes] in `zero_engine.planning.result`.
         what: what is done, in words.
         cores: cores that it keeps busy meanwhile.
         need: place among what may begin on a resource that goes by need, the lowest first.

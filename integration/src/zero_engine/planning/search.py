@@ -22,12 +22,11 @@ from zero_core.errors import ConfigError
 from zero_core.plan.choices import AS_CONFIGURED, Placement
 from zero_core.plan.plan import make_planner
 from zero_core.plan.planner import Machine, Planner, Variant, ranks_of_node, variant_of
-from zero_core.plan.result import Choice, Plan, format_bytes
+from zero_core.plan.result import Choice, format_bytes
 from zero_core.step.update import may_speculate, updates_in_backward
 from zero_engine.planning.prediction import Prediction
 from zero_engine.planning.rates import Calibration, Rates
-from zero_engine.planning.result import TimedChoice, TimedPlan
-from zero_engine.planning.step_time import StepTime
+from zero_engine.planning.result import StepTime, TimedChoice, TimedPlan
 
 WORTH = 0.02
 """Share of the time that a change must save. See [Note: choices by time]."""
@@ -80,18 +79,15 @@ def plan(
         )
     planner = make_planner(model, config, machine, example_inputs)
     if rates is None or planner.trace(planner.configured.micro_batch) is None:
-        return _without_times(planner.plan(allow_rounding=allow_rounding))
+        found = planner.plan(allow_rounding=allow_rounding)
+        choices = {c.key: TimedChoice(**vars(c)) for c in found.choices}
+        named = {
+            "configured": choices[found.configured.key],
+            "choices": tuple(choices.values()),
+            "best": None if found.best is None else choices[found.best.key],
+        }
+        return TimedPlan(**vars(found) | named)
     return Search(planner, rates).plan(allow_rounding=allow_rounding)
-
-
-def _without_times(found: Plan) -> TimedPlan:
-    choices = {c.key: TimedChoice(**vars(c)) for c in found.choices}
-    named = {
-        "configured": choices[found.configured.key],
-        "choices": tuple(choices.values()),
-        "best": None if found.best is None else choices[found.best.key],
-    }
-    return TimedPlan(**vars(found) | named)
 
 
 class Search:

@@ -51,20 +51,22 @@ def _x(field: str, title: str, **more: Any) -> Spec:
 
 
 def _legend() -> Spec:
-    return {
-        "orient": "bottom",
-        "columns": {"expr": "width < 400 ? 1 : 2"},
-        "labelLimit": 260,
-    }
+    columns = {"expr": "width < 400 ? 1 : 2"}
+    return {"orient": "bottom", "columns": columns, "labelLimit": 260}
+
+
+def _color(field: str, legend: Spec | None) -> Spec:
+    return {"field": field, "type": "nominal", "title": None, "legend": legend}
 
 
 def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
     """Memory of each rank over one step, by kind."""
     rows: list[dict[str, Any]] = []
     for rank in ranks[:MAX_RANKS]:
-        detail = _last_with_memory(rank)
-        if detail is None:
+        recorded = [detail for detail in rank.details if detail.memory]
+        if not recorded:
             continue
+        detail = recorded[-1]
         base = min(held for _, held, _ in detail.memory)
         is_host = rank.run.environment.get("device") == "cpu"
         layers = Counter(detail.kinds) + Counter(detail.host_kinds if is_host else {})
@@ -83,12 +85,7 @@ def memory_over_step(ranks: Sequence[Rank]) -> list[Spec]:
         encoding={
             "x": _x("ms", "milliseconds of a step", scale={"zero": True}),
             "y": {"field": "mib", "type": "quantitative", "stack": "zero", "title": "MiB"},
-            "color": {
-                "field": "kind",
-                "type": "nominal",
-                "title": None,
-                "legend": _legend(),
-            },
+            "color": _color("kind", _legend()),
             "tooltip": [
                 {"field": "place", "title": "place"},
                 {"field": "kind", "title": "kind"},
@@ -112,11 +109,6 @@ def _per_rank(spec: Spec, rows: Sequence[Mapping[str, Any]]) -> list[Spec]:
     ]
 
 
-def _last_with_memory(rank: Rank) -> DetailRecord | None:
-    found = [detail for detail in rank.details if detail.memory]
-    return found[-1] if found else None
-
-
 def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: str) -> Spec | None:
     """Horizontal stacked bars of ``x`` by ``y`` and ``color``."""
     if not rows:
@@ -135,12 +127,7 @@ def bars(rows: Sequence[Mapping[str, Any]], x: str, y: str, color: str, title: s
                 "sort": None,
                 "axis": {"labelLimit": 150},
             },
-            "color": {
-                "field": color,
-                "type": "nominal",
-                "title": None,
-                "legend": _legend(),
-            },
+            "color": _color(color, _legend()),
         },
     )
 
@@ -156,17 +143,9 @@ def lanes(ranks: Sequence[Rank]) -> list[Spec]:
         longest = sorted(spans, key=lambda span: span[2] - span[3])[:_MAX_SPANS]
         for lane, name, start, stop, is_wait in longest:
             kind = "wait" if is_wait else _kind(lane, name)
-            rows.append(
-                {
-                    "rank": f"rank {rank.run.rank}, step {detail.step}",
-                    "lane": lane,
-                    "name": name,
-                    "start": start * 1e3,
-                    "stop": stop * 1e3,
-                    "ms": (stop - start) * 1e3,
-                    "kind": kind,
-                }
-            )
+            times = {"start": start * 1e3, "stop": stop * 1e3, "ms": (stop - start) * 1e3}
+            title = f"rank {rank.run.rank}, step {detail.step}"
+            rows.append({"rank": title, "lane": lane, "name": name, **times, "kind": kind})
     kinds = [kind for kind in _COLORS if any(row["kind"] == kind for row in rows)]
     present = [lane for lane in LANES if any(row["lane"] == lane for row in rows)]
     spec = _chart(
@@ -178,11 +157,8 @@ def lanes(ranks: Sequence[Rank]) -> list[Spec]:
             "x2": {"field": "stop"},
             "y": {"field": "lane", "type": "nominal", "sort": present, "title": None},
             "color": {
-                "field": "kind",
-                "type": "nominal",
-                "title": None,
+                **_color("kind", {"orient": "bottom", "columns": 4}),
                 "scale": {"domain": kinds, "range": [_COLORS[kind] for kind in kinds]},
-                "legend": {"orient": "bottom", "columns": 4},
             },
             "tooltip": [
                 {"field": "name", "title": "what"},
@@ -265,13 +241,6 @@ def over_steps(series: Mapping[str, Sequence[tuple[int, float]]], title: str) ->
     ]
     if not rows:
         return None
-    has_names = len(series) > 1
-    color = {
-        "field": "name",
-        "type": "nominal",
-        "title": None,
-        "legend": _legend() if has_names else None,
-    }
     return _chart(
         140,
         rows,
@@ -285,7 +254,7 @@ def over_steps(series: Mapping[str, Sequence[tuple[int, float]]], title: str) ->
                 "title": None,
                 "scale": {"zero": False},
             },
-            "color": color,
+            "color": _color("name", _legend() if len(series) > 1 else None),
         },
     )
 

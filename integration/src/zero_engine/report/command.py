@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_core.errors import ConfigError, ZeroError
+from zero_core.errors import ZeroError
 from zero_engine.machine import parse_bytes
 from zero_engine.progress import quiet, working
 from zero_engine.report import write_report
@@ -16,7 +16,7 @@ from zero_engine.terminal import DONE, refuse, say
 def run_report(run: str, output: str | None, memory: str | None, *, as_json: bool) -> int:
     """Write the page and print where it is. Returns the exit code."""
     try:
-        limit = None if memory is None else _bytes(memory)
+        limit = None if memory is None else parse_bytes(memory, "--memory")
         with working("report"), quiet():
             page = write_report(run, output or Path(run, "report.html"), memory_limit=limit)
             sentence = first_sentence(read_run(Path(run)), limit)
@@ -25,10 +25,3 @@ def run_report(run: str, output: str | None, memory: str | None, *, as_json: boo
     text = f"{sentence}\nwritten to {page}: open it in a browser"
     say({"page": str(page), "sentence": sentence}, text, as_json=as_json)
     return DONE
-
-
-def _bytes(memory: str) -> int:
-    found = parse_bytes(memory)
-    if not found:
-        raise ConfigError(f"--memory {memory!r}: expected bytes, as 24GB or 22GiB")
-    return found

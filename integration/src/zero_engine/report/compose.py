@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_core.config import load_config
+from zero_core.config.rules import find_unneeded
+from zero_core.errors import ConfigError
 from zero_core.plan.result import format_bytes
+from zero_core.record.records import RunRecord
 from zero_engine.report import charts
-from zero_engine.report.configuration import differences, without_effect
 from zero_engine.report.diagnosis import Cause, diagnose, show_s, transient_bytes
 from zero_engine.report.measured import WAITS, Measured, kept_bytes, measure
 from zero_engine.report.page import (
@@ -30,6 +34,7 @@ from zero_engine.report.run import Run
 
 _MAX_ROWS = 50
 _NUM_MOVES = 3
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def compose(run: Run, memory_limit: int | None) -> Page:
@@ -110,7 +115,7 @@ def verdict(found: Measured, limit: int | None, causes: Sequence[Cause]) -> Verd
         cause = causes[0]
         sentence = (
             f"The limit is {cause.sentence}; {', '.join(parts)}; "
-            f"{_lower(cause.change)}: {cause.gain_text}."
+            f"{cause.change[:1].lower()}{cause.change[1:]}: {cause.gain_text}."
         )
         is_poor = cause.rank == 0 or cause.gain > 0.25
         state = "poor" if is_poor else "fair"
@@ -142,10 +147,6 @@ def _ranks(run: Run) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def _upper(text: str) -> str:
@@ -307,13 +308,41 @@ def _configuration(found: Measured) -> Iterator[Block]:
         f"{_count(steps, 'micro-step')} * {_count(run.world_size, 'rank')}. "
         "Values that differ from the defaults:"
     )
-    yield Code("\n".join(f"{path} = {value}" for path, value in differences(run)) or "none")
-    idle = without_effect(found.run)
+    yield Code("\n".join(f"{path} = {value}" for path, value in _differences(run)) or "none")
+    idle = [
+        [path, json.dumps(value, default=str), reason]
+        for path, value, reason in find_unneeded(found.run.given or {}, found.run.ranks[0].config)
+    ]
     if idle:
         yield Text("Without effect:")
         yield Table(["key", "value", "why"], idle)
     else:
         yield Text("Every key that was given has an effect.")
+
+
+def _differences(run: RunRecord) -> list[tuple[str, str]]:
+    """Return path and value of each key whose value is not the default."""
+    try:
+        batch = {"train_micro_batch_size_per_gpu": run.config[_BATCH[1]]}
+        default = load_config(batch, world_size=run.world_size).model_dump(mode="json")
+    except ConfigError:
+        default = {}
+    return [
+        (path, json.dumps(value))
+        for path, value in _leaves("", run.config, default)
+        if path not in _BATCH
+    ]
+
+
+def _leaves(path: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    if value == default:
+        return
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    inner = default if isinstance(default, Mapping) else {}
+    for name, below in value.items():
+        yield from _leaves(f"{path}.{name}" if path else name, below, inner.get(name))
 
 
 def _moves(causes: Sequence[Cause]) -> Iterator[Block]:

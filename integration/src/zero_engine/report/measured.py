@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from zero_core.record.records import StepRecord
 from zero_engine.report.run import Rank, Run
 
 WARMUP = 3
@@ -78,7 +77,6 @@ class Measured:
 
     Attributes:
         ranks: in order.
-        num_steps: that count.
         num_skipped: in the whole run.
         skipped_s: median length of the skipped steps, which may be longer; 0 if there are none.
         num_all: steps of the whole run.
@@ -86,7 +84,6 @@ class Measured:
 
     run: Run
     ranks: Sequence[RankStep]
-    num_steps: int
     num_skipped: int
     skipped_s: float
     num_all: int
@@ -142,29 +139,19 @@ def sent_bytes(rank: Rank) -> list[tuple[str, str, int]]:
 
 def measure(run: Run) -> Measured:
     """Return the usual step of a run."""
-    ranks = [_usual(rank) for rank in run.ranks]
-    steps = run.ranks[0].steps
+    ranks, steps = [_usual(rank) for rank in run.ranks], run.ranks[0].steps
     skipped = [step.seconds for step in steps if not step.is_taken]
     return Measured(
-        run,
-        ranks,
-        num_steps=len(_counted(run.ranks[0])),
-        num_skipped=len(skipped),
-        skipped_s=median(skipped) if skipped else 0.0,
-        num_all=len(steps),
+        run, ranks, len(skipped), skipped_s=median(skipped or [0.0]), num_all=len(steps)
     )
 
 
-def _counted(rank: Rank) -> list[StepRecord]:
+def _usual(rank: Rank) -> RankStep:
     first = rank.run.first_step
     steps = [step for step in rank.steps if step.step > first]
     steps = [step for step in steps if step.is_taken] or steps
     later = [step for step in steps if step.step > first + WARMUP]
-    return later if len(later) > WARMUP else steps
-
-
-def _usual(rank: Rank) -> RankStep:
-    steps = _counted(rank)
+    steps = later if len(later) > WARMUP else steps
     timed = [step for step in steps if step.places]
     ordered = sorted(steps, key=lambda step: step.seconds)
     num = len(ordered)
@@ -172,22 +159,18 @@ def _usual(rank: Rank) -> RankStep:
     of_places = sorted(timed, key=lambda step: step.seconds)
     inner = of_places[len(of_places) // 4 : len(of_places) - len(of_places) // 4]
     held = sorted(step.memory_bytes for step in steps)
+    lanes = _means([step.lanes for step in middle])
+    copies = _means([step.lanes for step in inner]).get("copies")  # timed where places are
     return RankStep(
         seconds=_mean(step.seconds for step in middle),
         places=_means([step.places for step in inner]),
         waits=_means([step.waits for step in inner]),
-        lanes=_means([step.lanes for step in middle]) | _copies(inner),
+        lanes=lanes if copies is None else {**lanes, "copies": copies},
         held_bytes=held[len(held) // 2] if held else 0,
         peak_bytes=max((step.peak_bytes for step in steps), default=0),
         samples=round(_mean(step.samples for step in middle)),
         micro_steps=round(_mean(step.micro_steps for step in middle)),
     )
-
-
-def _copies(detailed: Sequence[StepRecord]) -> dict[str, float]:
-    """Return the mean time of copies, which are timed in steps whose places are."""
-    found = _means([step.lanes for step in detailed])
-    return {"copies": found["copies"]} if "copies" in found else {}
 
 
 def _mean(values: Iterable[float]) -> float:

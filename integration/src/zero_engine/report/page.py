@@ -10,9 +10,9 @@ import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -24,52 +24,46 @@ _FIGURE = re.compile(r"[\d.,]+ [^\W\d]{1,2}")
 """A number with its unit, which stay on one line."""
 
 
-class Block(Protocol):
-    """Part of a section. Its ``kind`` is known to the template."""
+class Block:
+    """Part of a section. The template knows it by its ``kind``."""
 
-    kind: ClassVar[str]
+    @property
+    def kind(self) -> str:
+        """Name of the class, in lower case."""
+        return type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Block):
     """A paragraph."""
 
-    kind: ClassVar[str] = "text"
-
     text: str
 
 
 @dataclass(frozen=True)
-class Code:
+class Code(Block):
     """Lines of a configuration or a program."""
 
-    kind: ClassVar[str] = "code"
-
     text: str
 
 
 @dataclass(frozen=True)
-class Chart:
+class Chart(Block):
     """A chart, and its number on the page."""
-
-    kind: ClassVar[str] = "chart"
 
     spec: Spec
     number: int = -1
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Block):
     """A table of texts."""
-
-    kind: ClassVar[str] = "table"
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A change that is proposed."""
 
     change: str
@@ -79,16 +73,13 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Moves:
+class Moves(Block):
     """Changes, the one to begin with first."""
-
-    kind: ClassVar[str] = "moves"
 
     moves: Sequence[Move]
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """A figure and its name."""
 
     name: str
@@ -136,10 +127,13 @@ def render(page: Page) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.tests["figure"] = _FIGURE.fullmatch
     template = environment.from_string(_asset("page.html.j2"))
-    shown = Page(page.title, page.verdict, numbered, page.footer)
+    # JSON that can stand within a script element, whatever its texts are
+    text = json.dumps(_rounded(charts), separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
     return template.render(
-        page=shown,
-        charts=Markup(_script_json(charts)),
+        page=replace(page, sections=numbered),
+        charts=Markup(text),
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
         library=Markup(_library()),
@@ -159,14 +153,6 @@ def _number_charts(sections: Sequence[Section]) -> tuple[list[Section], list[Spe
                 blocks.append(block)
         found.append(Section(section.title, blocks))
     return found, charts
-
-
-def _script_json(value: Any) -> str:
-    """Return JSON that can stand within a script element, whatever its texts are."""
-    text = json.dumps(_rounded(value), separators=(",", ":"), allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 def _rounded(value: Any) -> Any:

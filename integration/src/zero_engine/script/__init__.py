@@ -3,7 +3,7 @@
     on_path/        the folder put on PYTHONPATH: metadata, and what starts the hook in a process
     hook            serves ``deepspeed.*`` as the modules ``zero_engine.deepspeed.*``, and has the
                     variables by which processes get it
-    accelerate_cpu  lets accelerate see all ranks where there is no accelerator
+    mends           changes of accelerate, Lightning and transformers
     local_rank      which scripts are given --local_rank
     run             the command
 

@@ -229,9 +229,13 @@ def _slots_here(parsed: Namespace) -> tuple[int, ...]:
 
 
 def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]) -> str:
-    program = shlex.join(
-        [*_how_started(parsed), parsed.training_script, *parsed.training_script_args]
-    )
+    flags = {  # the kind of program, and what it is given
+        "--module": parsed.module,
+        "--no-python": parsed.no_python,
+        "--no-local-rank": parsed.local_rank is False,
+    }
+    options = [flag for flag, is_given in flags.items() if is_given]
+    program = shlex.join([*options, parsed.training_script, *parsed.training_script_args])
     first = next(iter(hosts))
     lines = [
         f"  on {host}: zero-engine run --no_ssh --node_rank={rank} --master_addr={first} "
@@ -249,16 +253,6 @@ def _commands_of_nodes(parsed: Namespace, hosts: Hosts, arguments: Sequence[str]
             *lines,
         ]
     )
-
-
-def _how_started(parsed: Namespace) -> list[str]:
-    """Return the options that say what kind of program it is and what it is given."""
-    flags = {
-        "--module": parsed.module,
-        "--no-python": parsed.no_python,
-        "--no-local-rank": parsed.local_rank is False,
-    }
-    return [flag for flag, is_given in flags.items() if is_given]
 
 
 def _join_nodes(parsed: Namespace, hosts: Hosts) -> None:

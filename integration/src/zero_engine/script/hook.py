@@ -13,18 +13,18 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from zero_engine.script.mends import HOME, MENDS
 from zero_engine.script.sharded_ddp import tell_after
 from zero_engine.script.uncaught import record_uncaught
 
 ON_PATH = Path(__file__).parent / "on_path"
 SERVED = "deepspeed"
-HOME = "zero_engine.deepspeed"
 
 
 def hooked(environment: Mapping[str, str]) -> dict[str, str]:
@@ -127,39 +127,3 @@ def _mended(
     # On this one loader: its class is the interpreter's.
     spec.loader.exec_module = run_and_mend  # type: ignore[method-assign]
     return spec
-
-
-def _mend_accelerate(module: ModuleType) -> None:
-    from zero_engine.script.accelerate_cpu import mend
-
-    mend(module)
-
-
-def _mend_lightning(module: ModuleType) -> None:
-    from zero_engine.script.lightning_cpu import mend
-
-    mend(module)
-
-
-def _mend_loading(module: ModuleType) -> None:
-    from zero_engine.script.transformers_loading import mend_loading
-
-    mend_loading(module)
-
-
-def _mend_resizing(module: ModuleType) -> None:
-    from zero_engine.script.transformers_loading import mend_resizing
-
-    mend_resizing(module)
-
-
-MENDS: dict[str, Callable[[ModuleType], None]] = {
-    "accelerate.state": _mend_accelerate,
-    "lightning.fabric.strategies.deepspeed": _mend_lightning,
-    "lightning.pytorch.strategies.deepspeed": _mend_lightning,
-    # The same code under the names of the package pytorch-lightning.
-    "lightning_fabric.strategies.deepspeed": _mend_lightning,
-    "pytorch_lightning.strategies.deepspeed": _mend_lightning,
-    "transformers.core_model_loading": _mend_loading,
-    "transformers.modeling_utils": _mend_resizing,
-}

@@ -60,7 +60,11 @@ def declares(source: Source, option: str) -> bool:
             continue  # Python itself will tell
         nodes = list(ast.walk(tree))
         has_field |= any(_is_field(node, field) for node in nodes)
-        has_parser_of_fields |= any(map(_is_parser_of_fields, nodes))
+        has_parser_of_fields |= any(
+            (isinstance(node, ast.Attribute) and node.attr == PARSER_OF_FIELDS)
+            or (isinstance(node, ast.Name) and node.id == PARSER_OF_FIELDS)
+            for node in nodes
+        )
         is_named = any(isinstance(node, ast.Constant) and node.value == option for node in nodes)
         if is_named or (has_field and has_parser_of_fields):
             return True
@@ -79,12 +83,6 @@ def _is_field(node: ast.AST, field: str) -> bool:
     )
 
 
-def _is_parser_of_fields(node: ast.AST) -> bool:
-    if isinstance(node, ast.Attribute):
-        return node.attr == PARSER_OF_FIELDS
-    return isinstance(node, ast.Name) and node.id == PARSER_OF_FIELDS
-
-
 def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
     """Files of the program's modules that ``node``, a statement in ``importer``, may import."""
     folder = source.folder
@@ -101,13 +99,9 @@ def _imported(node: ast.AST, importer: Path, source: Source) -> Iterator[Path]:
         yield folder / "__init__.py"
     elif source.package is not None:
         names = [name for name in names if name.partition(".")[0] == source.package]
-    for name in names:
-        yield from _files(folder, name)
-
-
-def _files(folder: Path, dotted: str) -> Iterator[Path]:
-    """Yield the files of the module ``dotted`` below ``folder``, and of its packages."""
-    for name in dotted.split("."):
-        yield folder / f"{name}.py"
-        folder = folder / name
-        yield folder / "__init__.py"
+    for dotted in names:
+        place = folder
+        for name in dotted.split("."):  # the module, and its packages
+            yield place / f"{name}.py"
+            place = place / name
+            yield place / "__init__.py"

@@ -144,20 +144,16 @@ def _give_local_rank(parsed: Namespace, local_rank: str) -> None:
         if parsed.no_python or script is None or is_own:
             return
         should_give = declares(script, OPTION)
-        _print_local_rank(parsed, is_given=should_give)
+        # Said once: a script whose option stays at -1 may train on all data alone.
+        told = (
+            f"declares {OPTION} and is given it; to leave it out: zero-engine run --no-local-rank"
+            if should_give
+            else f"is not given {OPTION}, as neither it nor a module of its folder declares the "
+            "option; to give it: zero-engine run --local-rank"
+        )
+        _say(parsed, f"{_name(parsed)} {told}")
     if should_give:
         parsed.training_script_args = [f"{OPTION}={local_rank}", *arguments]
-
-
-def _print_local_rank(parsed: Namespace, *, is_given: bool) -> None:
-    """Print the decision once: a script whose option stays at -1 may train on all data alone."""
-    told = (
-        f"declares {OPTION} and is given it; to leave it out: zero-engine run --no-local-rank"
-        if is_given
-        else f"is not given {OPTION}, as neither it nor a module of its folder declares the "
-        "option; to give it: zero-engine run --local-rank"
-    )
-    _say(parsed, f"{_name(parsed)} {told}")
 
 
 def _say(parsed: Namespace, line: str) -> None:

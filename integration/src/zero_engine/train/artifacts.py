@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
@@ -97,27 +96,20 @@ def write_sample(
 
 
 def plot_run(folder: RunFolder) -> None:
+    """Draw loss and memory over steps."""
     entries = read_metrics(folder.metrics)
-    _plot_loss(entries, folder.loss_plot)
-    _plot_memory(entries, folder.memory_plot)
-
-
-def _plot_loss(entries: Sequence[dict[str, Any]], path: Path) -> None:
     axes = _axes("loss (nats per token)")
     for key, label, style in (("loss", "training", "-"), ("held_out_loss", "held out", "o-")):
         points = [(entry["step"], entry[key]) for entry in entries if key in entry]
         axes.plot([x for x, _ in points], [y for _, y in points], style, label=label, markersize=4)
-    _save(axes, path)
-
-
-def _plot_memory(entries: Sequence[dict[str, Any]], path: Path) -> None:
+    _save(axes, folder.loss_plot)
     axes = _axes("memory (MiB)")
     points = [(entry["step"], entry["memory_bytes"]) for entry in entries if "loss" in entry]
     for rank in range(len(points[0][1]) if points else 0):
         values = [memory[rank] / MIB for _, memory in points if rank < len(memory)]
         axes.plot([x for x, memory in points if rank < len(memory)], values, label=f"rank {rank}")
     axes.set_ylim(bottom=0)
-    _save(axes, path)
+    _save(axes, folder.memory_plot)
 
 
 def _axes(label: str) -> Axes:

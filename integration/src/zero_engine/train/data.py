@@ -129,9 +129,9 @@ def prepare_corpus(text: str, folder: Path, *, vocab_size: int, context: int) ->
 
 def _encode(tokenizer: Tokenizer, text: str) -> Tensor:
     """Return the token ids of ``text``: int32, 1-D."""
-    encoded = []
-    for pieces in _batched(_pieces(text), 256):  # the encoder shares a batch among threads
-        encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    encoded, pieces = [], _pieces(text)
+    while batch := list(islice(pieces, 256)):  # the encoder shares a batch among threads
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         encoded += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
     return torch.cat(encoded)
 
@@ -199,23 +199,18 @@ def _permutation(length: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(length, generator=generator)
 
 
-def _pieces(text: str, target_chars: int = 20_000) -> Iterator[str]:
-    """Yield ``text`` in order, in pieces of whole lines."""
+def _pieces(text: str) -> Iterator[str]:
+    """Yield ``text`` in order, in pieces of whole lines, of 20,000 characters or more."""
     piece: list[str] = []
     num_chars = 0
     for line in text.splitlines(keepends=True):
         piece.append(line)
         num_chars += len(line)
-        if num_chars >= target_chars:
+        if num_chars >= 20_000:
             yield "".join(piece)
             piece, num_chars = [], 0
     if piece:
         yield "".join(piece)
-
-
-def _batched(items: Iterator[str], size: int) -> Iterator[list[str]]:
-    while batch := list(islice(items, size)):
-        yield batch
 
 
 def _digest(text: str) -> str:

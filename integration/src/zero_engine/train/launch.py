@@ -16,10 +16,10 @@ from zero_engine.launch.torchrun import local_address_only, pass_on_warnings, ru
 from zero_engine.machine import available_cores
 from zero_engine.progress import quiet, working
 from zero_engine.train.data import read_text
+from zero_engine.train.options import Start
 from zero_engine.train.run_lock import RunLock, longest_wait_s
 from zero_engine.train.settings import (
     RunFolder,
-    Start,
     engine_config,
     fill_auto,
     fresh_run,

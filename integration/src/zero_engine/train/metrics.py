@@ -28,7 +28,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from zero_core.checkpoint.files import newest_step
 from zero_core.watch.place import OUTSIDE, Place
-from zero_engine.train.settings import RunFolder, RunSettings
+from zero_engine.train.options import RunSettings
+from zero_engine.train.settings import RunFolder
 
 MIB = 2**20
 QUIET_S = 60.0

@@ -11,10 +11,10 @@ import zero_core
 from zero_core.errors import ConfigError
 from zero_core.plan.result import format_bytes
 from zero_engine.machine import memory_limit_bytes, used_bytes
+from zero_engine.train.options import RunSettings
 from zero_engine.train.program import build_model
 from zero_engine.train.settings import (
     RunFolder,
-    RunSettings,
     engine_config,
     fill_auto,
     nearest_folder,
@@ -122,9 +122,10 @@ def _preview(settings: RunSettings, num_ranks: int) -> Preview:
     saved = plan.async_save_bytes * num_ranks
     num_saves = (2 if settings.save_every < settings.steps else 1) * settings.save
     in_files = plan.configured.file_bytes * num_ranks
+    parameter_bytes = 2 * plan.num_parameters  # in 16 bits: of an export, or off the device
     if resolved.zero_optimization.offload_param.device == "nvme":
-        in_files += _parameter_bytes(plan)
-    export = _parameter_bytes(plan) * settings.export
+        in_files += parameter_bytes
+    export = parameter_bytes * settings.export
     return Preview(
         settings,
         plan,
@@ -133,8 +134,3 @@ def _preview(settings: RunSettings, num_ranks: int) -> Preview:
         in_files + num_saves * saved + export,
         shutil.disk_usage(nearest_folder(folder.root)).free,
     )
-
-
-def _parameter_bytes(plan: zero_core.Plan) -> int:
-    """Return the bytes of all parameters in 16 bits: of an export, or off the device in files."""
-    return 2 * plan.num_parameters

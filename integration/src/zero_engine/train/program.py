@@ -48,6 +48,7 @@ from zero_engine.progress import working
 from zero_engine.train.artifacts import clear_run, export_for_transformers, plot_run, write_sample
 from zero_engine.train.data import Corpus, prepare_corpus, read_text
 from zero_engine.train.metrics import Reporter, StepRecord, last_finished_step
+from zero_engine.train.options import RunSettings, Start
 from zero_engine.train.products import has_16_bit_products, widen_products
 from zero_engine.train.run_lock import (
     RunLock,
@@ -58,8 +59,6 @@ from zero_engine.train.run_lock import (
 )
 from zero_engine.train.settings import (
     RunFolder,
-    RunSettings,
-    Start,
     engine_config,
     fill_auto,
     fresh_run,

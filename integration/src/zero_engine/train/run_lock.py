@@ -28,7 +28,8 @@ from zero_core.checkpoint.in_memory.place import find_launcher
 from zero_core.checkpoint.storage.local import write_synced
 from zero_core.errors import ConfigError
 from zero_engine.launch.orphans import GRACE_PERIOD_S
-from zero_engine.train.settings import RunFolder, Start
+from zero_engine.train.options import Start
+from zero_engine.train.settings import RunFolder
 
 
 def longest_wait_s(start: Start) -> float:

@@ -1,7 +1,6 @@
-"""Settings of the train program, and the paths of its results.
+"""The settings of a new or resumed run, and the paths of its results.
 
-`RunSettings` is what a user may set; `RunFolder` names what a run leaves behind. Both are written
-to ``config.resolved.json``, and a resumed run reads its settings back from there.
+The settings are written to ``config.resolved.json``, and a resumed run reads them from there.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
-from enum import StrEnum
+from dataclasses import asdict, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from zero_core.checkpoint.files import holds_checkpoint
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.config.schema import parse_json, read_config_text
 from zero_core.errors import CheckpointError, ConfigError
+from zero_engine.train.options import RunSettings, Start, flag_of
 from zero_engine.train.sizes import DEFAULTS, largest_unit, parse_size, shape_of
 
 DEFAULT_CONFIG = "default_config.json"
@@ -33,106 +32,6 @@ CHANGEABLE = (
     *("log_every", "sample_tokens", "export"),
 )
 """Settings that a resumed run may have others of."""
-MAX_SEED = 2**44
-"""Largest seed whose multiples by epoch torch takes: see `zero_engine.train.data.Corpus.batch`."""
-
-
-class Start(StrEnum):
-    """Way in which a run begins: by ``--resume``, ``--resume auto``, ``--overwrite`` or neither."""
-
-    NEW = "new"
-    """In a folder that holds no run worth keeping."""
-    OVERWRITE = "overwrite"
-    """In the place of the run that the folder holds, if it holds one."""
-    RESUME = "resume"
-    """From the newest checkpoint, which must be there."""
-    AUTO = "auto"
-    """From the newest checkpoint, or as a new run if there is none."""
-
-    @property
-    def arguments(self) -> list[str]:
-        """Arguments of the command line that say the same."""
-        words = {Start.OVERWRITE: "--overwrite", Start.RESUME: "--resume"}
-        words[Start.AUTO] = "--resume=auto"
-        return [words[self]] if self in words else []
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """Settings of one run. The defaults finish within three minutes on two cores."""
-
-    output: str = "runs/stdlib-gpt2"
-    """Folder for everything that the run leaves behind."""
-    data: str | None = None
-    """Text file to learn from; None is the Python standard library's source."""
-    config: str | None = None
-    """DeepSpeed-style JSON file; None is the one that ``zero-engine config`` prints."""
-    steps: int = 600
-    """Optimizer steps in all."""
-    layers: int = 3
-    width: int = 128
-    heads: int = 4
-    size: str | None = None
-    """Parameters of the model, such as 350m or 2.2b, in place of layers, width and heads. The run
-    is streamed then: see `zero_engine.train.sizes` and `LARGE_CONFIG`."""
-    states: Literal["memory", "files"] | None = None
-    """Where parameters and optimizer states of a run with a size rest; None: in memory."""
-    context: int = 128
-    """Tokens per sample."""
-    vocab: int = 512
-    """Upper bound of the tokenizer's vocabulary, its 256 bytes included."""
-    eval_every: int = 100
-    """Steps between evaluations on held-out text."""
-    eval_windows: int = 64
-    """Held-out samples per evaluation."""
-    save: bool = True
-    """Whether checkpoints are saved. Without them the run cannot be resumed."""
-    save_every: int = 250
-    """Steps between checkpoints."""
-    checkpoints: str | None = None
-    """Folder or URL (``s3://bucket/run``) of the checkpoints; None is a folder in the output's."""
-    keep_last: int = 3
-    """Checkpoints that stay; older ones are removed."""
-    log_every: int = 10
-    """Steps between lines where there is no terminal to draw a progress bar on."""
-    seed: int = 0
-    sample_tokens: int | None = None
-    """Tokens that the trained model writes; None: three quarters of the context."""
-    export: bool = True
-    """Whether the trained model is exported for transformers."""
-
-    def is_save_due(self, step: int) -> bool:
-        """Return whether a checkpoint follows a step, in a run that nobody stops."""
-        return self.save and (step == self.steps or step % self.save_every == 0)
-
-    def check(self) -> RunSettings:
-        """Self, if every value makes sense.
-
-        Raises:
-            ConfigError: names the option and what it must be.
-        """
-        smallest = {"context": 2, "vocab": 257, "seed": 0}
-        if self.sample_tokens is not None:
-            smallest["sample_tokens"] = 0
-        smallest |= dict.fromkeys(("steps", "layers", "width", "heads", "eval_every"), 1)
-        smallest |= dict.fromkeys(("eval_windows", "save_every", "keep_last", "log_every"), 1)
-        for name, least in smallest.items():
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
-        if self.seed > MAX_SEED:
-            raise ConfigError(f"--seed {self.seed}: must be at most {MAX_SEED}")
-        if self.width % self.heads:
-            raise ConfigError(f"--width {self.width} must be a multiple of --heads {self.heads}")
-        if self.sample_tokens is not None and self.sample_tokens > self.context - 1:
-            raise ConfigError(
-                f"--sample-tokens {self.sample_tokens}: must be below --context {self.context}"
-            )
-        if self.states not in (None, "memory", "files"):
-            raise ConfigError(f"--states {self.states}: must be memory or files")
-        if self.states is not None and (self.size is None or self.config is not None):
-            raise ConfigError(f"--states {self.states} belongs to --size, without --config")
-        return self
 
 
 class RunFolder:
@@ -239,7 +138,7 @@ def fresh_run(options: Mapping[str, Any], start: Start) -> RunSettings:
 def _check_saving(given: Mapping[str, Any]) -> None:
     for name in ("save_every", "keep_last", "checkpoints"):
         if given.get("save") is False and name in given:
-            raise ConfigError(f"--no-save and --{name.replace('_', '-')} exclude each other")
+            raise ConfigError(f"--no-save and {flag_of(name)} exclude each other")
 
 
 def _check_can_be_made(folder: Path) -> None:
@@ -279,7 +178,7 @@ def resumed_run(options: Mapping[str, Any]) -> RunSettings:
     for name, value in given.items():
         if name not in CHANGEABLE and _canonical(name, value) != getattr(saved, name):
             raise ConfigError(
-                f"--resume: --{name.replace('_', '-')} {value} contradicts the run, which has "
+                f"--resume: {flag_of(name)} {value} contradicts the run, which has "
                 f"{getattr(saved, name)}; leave the option out, or start a new run"
             )
     changed = {name: given[name] for name in CHANGEABLE if name in given}

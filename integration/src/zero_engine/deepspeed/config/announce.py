@@ -107,9 +107,5 @@ def _without_effect(settings: Settings, config: Config) -> Iterator[str]:
     if found:
         yield "  keys without effect, or with another name:"
     for path, value, text in found:
-        yield f"    {path} = {_short(value)}: {text}"
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        shown = json.dumps(value, default=str)
+        yield f"    {path} = {shown if len(shown) <= 60 else f'{shown[:57]}...'}: {text}"

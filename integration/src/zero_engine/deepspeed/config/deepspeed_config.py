@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from zero_core.comm.topology import find_ranks
 from zero_core.config import Config, load_config
-from zero_engine.deepspeed.config import attributes
 from zero_engine.deepspeed.config.reader import read
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.config.source import Source
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.monitoring.settings import CommsLoggerSettings
 
 ADAGRAD_OPTIMIZER = "adagrad"
 ADAM_OPTIMIZER = "adam"
@@ -25,6 +27,75 @@ MUADAMW_OPTIMIZER = "muadamw"
 MUON_OPTIMIZER = "muon"
 MUSGD_OPTIMIZER = "musgd"
 """Values of ``optimizer.type``. Of these LAMB and the mu-parametrised ones are refused."""
+
+_KEYS: Mapping[str, tuple[str, Any]] = {
+    "buffer_dtype": ("data_types.buffer_dtype", None),
+    "checkpoint_parallel_write_pipeline": ("checkpoint.parallel_write.pipeline_stage", False),
+    "data_efficiency_enabled": ("data_efficiency.enabled", False),
+    "disable_allgather": ("disable_allgather", False),
+    "grad_accum_dtype": ("data_types.grad_accum_dtype", None),
+    "keep_in_fp32_modules": ("data_types.keep_in_fp32_modules", "auto"),
+    "load_universal_checkpoint": ("checkpoint.load_universal", False),
+    "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "param_dtype": ("data_types.param_dtype", None),
+    "torch_autocast_lower_precision_safe_modules": (
+        "torch_autocast.lower_precision_safe_modules",
+        None,
+    ),
+    "use_data_before_expert_parallel_": ("use_data_before_expert_parallelism", False),
+    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
+    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
+    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
+}
+"""Keys, and DeepSpeed's defaults, of attributes whose value is the one in the file."""
+
+_OWN_OPTIMIZERS = {"adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon"}
+
+_CHECKPOINTING = {
+    "partition_activations": False,
+    "contiguous_memory_optimization": False,
+    "cpu_checkpointing": False,
+    "number_checkpoints": None,
+    "synchronize_checkpoint_boundary": False,
+    "profile": False,
+}
+_AIO = {
+    "block_size": 1 << 20,
+    "queue_depth": 8,
+    "intra_op_parallelism": 1,
+    "single_submit": False,
+    "overlap_events": True,
+    "use_gds": False,
+}
+
+
+@dataclass(frozen=True)
+class CommsConfig:
+    """``comms_config``: the block ``comms_logger``."""
+
+    comms_logger_enabled: bool
+    comms_logger: CommsLoggerSettings
+
+
+_BLOCKS: Mapping[str, Callable[[Settings], Any]] = {
+    "activation_checkpointing_config": lambda s: SimpleNamespace(
+        **{**_CHECKPOINTING, **(s.raw.get("activation_checkpointing") or {})}
+    ),
+    "aio_config": lambda s: {**_AIO, **(s.raw.get("aio") or {})},
+    "checkpoint_tag_validation_enabled": lambda s: s.tag_validation != "IGNORE",
+    "checkpoint_tag_validation_fail": lambda s: s.tag_validation == "FAIL",
+    "comms_config": lambda s: CommsConfig(s.comms_logger.enabled, s.comms_logger),
+    "flops_profiler_config": lambda s: s.flops_profiler,
+    "monitor_config": lambda s: s.monitors,
+    "timers_config": lambda s: s.throughput,
+}
+
+NAMES = frozenset(_KEYS) | frozenset(_BLOCKS)
+"""Attributes of DeepSpeed's configuration that are not keys of the top level.
+
+The engine needs few of them, but scripts ask for what they have put into the file. Attributes of
+what is refused (model parallelism, the hybrid engine, ...) are not served.
+"""
 
 
 class DeepSpeedConfig:
@@ -74,7 +145,8 @@ class DeepSpeedConfig:
         self.torch_autocast_enabled = autocast.enabled
         self.torch_autocast_dtype: torch.dtype | None = resolved.autocast_dtype
         name, self.optimizer_params = self._named("optimizer")
-        self.optimizer_name = attributes.optimizer_name(name)
+        lowered = None if name is None else name.lower()
+        self.optimizer_name = lowered if lowered in _OWN_OPTIMIZERS else name
         is_profiled = settings.flops_profiler.enabled
         self.wall_clock_breakdown = settings.wall_clock_breakdown or is_profiled
         self.scheduler_name, self.scheduler_params = self._named("scheduler")
@@ -86,15 +158,23 @@ class DeepSpeedConfig:
         return given.get("type"), given.get("params")
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of the top-level key ``name``, or of one of `attributes.NAMES`."""
+        """Return the value of the top-level key ``name``, or of one of `NAMES`."""
         if name.startswith("_"):
             raise AttributeError(name)
         if name in Config.model_fields:
             return getattr(self._resolved, name)
         if name in Settings.__slots__:
             return getattr(self._settings, name)
-        if name in attributes.NAMES:
-            return attributes.attribute(self._settings, name)
-        raise NotServedError(
-            f"DeepSpeedConfig.{name}", "read the JSON file, or ask the engine's methods"
-        )
+        if name in _BLOCKS:
+            return _BLOCKS[name](self._settings)
+        if name not in _KEYS:
+            raise NotServedError(
+                f"DeepSpeedConfig.{name}", "read the JSON file, or ask the engine's methods"
+            )
+        path, default = _KEYS[name]
+        found: Any = self._param_dict
+        for key in path.split("."):
+            if not isinstance(found, Mapping) or key not in found:
+                return default
+            found = found[key]
+        return default if found in (None, "auto") else found

@@ -140,13 +140,8 @@ def check_refused(path: str, value: Any) -> None:
     if isinstance(value, Mapping):
         is_block = "enabled" in value
         asked = [as_kind(value["enabled"], bool)] if is_block else list(value.values())
-        is_off = not any(map(_asks, asked))
+        is_off = not any(v is True or v not in (None, False, 0, 1, {}) for v in asked)
     else:
         is_off = as_kind(value, bool) in harmless
     if not is_off:
         raise ConfigError(f"{path} = {value!r} is not served: {reason}")
-
-
-def _asks(value: Any) -> bool:
-    """Whether a value of a block (``enabled``, ``autotp_size``) asks for something."""
-    return value not in (None, False, 0, 1, {}) or value is True

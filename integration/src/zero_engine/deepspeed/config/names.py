@@ -10,7 +10,7 @@ from zero_core.config.params import LARGEST, as_kind, as_whole
 from zero_core.config.schema import shown
 from zero_core.errors import ConfigError
 from zero_engine.deepspeed.config.keys import REFUSED, UNNEEDED, check_refused
-from zero_engine.deepspeed.refusal import VERSION
+from zero_engine.deepspeed.served import VERSION
 
 _ZERO = "zero_optimization"
 _OWN_AUTO = ("accumulation_schedule", f"{_ZERO}.offload_optimizer.ratio")

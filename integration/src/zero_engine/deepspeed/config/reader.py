@@ -90,7 +90,6 @@ def read(config: Source) -> Settings:
         gather_16bit_weights_on_model_save=bool(
             zero.get("stage3_gather_16bit_weights_on_model_save", False)
         ),
-        has_sanity_checks=bool(zero.get("enable_sanity_checks", False)),
         fp16_auto_cast=bool(sorter.core.get("fp16", {}).get("auto_cast", False)),
         allows_untested_optimizer=own.get("zero_allow_untested_optimizer"),
         log_level=own.get("log_level"),

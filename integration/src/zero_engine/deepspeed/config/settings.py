@@ -21,7 +21,6 @@ PATHS: Mapping[str, str] = {
     "gather_16bit_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),
-    "has_sanity_checks": "zero_optimization.enable_sanity_checks",
     "monitors": "",
     "tag_validation": "checkpoint.tag_validation",
     "throughput": "timers.throughput",
@@ -44,32 +43,20 @@ class Note:
 class Settings:
     """A configuration, sorted.
 
-    A field is named as its key is, unless `PATHS` has another path for it.
+    A field is named as its key is, unless `PATHS` has another path for it. What each key does is in
+    docs/deepspeed-config.md.
 
     Attributes:
         raw: as given; the very dict, if it was one.
         core: for `zero_core.build`, with DeepSpeed's defaults where zero-core has others.
-        monitors: where scalars go.
-        wall_clock_breakdown: tell the times of forward, backward and step.
-        memory_breakdown: tell the memory at the borders of forward, backward and step.
-        comms_logger: tell what is sent.
-        flops_profiler: count one step's floating-point operations.
-        throughput: tell samples per second every ``steps_per_print`` steps.
         steps_per_print: None is never.
-        dataloader_drop_last: leave out the last batch of `deepspeed_io` if it is short.
-        tag_validation: what to do if the ranks save a checkpoint under different tags.
-        gather_16bit_weights_on_model_save: at stage 3, whether the 16-bit model may be gathered.
-        has_sanity_checks: refuse edits within ``GatheredParameters`` that would be lost.
         cpu_checkpointing: calls of `deepspeed.checkpointing.checkpoint` keep their inputs in host
             memory until backward.
         fp16_auto_cast: cast floating inputs of the model; otherwise they go in as they are.
-        dump_state: print the whole configuration, not only what was asked for.
         managed_gradient_accumulation: False: each ``step()`` ends an optimizer step, however many
             backwards came before it.
         allows_untested_optimizer: False refuses an optimizer that DeepSpeed calls untested; None
             is a key that is missing, which allows it here.
-        log_level: for this project's loggers, or None.
-        disable_python_gc: switch Python's cyclic garbage collector off.
         notes: keys without effect, each with the reason.
     """
 
@@ -85,7 +72,6 @@ class Settings:
     dataloader_drop_last: bool = False
     tag_validation: TagValidation = "WARN"
     gather_16bit_weights_on_model_save: bool = False
-    has_sanity_checks: bool = False
     cpu_checkpointing: bool = False
     fp16_auto_cast: bool = False
     dump_state: bool = False

@@ -23,7 +23,7 @@ from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.deepspeed.dataloader import DeepSpeedDataLoader
 from zero_engine.deepspeed.engine.averaging import Averaging
 from zero_engine.deepspeed.engine.checkpoints import Checkpoints
-from zero_engine.deepspeed.engine.facts import UNSERVED
+from zero_engine.deepspeed.engine.facts import UNSERVED, value_of
 from zero_engine.deepspeed.engine.observing import Watch
 from zero_engine.deepspeed.engine.optimizer import DeepSpeedOptimizer
 from zero_engine.deepspeed.errors import NoSyncError, NotScalarError, NotServedError
@@ -33,7 +33,7 @@ from zero_engine.deepspeed.zero.offload_config import (
     OffloadStateTypeEnum,
 )
 from zero_engine.deepspeed.zero.partitioned import leave_partitioned
-from zero_engine.monitoring import Monitor, StepFacts, ThroughputTimer
+from zero_engine.monitoring import StepFacts
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     module: nn.Module
     optimizer: DeepSpeedOptimizer | None
+    is_compiled = False
 
     def __init__(
         self,
@@ -96,7 +97,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if self.zero_optimization_stage():  # at stage 0 torch's own drops what is on parameters
             zero_grad = partial(_zero_grad, weakref.ref(self))
             core.remove_at_end([ObjectMethods("zero_grad", [(core.module, zero_grad)])])
-        self._is_compiled = False
         self.training_dataloader = (
             None if training_data is None else self.deepspeed_io(training_data)
         )
@@ -183,10 +183,14 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         is_boundary = core.is_gradient_accumulation_boundary()
         skipped = self.core.skipped_steps
         arguments = _SteppedWith(self.core, lr_kwargs) if lr_kwargs else nullcontext()
-        with self.watch.part("step"), arguments, self._stepping():
-            core.step()
-            if is_boundary:
-                self.fill_small_params()
+        self._is_stepping = True
+        try:
+            with self.watch.part("step"), arguments:
+                core.step()
+                if is_boundary:
+                    self.fill_small_params()
+        finally:
+            self._is_stepping = False
         self._was_step_applied = is_boundary and self.core.skipped_steps == skipped
         if is_boundary:
             self._end_step()
@@ -211,19 +215,16 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             )
         self.step()
 
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-
     def _end_step(self) -> None:
         assert self.optimizer is not None
         self._was_quiet = False
         self.optimizer.stepped()
-        self.global_samples += self._count_samples()
+        num_backwards, self._num_backwards = self._num_backwards, 0
+        if self.settings.managed_gradient_accumulation:
+            self.global_samples += self.train_batch_size()
+        else:
+            micro_batch = self.core.train_micro_batch_size_per_gpu
+            self.global_samples += micro_batch * self.core.world_size * num_backwards
         facts = StepFacts(
             global_steps=self.global_steps,
             global_samples=self.global_samples,
@@ -231,13 +232,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             loss_scale=self.core.loss_scale if self.fp16_enabled() else None,
         )
         self.watch.step_done(facts)
-
-    def _count_samples(self) -> int:
-        """Return the samples of the last step."""
-        num_backwards, self._num_backwards = self._num_backwards, 0
-        if self.settings.managed_gradient_accumulation:
-            return self.train_batch_size()
-        return self.core.train_micro_batch_size_per_gpu * self.core.world_size * num_backwards
 
     def idle_step(self) -> None:
         """Take part in one micro-step of the other ranks, without data.
@@ -413,11 +407,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             what = "compile(compiled_autograd_enabled=True), under which hooks see no gradients,"
             raise NotServedError(what, "leave it out")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
-        self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._is_compiled
+        self.is_compiled = True
 
     def destroy(self) -> None:
         """Remove the engine's hooks from the model, on this rank alone. The model keeps its values.
@@ -460,15 +450,9 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     # ------------------------------------------------------------------- facts
 
-    @property
-    def monitor(self) -> Monitor:
-        """Monitor of scalars: ``monitor.write_events([(name, value, samples)])``."""
-        return self.watch.monitor
-
-    @property
-    def tput_timer(self) -> ThroughputTimer:
-        """Samples per second so far. Scripts call its ``update_epoch_count()``."""
-        return self.watch.tput_timer
+    # ``monitor.write_events([(name, value, samples)])``, ``tput_timer.update_epoch_count()``
+    monitor = property(value_of("watch.monitor"))
+    tput_timer = property(value_of("watch.tput_timer"))
 
     @property
     def lr_scheduler(self) -> Any:

@@ -43,10 +43,10 @@ _SAFE_MODULES = (
 _Method = Callable[[Any], Any]
 
 
-def _value_of(path: str) -> _Method:
-    """Return a method that returns the engine's ``path``, dotted."""
+def value_of(path: str) -> _Method:
+    """Return a method that returns the object's ``path``, dotted."""
 
-    def method(self: Facts) -> Any:
+    def method(self: Any) -> Any:
         return reduce(getattr, path.split("."), self)
 
     method.__doc__ = f"Return ``{path}``."
@@ -55,7 +55,7 @@ def _value_of(path: str) -> _Method:
 
 def _key(path: str) -> _Method:
     """Return a method that reads the configuration in effect under ``path``."""
-    return _value_of(f"core.config.{path}")
+    return value_of(f"core.config.{path}")
 
 
 def _zero(name: str) -> _Method:
@@ -64,7 +64,7 @@ def _zero(name: str) -> _Method:
 
 def _as_given(name: str) -> _Method:
     """Return a method that returns attribute ``name`` of the configuration as it was given."""
-    return _value_of(f"_config.{name}")
+    return value_of(f"_config.{name}")
 
 
 def _always(value: Any, why: str) -> _Method:
@@ -75,10 +75,6 @@ def _always(value: Any, why: str) -> _Method:
 
     method.__doc__ = f"Return {value}: {why}."
     return method
-
-
-def _if_used(block: Any) -> Any:
-    return None if block.device == "none" else block
 
 
 class Facts:
@@ -111,15 +107,15 @@ class Facts:
 
     # -------------------------------------------------------------- the engine
 
-    global_steps = property(_value_of("core.global_steps"))
-    micro_steps = property(_value_of("core.micro_steps"))
-    skipped_steps = property(_value_of("core.skipped_steps"))
-    device = property(_value_of("core.device"))
-    global_rank = property(_value_of("core.rank"))
-    world_size = dp_world_size = property(_value_of("core.world_size"))
-    get_data_parallel_rank = _value_of("core.rank")
-    train_micro_batch_size_per_gpu = _value_of("core.train_micro_batch_size_per_gpu")
-    gradient_accumulation_steps = _value_of("core.gradient_accumulation_steps")
+    global_steps = property(value_of("core.global_steps"))
+    micro_steps = property(value_of("core.micro_steps"))
+    skipped_steps = property(value_of("core.skipped_steps"))
+    device = property(value_of("core.device"))
+    global_rank = property(value_of("core.rank"))
+    world_size = dp_world_size = property(value_of("core.world_size"))
+    get_data_parallel_rank = value_of("core.rank")
+    train_micro_batch_size_per_gpu = value_of("core.train_micro_batch_size_per_gpu")
+    gradient_accumulation_steps = value_of("core.gradient_accumulation_steps")
 
     def train_batch_size(self) -> int:
         """Return the samples per step, of all ranks."""
@@ -184,11 +180,13 @@ class Facts:
 
     def zero_offload_optimizer(self) -> Any:
         """Return the block ``offload_optimizer``, None where the state is on the device."""
-        return _if_used(self.core.config.zero_optimization.offload_optimizer)
+        block = self.core.config.zero_optimization.offload_optimizer
+        return None if block.device == "none" else block
 
     def zero_offload_param(self) -> Any:
         """Return the block ``offload_param``, None where parameters are on the device."""
-        return _if_used(self.core.config.zero_optimization.offload_param)
+        block = self.core.config.zero_optimization.offload_param
+        return None if block.device == "none" else block
 
     def zero_use_cpu_optimizer(self) -> bool:
         return self.zero_offload_optimizer() is not None
@@ -199,7 +197,7 @@ class Facts:
     def zero_nvme_offload_optimizer(self) -> bool:
         return self.core.config.zero_optimization.offload_optimizer.device == "nvme"
 
-    zero_gather_16bit_weights_on_model_save = _value_of(
+    zero_gather_16bit_weights_on_model_save = value_of(
         "settings.gather_16bit_weights_on_model_save"
     )
     zero_allow_untested_optimizer = _as_given("zero_allow_untested_optimizer")
@@ -211,7 +209,7 @@ class Facts:
     bfloat16_enabled = _key("bf16.enabled")
     loss_scale = _key("fp16.loss_scale")
     gradient_clipping = _key("gradient_clipping")
-    fp16_auto_cast = _value_of("settings.fp16_auto_cast")
+    fp16_auto_cast = value_of("settings.fp16_auto_cast")
     fp16_master_weights_and_gradients = _key("fp16.fp16_master_weights_and_grads")
     bf16_master_weights_and_gradients = _key("bf16.bf16_master_weights_and_grads")
     bf16_optimizer_states = _key("bf16.bf16_optimizer_states")
@@ -252,19 +250,19 @@ class Facts:
 
     # --------------------------------------------------------------- watching
 
-    steps_per_print = _value_of("settings.steps_per_print")
-    wall_clock_breakdown = _value_of("settings.wall_clock_breakdown")
-    dump_state = _value_of("settings.dump_state")
-    dataloader_drop_last = _value_of("settings.dataloader_drop_last")
-    memory_breakdown = _value_of("settings.memory_breakdown")
-    log_level = _value_of("settings.log_level")
-    flops_profiler_enabled = _value_of("settings.flops_profiler.enabled")
-    flops_profiler_recompute_fwd_factor = _value_of("settings.flops_profiler.recompute_fwd_factor")
-    flops_profiler_profile_step = _value_of("settings.flops_profiler.profile_step")
-    flops_profiler_module_depth = _value_of("settings.flops_profiler.module_depth")
-    flops_profiler_top_modules = _value_of("settings.flops_profiler.top_modules")
-    flops_profiler_detailed = _value_of("settings.flops_profiler.detailed")
-    flops_profiler_output_file = _value_of("settings.flops_profiler.output_file")
+    steps_per_print = value_of("settings.steps_per_print")
+    wall_clock_breakdown = value_of("settings.wall_clock_breakdown")
+    dump_state = value_of("settings.dump_state")
+    dataloader_drop_last = value_of("settings.dataloader_drop_last")
+    memory_breakdown = value_of("settings.memory_breakdown")
+    log_level = value_of("settings.log_level")
+    flops_profiler_enabled = value_of("settings.flops_profiler.enabled")
+    flops_profiler_recompute_fwd_factor = value_of("settings.flops_profiler.recompute_fwd_factor")
+    flops_profiler_profile_step = value_of("settings.flops_profiler.profile_step")
+    flops_profiler_module_depth = value_of("settings.flops_profiler.module_depth")
+    flops_profiler_top_modules = value_of("settings.flops_profiler.top_modules")
+    flops_profiler_detailed = value_of("settings.flops_profiler.detailed")
+    flops_profiler_output_file = value_of("settings.flops_profiler.output_file")
 
     checkpoint_tag_validation_enabled = _as_given("checkpoint_tag_validation_enabled")
     checkpoint_tag_validation_fail = _as_given("checkpoint_tag_validation_fail")
@@ -280,7 +278,7 @@ class Facts:
     sparse_tensor_module_names = property(_always(frozenset(), "gradients are dense"))
     get_sequence_parallel_group = _always(None, "every rank is a data-parallel one")
     autotp_size = _always(0, "no layer is split")
-    managed_gradient_accumulation = _value_of("settings.managed_gradient_accumulation")
+    managed_gradient_accumulation = value_of("settings.managed_gradient_accumulation")
     postscale_gradients = _always(True, "sums are in fp32, either order gives the same")
     gradient_predivide_factor = _always(1.0, "sums are in fp32")
     autotuning_enabled = _always(False, "zero-engine plan says what fits")

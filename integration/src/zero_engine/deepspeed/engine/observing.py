@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zero_core import ShardedModel
 from zero_engine.deepspeed.config.settings import Settings
 from zero_engine.monitoring import (
     CommunicationLog,
     FlopsProfiler,
     MemoryBreakdown,
     Monitor,
-    Observed,
     Scalars,
     StepFacts,
     StepObserver,
@@ -38,8 +38,8 @@ class Watch:
         tput_timer: counts steps and epochs; ``engine.tput_timer``.
     """
 
-    def __init__(self, settings: Settings, engine: Observed, batch_size: int) -> None:
-        """Watch ``engine``, a `zero_core.Engine`, whose steps have ``batch_size`` samples.
+    def __init__(self, settings: Settings, engine: ShardedModel, batch_size: int) -> None:
+        """Watch ``engine``, whose steps have ``batch_size`` samples.
 
         Raises:
             ConfigError: a monitor needs a library that is not installed.
@@ -76,7 +76,8 @@ class Watch:
         for observer in self.observers:
             observer.begin_plain_backward()
         # Called back after all that was queued meanwhile: the engine waits for reductions there.
-        _at_the_end_of_backward(lambda: _at_the_end_of_backward(self._leave_backward))
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._leave_backward))
 
     def _leave_backward(self) -> None:
         self._is_in_backward = False
@@ -95,8 +96,10 @@ class Watch:
         return dict(clocks[0].last_ms) if clocks else {}
 
 
-def make_observers(settings: Settings, engine: Observed, monitor: Monitor) -> list[StepObserver]:
-    """Make the observers of ``engine``, a `zero_core.Engine`, in DeepSpeed's order of output.
+def make_observers(
+    settings: Settings, engine: ShardedModel, monitor: Monitor
+) -> list[StepObserver]:
+    """Make the observers of ``engine`` in DeepSpeed's order of output.
 
     Rank 0 prints. Times and bytes are taken on every rank, so that ranks stay alike.
     """
@@ -115,7 +118,3 @@ def make_observers(settings: Settings, engine: Observed, monitor: Monitor) -> li
     if settings.throughput.enabled and settings.steps_per_print is not None:
         found.append(Throughput(engine.device, settings.steps_per_print, say=say))
     return found
-
-
-def _at_the_end_of_backward(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_core import Engine
+from zero_engine.deepspeed.engine.facts import value_of
 from zero_engine.deepspeed.engine.loss_scaler import LossScaler
+
+if TYPE_CHECKING:
+    from zero_engine.deepspeed.engine.engine import DeepSpeedEngine
 
 _EXTERNAL = "ds_external_parameters"
 
@@ -126,16 +130,6 @@ class ShownState:
         self._given.state = self._own
 
 
-class Stepping(Protocol):
-    """Protocol of the engine that `DeepSpeedOptimizer` steps."""
-
-    def optimizer_step(self) -> None:
-        """End a step, at an accumulation boundary."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step."""
-
-
 class DeepSpeedOptimizer(torch.optim.Optimizer):
     """View of the optimizer that is driven, with its ``param_groups``. Schedulers accept it.
 
@@ -152,7 +146,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     _is_bare = False  # whether DeepSpeed would return the driven optimizer itself
 
-    def __init__(self, core: Engine, engine: Stepping) -> None:
+    def __init__(self, core: Engine, engine: DeepSpeedEngine) -> None:
         """``engine`` is the one whose optimizer this is. It is held weakly."""
         given = core.optimizer.given
         super().__init__(given.param_groups, given.defaults)
@@ -185,25 +179,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def __hash__(self) -> int:
         return hash(self.optimizer) if self._is_bare else object.__hash__(self)
 
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped, as a gradient was not finite."""
-        return self._core.optimizer.overflow
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss, 1 without fp16."""
-        return self._core.loss_scale
-
-    cur_scale = loss_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self._core.loss_scaler.is_dynamic
-
-    def needs_scaler(self) -> bool:
-        """Return whether a plain ``loss.backward()`` needs `DeepSpeedEngine.scale`."""
-        return self.dynamic_loss_scale
+    overflow = property(value_of("_core.optimizer.overflow"))  # of the last step
+    loss_scale = cur_scale = property(value_of("_core.loss_scale"))
+    dynamic_loss_scale = property(value_of("_core.loss_scaler.is_dynamic"))
+    # Whether a plain ``loss.backward()`` needs `DeepSpeedEngine.scale`.
+    needs_scaler = value_of("_core.loss_scaler.is_dynamic")
 
     @property
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -253,7 +233,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
         self._live_engine("zero_grad").zero_grad(set_to_none)
 
-    def _live_engine(self, what: str) -> Stepping:
+    def _live_engine(self, what: str) -> DeepSpeedEngine:
         engine = self._engine()
         if engine is None:
             raise RuntimeError(
@@ -319,19 +299,13 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                     f"found no 'scalars' of {name}, which are its number of steps: load what "
                     "state_dict() of this engine's optimizer returned"
                 )
-            scalars = state_dict["scalars"][number]
-            found[name] = scalars, self._saved(name, scalars, state_dict["state"].get(number, {}))
+            scalars, own = state_dict["scalars"][number], state_dict["state"].get(number, {})
+            if not self._core.states.is_whole(name):
+                own = {what: v for what, v in own.items() if what not in {"step", *scalars}}
+            found[name] = scalars, own
         self._core.states.load_own(found)
         for group, kept in zip(groups, saved, strict=True):
             group.update({key: value for key, value in kept.items() if key != "params"})
-
-    def _saved(
-        self, name: str, scalars: Mapping[str, float], own: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        """Return the states in ``own``, a parameter's entry in `state`, without its scalars."""
-        if self._core.states.is_whole(name):
-            return own
-        return {what: value for what, value in own.items() if what not in {"step", *scalars}}
 
     def stepped(self) -> None:
         """Note that a step was taken, for schedulers that check it. Called by the engine."""

@@ -107,7 +107,7 @@ def _get(param: nn.Parameter, what: str, *, is_local: bool = False) -> Tensor | 
     if engine is None:
         return None
     name = _name(engine, param)
-    if not _is_trained(engine, name):
+    if not next(spec.is_trainable for spec in engine.layout.params if spec.name == name):
         return None
     if what == _GRAD and not is_local and engine.states.is_kept_unreduced:
         return engine.states.get_unreduced(name)
@@ -146,7 +146,3 @@ def _name(engine: ShardedModel, param: nn.Parameter) -> str:
     name = engine.owns(param)
     assert name is not None, "engine_of found it"
     return name
-
-
-def _is_trained(engine: ShardedModel, name: str) -> bool:
-    return next(spec.is_trainable for spec in engine.layout.params if spec.name == name)

@@ -24,7 +24,7 @@ from zero_core.checkpoint.files import read_buffers, read_weights
 from zero_core.core import access
 from zero_core.protocols import PartitionedParam
 from zero_engine.deepspeed.checkpoint import refuse_foreign, without_ties
-from zero_engine.deepspeed.refusal import complete
+from zero_engine.deepspeed.served import complete
 from zero_engine.machine import parse_bytes
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,10 @@ def convert_zero_checkpoint_to_state_dict(
     if safe_serialization:
         state = without_ties(state)
         stem, ending, write = "model", "safetensors", partial(save_file, metadata={"format": "pt"})
-    parts = _split(state, _bytes(max_shard_size))
+    limit = max_shard_size
+    if isinstance(limit, str):
+        limit = parse_bytes(limit, "max_shard_size =")
+    parts = _split(state, limit)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if len(parts) == 1:
@@ -171,15 +174,6 @@ def _split(state: Mapping[str, Tensor], limit: int | None) -> list[dict[str, Ten
         parts[-1][name] = value
         used += value.nbytes
     return parts
-
-
-def _bytes(size: str | int | None) -> int | None:
-    if not isinstance(size, str):
-        return size
-    found = parse_bytes(size)
-    if found is None:
-        raise ValueError(f"max_shard_size = {size!r}: expected bytes, or a size such as '5GB'")
-    return found
 
 
 def main() -> None:

@@ -255,7 +255,13 @@ class GatheredParameters:
     def __enter__(self) -> None:
         partitioned = [p for p in self._params if value_of(p) is not None]
         if Init.is_active():
-            self._check_recorded(partitioned)
+            # Nothing is sharded yet, and rank 0's changes count.
+            if any(is_partitioned(p) for p in partitioned) or self._modifier_rank not in (None, 0):
+                raise NotServedError(
+                    f"zero.GatheredParameters(modifier_rank={self._modifier_rank}) within "
+                    f"zero.Init (of {len(partitioned)} parameters from an earlier zero.Init)",
+                    "leave zero.Init first",
+                )
             return
         describe(partitioned)  # a copy is new
         with ExitStack() as stack:
@@ -277,15 +283,6 @@ class GatheredParameters:
     def __exit__(self, *error: Any) -> None:
         stack, self._stack = self._stack, ExitStack()
         stack.__exit__(*error)
-
-    def _check_recorded(self, partitioned: list[nn.Parameter]) -> None:
-        """Check the use within `Init`, where nothing is sharded yet and rank 0's changes count."""
-        if any(is_partitioned(p) for p in partitioned) or self._modifier_rank not in (None, 0):
-            raise NotServedError(
-                f"zero.GatheredParameters(modifier_rank={self._modifier_rank}) within zero.Init "
-                f"(of {len(partitioned)} parameters from an earlier zero.Init)",
-                "leave zero.Init first",
-            )
 
 
 @contextmanager

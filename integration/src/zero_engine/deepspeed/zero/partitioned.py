@@ -218,11 +218,14 @@ class Partitioned(nn.Parameter):
                 _refuse(f"changed by {name}", kwargs["out"])
             if not is_partitioned(target):
                 return func(*args, **kwargs)
-            if _is_draw(func, name) and not _num_gathered:
+            # foreign: torch's functions. New values do not depend on the earlier ones.
+            is_draw = name in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init"
+            if is_draw and not _num_gathered:
                 with gathered_params([target], modifier_rank=0):
                     func(*args, **kwargs)
                 return target
-            if _is_write(name):
+            is_in_place = name.endswith("_") and not name.endswith("__")
+            if (is_in_place and name != "requires_grad_") or name in _WRITES:
                 _refuse(f"changed by {name}", target)
             if func == Tensor.data.__set__:  # type: ignore[attr-defined]
                 return _assign(target, args[1])
@@ -440,17 +443,6 @@ def _empty_off_heap(numel: int, dtype: torch.dtype) -> Tensor:
 
 def _copy_off_heap(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return _empty_off_heap(tensor.numel(), dtype).copy_(tensor)
-
-
-def _is_draw(func: Any, name: str) -> bool:
-    """Whether ``func`` gives a parameter values that do not depend on the earlier ones."""
-    module = getattr(func, "__module__", "")  # foreign: torch's functions and descriptors
-    return name in _DRAWS or module == "torch.nn.init"
-
-
-def _is_write(name: str) -> bool:
-    is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return is_in_place or name in _WRITES
 
 
 def _assign(param: Partitioned, value: Tensor) -> None:

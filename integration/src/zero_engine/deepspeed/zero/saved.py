@@ -80,15 +80,11 @@ def _inputs(frame: _CheckpointFrame) -> list[Any]:
 def _describe(unpacked: Iterable[Any]) -> None:
     """Give tensors that are parameters' gathered values the parameters' attributes."""
     for tensor in unpacked:
-        if type(tensor) is Tensor:
-            param = _param_behind(tensor)
-            if param is not None:
-                vars(tensor).update({name: getattr(param, name) for name in NAMES})
-                vars(tensor)["ds_status"] = ZeroParamStatus.AVAILABLE
-
-
-def _param_behind(tensor: Tensor) -> nn.Parameter | None:
-    """Return the parameter whose gathered values ``tensor`` is."""
-    alike = [param for engine in _engines for param in engine.by_shape.get(tensor.shape, ())]
-    here = (param for param in alike if not access.is_refused(param))
-    return next((param for param in here if param.data_ptr() == tensor.data_ptr()), None)
+        if type(tensor) is not Tensor:
+            continue
+        alike = [param for engine in _engines for param in engine.by_shape.get(tensor.shape, ())]
+        here = (param for param in alike if not access.is_refused(param))
+        param = next((param for param in here if param.data_ptr() == tensor.data_ptr()), None)
+        if param is not None:
+            vars(tensor).update({name: getattr(param, name) for name in NAMES})
+            vars(tensor)["ds_status"] = ZeroParamStatus.AVAILABLE

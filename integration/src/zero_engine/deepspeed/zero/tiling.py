@@ -7,19 +7,14 @@ one tile at a time; within a block, which is gathered as a whole, tiles save no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from functools import reduce
+from itertools import accumulate, pairwise, product
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from zero_engine.deepspeed.zero.partition_parameters import GatheredParameters
-
-
-def _bounds(num_items: int, num_parts: int) -> list[int]:
-    """Return the bounds of ``num_parts`` parts whose sizes differ by at most one."""
-    size, rest = divmod(num_items, num_parts)
-    return [0, *accumulate(size + (part < rest) for part in range(num_parts))]
 
 
 class TiledLinear(nn.Module):
@@ -46,11 +41,8 @@ class TiledLinear(nn.Module):
         """Make the tiles.
 
         Args:
-            in_features: as of `torch.nn.Linear`.
-            out_features: likewise.
-            bias: likewise.
-            in_splits: parts of the input.
-            out_splits: parts of the output.
+            in_features, out_features, bias: as of `torch.nn.Linear`.
+            in_splits, out_splits: parts of the input and the output, equal to within one.
             input_is_already_split: `forward` gets a sequence of ``in_splits`` tensors.
             combine_out_splits: join the parts of the output; else they are returned as a list.
             linear_cls: makes a tile.
@@ -61,19 +53,21 @@ class TiledLinear(nn.Module):
             RuntimeError: a number of parts is not within [1, features].
         """
         super().__init__()
+        bounds = []
         for name, splits, features in (
             ("in_splits", in_splits, in_features),
             ("out_splits", out_splits, out_features),
         ):
             if not 1 <= splits <= features:
                 raise RuntimeError(f"TiledLinear: {name} = {splits}, expected 1 to {features}")
+            size, rest = divmod(features, splits)
+            bounds.append([0, *accumulate(size + (part < rest) for part in range(splits))])
         self.in_features, self.out_features = in_features, out_features
         self.in_splits, self.out_splits = in_splits, out_splits
         self.use_bias = bias
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
-        self.in_parts = _bounds(in_features, in_splits)
-        self.out_parts = _bounds(out_features, out_splits)
+        self.in_parts, self.out_parts = bounds
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(stop - start, high - low, bias=bias and stop == in_features, **kwargs)
@@ -86,27 +80,21 @@ class TiledLinear(nn.Module):
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Any:
         """Return the output, [..., out_features], or the list of its parts."""
-        inputs = self._split(input_)
-        outputs = []
-        for row in self.linears:
-            output: Any = None
-            for tile, part in zip(cast(nn.ModuleList, row), inputs, strict=True):
-                output = self._add(output, tile(part))
-            outputs.append(output)
+        if self.input_is_already_split and self.in_splits > 1:
+            inputs = cast(Sequence[Tensor], input_)
+            if len(inputs) != self.in_splits:
+                raise ValueError(
+                    f"TiledLinear: the input has {len(inputs)} parts, expected {self.in_splits}"
+                )
+        else:
+            sizes = [stop - start for start, stop in pairwise(self.in_parts)]
+            inputs = torch.split(cast(Tensor, input_), sizes, dim=-1)
+        rows = [zip(cast(nn.ModuleList, row), inputs, strict=True) for row in self.linears]
+        outputs = [reduce(self._add, (tile(part) for tile, part in row)) for row in rows]
         return self._join(outputs) if self.combine_out_splits else outputs
 
-    def _split(self, input_: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.input_is_already_split and self.in_splits > 1:
-            if len(input_) != self.in_splits:
-                raise ValueError(
-                    f"TiledLinear: the input has {len(input_)} parts, expected {self.in_splits}"
-                )
-            return cast(Sequence[Tensor], input_)
-        sizes = [stop - start for start, stop in pairwise(self.in_parts)]
-        return torch.split(cast(Tensor, input_), sizes, dim=-1)
-
     def _add(self, total: Any, part: Any) -> Any:
-        return part if total is None else total + part
+        return total + part
 
     def _join(self, outputs: Sequence[Any]) -> Any:
         return torch.cat(list(outputs), dim=-1)
@@ -125,29 +113,22 @@ class TiledLinear(nn.Module):
             )
         if self.use_bias != (other.bias is not None):
             raise ValueError("copy_params_from: one of the two layers has a bias")
+        spans = product(pairwise(self.out_parts), pairwise(self.in_parts))
+        tiles = [cast(nn.Linear, t) for row in self.linears for t in cast(nn.ModuleList, row)]
         with GatheredParameters(other.parameters(recurse=False)):
-            self._copy_tiles(other)
-
-    def _copy_tiles(self, other: nn.Linear) -> None:
-        for row, (low, high) in zip(self.linears, pairwise(self.out_parts), strict=True):
-            tiles = cast(nn.ModuleList, row)
-            for tile, (start, stop) in zip(tiles, pairwise(self.in_parts), strict=True):
-                local = cast(nn.Linear, tile)
-                params = list(local.parameters(recurse=False))
+            for tile, ((low, high), (start, stop)) in zip(tiles, spans, strict=True):
+                params = list(tile.parameters(recurse=False))
                 with GatheredParameters(params, modifier_rank=0):
-                    local.weight.copy_(other.weight[low:high, start:stop])
-                    if local.bias is not None:
-                        local.bias.copy_(other.bias[low:high])
+                    tile.weight.copy_(other.weight[low:high, start:stop])
+                    if tile.bias is not None:
+                        tile.bias.copy_(other.bias[low:high])
 
 
 class TiledLinearReturnBias(TiledLinear):
     """The same of layers that return ``(output, bias)``, as Megatron's do."""
 
     def _add(self, total: Any, part: Any) -> Any:
-        output, bias = part
-        if total is None:
-            return output, bias
-        return total[0] + output, total[1] if bias is None else bias
+        return total[0] + part[0], total[1] if part[1] is None else part[1]
 
     def _join(self, outputs: Sequence[Any]) -> Any:
         biases = [bias for _, bias in outputs if bias is not None]
