@@ -56,31 +56,9 @@ def test_units_are_reduced_in_reverse_order_when(
     assert _run(order, forward, events) == (reduced, skipped)
 
 
-@pytest.mark.parametrize(
-    ("events", "reduced", "is_late"),
-    [
-        pytest.param("g3 e2 g2 g1", [3, 2, 1], False, id="in time"),
-        pytest.param("e2 g1", [3], True, id="left without its gradient"),
-        pytest.param("g2 g3 g1", [3, 2, 1], True, id="a block was complete before"),
-        pytest.param("g2 g1 g0", [], True, id="never"),
-    ],
-)
-def test_a_tail_that_is_first_notes_when_it_was_late(
-    events: str, reduced: list[int], is_late: bool
-) -> None:
-    order = BackwardOrder(UNITS, tail=3)
-    order.place_tail(is_first=True)
-    forward = _forward(order, 1, 2, 3)
-    assert _run(order, forward, events) == (reduced, [3] if "e2" in events else [])
-    assert order.is_tail_late == is_late
-    order.forget()
-    assert not order.is_tail_late
-
-
-def test_a_tail_is_reduced_behind_the_blocks_at_first() -> None:
+def test_a_tail_is_reduced_behind_the_blocks() -> None:
     order = BackwardOrder(UNITS, tail=3)
     assert _run(order, _forward(order, 1, 2, 3), "g3 g2 g1 g0") == ([2, 1, 3, 0], [])
-    assert not order.is_tail_late
     assert order.end_backward() == []
 
 

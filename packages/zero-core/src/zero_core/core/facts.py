@@ -26,7 +26,7 @@ from zero_core.core.norms import Norms
 
 NUM_WORDS = 3
 """Numbers of 16 bits that a hash consists of."""
-_SCALARS = ("unreduced", "tail late", "with gradient", "written")
+_SCALARS = ("unreduced", "with gradient", "written")
 _HASH, _SQUARED_HASH = "hash", "squares of the hash"
 
 

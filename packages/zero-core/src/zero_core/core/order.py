@@ -20,11 +20,8 @@ is one on all ranks, branches or not. NCCL asks for that where communicators may
 queue.
 
 [Note: place of the tail]
-The tail's gradients should come before those of all blocks, and then it is reduced first. Where it
-has a parameter that is not used, or that the blocks use too, that would keep every other unit
-waiting. So it is reduced between the blocks and the root, until a step has shown on all ranks that
-its gradients were complete before any block's were; and again after a step that showed otherwise.
-The ranks agree on that with the step's statistics.
+The tail's gradients mostly come before those of all blocks, but it is reduced behind them. Where it
+has a parameter that is not used, or that the blocks use too, it would keep all others waiting.
 
 [Note: trails]
 A forward leaves a *trail*, the units in the order in which it used them; backward follows it from
@@ -94,16 +91,13 @@ class BackwardOrder:
         ``is_alone``: no other rank gathers with this one, so it agrees with none on what to leave
         out.
         """
-        self._blocks = [unit for unit in reversed(trainable) if unit not in (0, tail)]
-        self._root = [unit for unit in trainable if unit == 0]
-        self._tail = [unit for unit in trainable if unit == tail]
+        # The blocks in reverse, the tail, the root: see [Note: place of the tail].
+        self._order = sorted(trainable, key=lambda unit: (unit == 0, unit == tail, -unit))
         self._is_alone = is_alone
         # See [Note: blocks that need no gradient].
         self._without_grad: set[int] = set()
         self._with_grad: set[int] = set()
         self._left_out: frozenset[int] = frozenset()
-        self._is_tail_late = False  # in this step, on this rank
-        self.place_tail(is_first=False)
         self._next = 0  # into _order
         self._num_missing: dict[int, int] = {}  # gradients that are not ready, by unit
         self._trails: list[_Trail] = []
@@ -113,19 +107,6 @@ class BackwardOrder:
         # ready.
         self._recomputed: tuple[_Trail, list[int]] | None = None
         self._is_recomputed_ready = False
-
-    @property
-    def is_tail_late(self) -> bool:
-        """Whether a block's gradients were complete before the tail's, in this step."""
-        return self._is_tail_late
-
-    def place_tail(self, *, is_first: bool) -> None:
-        """Reduce the tail before the blocks in the following steps, or behind them.
-
-        Every rank must call it, between two backwards.
-        """
-        middle = [*self._tail, *self._blocks] if is_first else [*self._blocks, *self._tail]
-        self._order = [*middle, *self._root]
 
     # ---------------------------------------------------------------- forward
 
@@ -232,8 +213,6 @@ class BackwardOrder:
             trail, positions = self._recomputed
             self._is_recomputed_ready = unit in [trail.units[p] for p in positions]
         self._num_missing[unit] = missing = self._num_missing[unit] - 1
-        if missing == 0 and unit != 0 and unit not in self._tail:
-            self._note_late_tail()
         return missing
 
     def ready_units(self) -> Iterator[int]:
@@ -252,7 +231,6 @@ class BackwardOrder:
 
     def end_backward(self) -> list[int]:
         """End the backward and return the units that have not been ready in it."""
-        self._note_late_tail()
         rest, self._next = self._order[self._next :], 0
         return rest
 
@@ -260,7 +238,6 @@ class BackwardOrder:
         """End a step or drop its gradients. Forwards that wait for their backward stay."""
         self._next = 0
         self._recomputed = None
-        self._is_tail_late = False
         self._trails = [trail for trail in self._trails if trail.is_pending]
         if not self._trails:
             self._without_grad.clear()
@@ -270,10 +247,6 @@ class BackwardOrder:
     def is_awaited(self) -> bool:
         """Whether a forward waits for its backward, as far as this rank can see."""
         return any(trail.is_pending for trail in self._trails)
-
-    def _note_late_tail(self) -> None:
-        if any(self._num_missing.get(unit, 0) > 0 for unit in self._tail):
-            self._is_tail_late = True
 
     def _trail_of(self, unit: int, forward: Forward | None) -> _Trail | None:
         for trail in reversed(self._trails):
@@ -321,7 +294,6 @@ class BackwardOrder:
                 if older is None:
                     older = self._trails[: self._trails.index(trail)]
                 if not any(unit in t.units for t in older if t.forward() is not None):
-                    self._is_tail_late |= unit in self._tail
                     self._num_missing[unit] = 0
 
 

@@ -336,7 +336,6 @@ class BackwardPass:
             self.end()
             self._sink.reopen()
             self._agree()
-        self.order.place_tail(is_first=not self._facts.is_any("tail late"))
         self.order.leave_out(is_agreed=self._facts.is_unanimous("left out"))
 
     def _agree(self) -> None:
@@ -346,7 +345,6 @@ class BackwardPass:
     def fill(self, facts: Facts) -> None:
         """Put in what this rank's backwards have shown: see `zero_core.core.order`."""
         facts.put("unreduced", self.reductions.has_unreduced)
-        facts.put("tail late", self.order.is_tail_late)
         facts.mark("left out", self.order.unneeded)
 
     def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
