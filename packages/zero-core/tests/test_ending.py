@@ -274,15 +274,6 @@ def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
             use(owner, verb)
 
 
-def test_a_second_engine_of_a_model_is_told_how_the_first_one_is_given_up():
-    model = make_model()
-    engine = zero_core.build(model, Case().config())
-    text = r"engine_of\(model\.get_parameter\('gain'\)\).*by its unwrap\(\), on every rank"
-    with pytest.raises(ConfigError, match=text):
-        zero_core.build(model, Case().config())
-    train_steps(engine, 0, 1)  # it trains on
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_engine_that_ends_while_its_parameters_are_offloaded_leaves_no_values(caplog, stage):
     model = make_model()
