@@ -342,7 +342,7 @@ def _freed_by_builds(rank: int, world_size: int) -> None:
     """Check that a build frees each unit's parts in its turn, and makes them again if it fails."""
     model, expected = _make_sharded(), _make()
     params = [p for p in model.parameters() if is_partitioned(p) and p is not model.low]
-    for call in ("Runtime.publish", "release_free_pages"):
+    for call in ("UnitSet.publish", "release_free_pages"):
         with gathered_params(params):  # no longer recorded
             pass
         alive = _failed(model, params, call)

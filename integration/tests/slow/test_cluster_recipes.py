@@ -19,7 +19,7 @@ from conftest import own_lines
 
 from benchmarks.harness.forked_python import forked_python
 from faults.ranks.slurm_stand_ins import slurm_job
-from zero_core.watch.heartbeat import VARIABLE
+from zero_core.extensions.heartbeat import VARIABLE
 from zero_engine.launch.started_ranks import rank_variables
 from zero_engine.script.run import _give_local_rank, _parser
 

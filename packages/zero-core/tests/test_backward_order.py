@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_core.runtime.order import BackwardOrder, Forward
+from zero_core.core.order import BackwardOrder, Forward
 
 UNITS = [0, 1, 2, 3]  # the root and three blocks
 MISSING = dict.fromkeys(UNITS, 1)

@@ -114,28 +114,82 @@ def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
     train_steps(plain, 0, 1)
     plain.save_checkpoint(tmp_path, "plain")
     averaged = _build(None)
-    first = _averages(averaged)
-    with pytest.raises(CheckpointError, match=r"lacks the states \['extension.average'\]"):
+    with pytest.raises(CheckpointError, match=r"lacks extension\.average.*without=\('exte"):
         averaged.load_checkpoint(tmp_path, "plain")
     averaged.load_checkpoint(tmp_path, "plain", without=(AVERAGE,))
-    _check_same(_averages(averaged), first)
+    loaded = {name: plain.states.get_full(name) for name in NAMES}
+    _check_same(_averages(averaged), loaded)  # it begins anew
+    train_steps(averaged, 1, 2)
     averaged.save_checkpoint(tmp_path, "averaged")
-    with pytest.raises(CheckpointError, match=r"has \['extension.average'\] besides"):
+    assert zero_core.verify_checkpoint(tmp_path, "averaged") > 0
+    with pytest.raises(CheckpointError, match=r"has extension\.average"):
         plain.load_checkpoint(tmp_path, "averaged")
     plain.load_checkpoint(tmp_path, "averaged", without=(AVERAGE,))
+    averaged.load_checkpoint(tmp_path, "plain", without=("optimizer", "progress"))
+    _check_same(_averages(averaged), loaded)
+
+
+def test_memory_checkpoint_has_the_average_of_its_step(tmp_path: Path) -> None:
+    memory = {"memory_checkpoint": {"every": 1, "path": str(tmp_path / "memory")}}
+    engine = _build(None, top=memory)
+    engine.resume(tmp_path)
+    train_steps(engine, 0, 2)
+    expected = _averages(engine)
+    engine.close()
+    engine = _build(None, top=memory)
+    assert engine.resume(tmp_path) is not None
+    assert engine.global_steps == 2
+    _check_same(_averages(engine), expected)
+
+
+class _Faulty(Extension):
+    """Raises at the place that it is given, and counts its ends."""
+
+    def __init__(self, where: str = "", **states: torch.Tensor) -> None:
+        self.where, self.own, self.num_ends = where, states, 0
+
+    def attach(self, state: Any) -> None:
+        if self.where == "attach":
+            raise OSError("disk full")
+
+    def states(self) -> dict[str, torch.Tensor]:
+        return self.own
+
+    def remove(self) -> None:
+        self.num_ends += 1
+        if self.where == "remove":
+            raise OSError("disk full")
+
+
+def test_extensions_end_with_a_build_that_fails_and_one_that_raises_hinders_nobody() -> None:
+    model, first = make_model(), _Faulty()
+    with pytest.raises(OSError, match="disk full"):
+        zero_core.build(model, Case().config(), extensions=[first, _Faulty("attach")])
+    assert first.num_ends == 1
+    engine = zero_core.build(model, Case().config(), extensions=[_Faulty("remove"), first])
+    with pytest.raises(OSError, match="disk full"):
+        engine.close()
+    assert first.num_ends == 2
+    zero_core.build(model, Case().config())
 
 
 def test_wrong_extensions_are_refused() -> None:
     with pytest.raises(ValueError, match="decay = 1"):
         WeightAverage(1.0)
-    twice = [WeightAverage(), WeightAverage()]
-    with pytest.raises(ConfigError, match="two extensions have a state 'average'"):
-        zero_core.build(make_model(), Case().config(), extensions=twice)
+    average = WeightAverage()
+    for wrong, why in (
+        ([WeightAverage(), WeightAverage()], "no other extension has"),
+        ([average, average], "make another one"),
+        ([_Faulty(**{"a/b": torch.zeros(1)})], "expected an identifier"),
+        ([_Faulty(short=torch.zeros(3))], r"shape \(3,\)"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            zero_core.build(make_model(), Case().config(), extensions=wrong)
     with pytest.raises(ConfigError, match="no extensions"):
-        zero_core.build(make_model(), Case().config(), extensions=[Extension()], is_training=False)
+        zero_core.build(make_model(), Case().config(), extensions=[average], is_training=False)
 
     def differ(ranks: SimulatedRanks) -> None:
-        own = [WeightAverage()] * ranks.rank
+        own = [WeightAverage(0.5 + ranks.rank / 4)]
         with pytest.raises(RankMismatchError, match="a different list of extensions"):
             zero_core.build(make_model(), Case().config(), process_group=ranks, extensions=own)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.core import access
+from zero_core.core.params import FlatParams, ParamState, SegmentViews, ShardSource
+from zero_core.core.pool import BufferPool, allocator
 from zero_core.errors import CollectiveError
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.protocols import EXACT_PARAMETERS
-from zero_core.sharded.params import FlatParams, ParamState, SegmentViews, ShardSource
-from zero_core.sharded.pool import BufferPool, allocator
 
 CPU = torch.device("cpu")
 SEGMENT = Segment(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_core.sharded.gradient_plan import GradientCase, GradientPlan, plan_gradient
+from zero_core.core.gradient_plan import GradientCase, GradientPlan, plan_gradient
 
 FP32, BF16 = torch.float32, torch.bfloat16
 ADDED = {"owns_grads": True, "adds_grads": True, "is_accumulated": True}

@@ -82,8 +82,9 @@ def _trains_alone(model: nn.Module, state: dict[str, Tensor]) -> None:
 def test_a_copy_within_gathered_is_a_plain_model_that_trains_alone(
     ranks: SimulatedRanks, stage: int
 ) -> None:
-    for checkpointing in ({}, {"activation_checkpointing": {"enabled": True}}):
-        config = Case(stage).config() | checkpointing
+    hooked = {"accumulation_schedule": "vertical", "world_size_invariant": True}
+    for more in ({}, {"activation_checkpointing": {"enabled": True}}, hooked):
+        config = Case(stage).config() | more
         engine = zero_core.build(_net(), config, process_group=ranks)
         _train(engine, ranks.rank, range(2))
         state = engine.full_state_dict()

@@ -11,8 +11,8 @@ import torch
 import zero_core
 from zero_core.blueprint import Blueprint
 from zero_core.config import load_config
+from zero_core.core.pool import BufferPool, allocator
 from zero_core.sharded.memory import Memory
-from zero_core.sharded.pool import BufferPool, allocator
 from zero_core.testing import Case, RootAndBlocks, SimulatedRanks, seeded, simulate
 
 CPU = torch.device("cpu")

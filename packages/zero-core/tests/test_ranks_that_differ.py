@@ -15,8 +15,8 @@ import zero_core
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
-from zero_core.sharded.facts import Facts
-from zero_core.sharded.norms import PLAIN
+from zero_core.core.facts import Facts
+from zero_core.core.norms import PLAIN
 from zero_core.testing import (
     LR,
     WEIGHT_DECAY,

@@ -58,11 +58,12 @@ def test_each_rank_records_its_losses_its_waits_and_why_a_step_was_skipped(tmp_p
             if ranks.rank == 1 and number == 2:
                 x[0, 0] = math.nan
             if ranks.rank == 1 and number == 3:
-                time.sleep(0.2)
+                time.sleep(0.4)
             losses += train(engine, [x] * 2)
         engine.close()
         return losses
 
+    waited = []
     for rank, losses in enumerate(simulate(program, 2)):
         steps = _of(tmp_path, rank, StepRecord)
         assert [s.step for s in steps] == [1, 2, 3, 4]
@@ -71,7 +72,8 @@ def test_each_rank_records_its_losses_its_waits_and_why_a_step_was_skipped(tmp_p
         means = torch.tensor(losses).view(-1, 2).mean(1)
         torch.testing.assert_close(torch.tensor([s.loss for s in steps]), means, equal_nan=True)
         assert [s.micro_steps for s in steps] == [2] * 4
-        assert (sum(steps[3].waits.values()) > 0.1) == (rank == 0)
+        waited.append(sum(steps[3].waits.values()))
+    assert waited[0] - waited[1] > 0.2  # a busy host makes both wait
 
 
 def test_times_of_places_and_waits_make_up_the_step(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from support.board import Board
 
 import zero_core
 from zero_core.core.extension import EndedStep
+from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.testing import Case, make_tower, rows, train
 from zero_core.watch import beats
 from zero_core.watch import watch as watches
 from zero_core.watch.board import ThreadedBoard
-from zero_core.watch.heartbeat import HeartbeatFile
 from zero_core.watch.place import OUTSIDE, Place
 from zero_core.watch.watch import Watch
 

@@ -1,7 +1,7 @@
 """Time of an optimizer step from the rates of a machine.
 
 [Note: one step]
-The program of `zero_core.runtime.passes`, for a rank like all others: units are gathered one ahead
+The program of `zero_core.core.passes`, for a rank like all others: units are gathered one ahead
 of their use, forward and backward; a unit's reduction starts when its gradients are there and is
 waited for a unit later. Inputs of blocks that wait on the host are copied down in forward, and up
 one turn ahead in backward, as are gradients of tied weights before the root's backward. Then ranks
@@ -24,13 +24,13 @@ import torch
 
 from zero_core.comm.meter import Links
 from zero_core.config import Config
+from zero_core.core.facts import facts_nbytes
+from zero_core.core.gradient_plan import GradientCase, accumulated_dtype
+from zero_core.core.norms import norms_of
 from zero_core.layout.arithmetic import Layout, Segment, UnitLayout
 from zero_core.plan.activations import Trace
 from zero_core.plan.forecast import Forecast, num_gathers
 from zero_core.plan.traffic import gather_calls, reduction_calls
-from zero_core.sharded.facts import facts_nbytes
-from zero_core.sharded.gradient_plan import GradientCase, accumulated_dtype
-from zero_core.sharded.norms import norms_of
 from zero_core.step.update import may_speculate, updates_in_backward
 from zero_engine.planning.rates import Rates
 from zero_engine.planning.schedule import Schedule, Work

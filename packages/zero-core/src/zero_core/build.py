@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._libc import release_free_pages
 from zero_core.blueprint import Blueprint
-from zero_core.checkpoint.load import KEPT
 from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.pretrained import load_pretrained
 from zero_core.comm.communicator import Communicator
@@ -26,10 +25,18 @@ from zero_core.comm.meter import Links, Meter
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.comm.topology import Ranks, check_devices, count_per_node, find_ranks
 from zero_core.config import Config, load_config
+from zero_core.core import hooks
 from zero_core.core.extension import Extension, Extensions
+from zero_core.core.facts import Facts
+from zero_core.core.grads import FlatGrads
+from zero_core.core.norms import norms_of
+from zero_core.core.passes import Passes
+from zero_core.core.unit import Unit
+from zero_core.core.units import UnitSet
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
-from zero_core.extensions import make_extensions, wrap_forwards
+from zero_core.extensions import attach_extensions, make_extensions, wrap_forwards
+from zero_core.extensions.invariance import check_invariance
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
@@ -45,20 +52,13 @@ from zero_core.protocols import (
     StateTier,
     StateTierFactory,
 )
-from zero_core.runtime import hooks
 from zero_core.runtime.device_states import DeviceStates
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.runtime.param_guard import warn_frozen
-from zero_core.runtime.passes import Passes
-from zero_core.runtime.units import UnitSet
 from zero_core.schedules import Schedule, ScheduleFactory, make_scheduler
 from zero_core.sharded.edits import Edits
-from zero_core.sharded.facts import Facts
-from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.memory import Memory
-from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded.unit import Unit
 from zero_core.sharded_model import Attach, EngineParts, ShardedModel, for_evaluation
 from zero_core.step.gradient import StepGradient
 from zero_core.step.optimizer import EngineOptimizer
@@ -174,8 +174,9 @@ def build(
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     initial = InitialValues(model)
-    joined = _join(drawn, resolved, ranks, extensions)
-    check_values(joined.control, initial, has_pretrained=pretrained is not None)
+    joined = _join(
+        drawn, resolved, ranks, extensions, initial, has_pretrained=pretrained is not None
+    )
     if ranks.rank == 0 and is_training:
         warn_frozen(drawn.layout, drawn.found.params)
     former = FormerModel(model, drawn.found.params, drawn.optimizer, initial)
@@ -215,6 +216,8 @@ def build(
                 if isinstance(tier, ReservingTier):
                     spans = held.memory.spans
                     tier.reserve([(*spans[g.segment.index], g.plan.offered) for g in held.grads])
+            for extension in state.extensions:
+                extension.reset()
             for follow in made.extensions.begun:
                 follow()
             made.units.publish()  # what a tier has rounded otherwise
@@ -249,14 +252,21 @@ class _Joined:
 
 
 def _join(
-    drawn: Blueprint, config: Config, ranks: Ranks, extensions: Sequence[Extension]
+    drawn: Blueprint,
+    config: Config,
+    ranks: Ranks,
+    extensions: Sequence[Extension],
+    initial: InitialValues,
+    *,
+    has_pretrained: bool,
 ) -> _Joined:
     """Connect to the other ranks, and refuse those that differ. Every rank must call it."""
     check_devices(ranks)
     ranks = ranks.limited(config.collective_timeout_s)
     control = ranks.connect(config.name_waits_within_s)
     control.place.enter("build()")
-    drawn.check_ranks_agree(control, config, [type(one).__qualname__ for one in extensions])
+    drawn.check_ranks_agree(control, config, [one.describe() for one in extensions])
+    check_values(control, initial, has_pretrained=has_pretrained)
     per_node = count_per_node(control, ranks)
     meter = Meter(Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu"))
     shared = share_memory(control, ranks, per_node)
@@ -295,6 +305,8 @@ def _lay_out(
     transport, shared = joined.transport, joined.shared
     used = make_collectives(collectives, transport, config, layout, joined.per_node)
     communicator = Communicator(used, joined.control, layout.describe_segments())
+    if config.world_size_invariant:
+        check_invariance(config, communicator, ranks)
     memory = Memory(
         found,
         layout,
@@ -387,18 +399,13 @@ def _make_engine(
     sizes = len(layout.params), len(layout.units)
     facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(config))
     edits = Edits(state, facts)
-    followers: list[Extension] = [edits]
+    patches = PatchWriter(state)
+    followers: list[Extension] = [edits, patches]
     if is_training:  # their hooks run behind those of the passes
-        per_node = joined.per_node
-        followers += make_extensions(config, state, train, communicator, facts, ranks, per_node)
-        patches = PatchWriter(state)
-        followers += [patches, *joined.extensions]
-        for extension in joined.extensions:
-            extension.attach(state)
-            for name, values in extension.states().items():
-                if f"{KEPT}{name}" in state.kept:
-                    raise ConfigError(f"two extensions have a state {name!r}: names must differ")
-                state.kept[f"{KEPT}{name}"] = values
+        attach_extensions(joined.extensions, state, ownership)
+        followers += make_extensions(
+            config, state, train, facts, ranks, joined.per_node, joined.extensions
+        )
     extensions = Extensions(followers)
     gradient = StepGradient(state, communicator, train, config, facts, extensions)
     unit_set = UnitSet(
@@ -411,7 +418,8 @@ def _make_engine(
     modules = [module for _, module, _ in drawn.found.units]
     is_apart = config.has_inputs_on_host and ranks.device.type != "cpu"
     host_inputs = HostInputs(ranks.device) if is_apart else None
-    installed: list[Removable] = [*followers]
+    installed: list[Removable] = [f for f in followers if f not in joined.extensions]
+    installed += [handle for follower in followers for handle in follower.handles]
     installed += wrap_forwards(config, passes, modules, host_inputs)
     installed += hooks.install(passes, modules)
     holders = held.tier, held.collectives, joined.transport
@@ -437,7 +445,7 @@ def _make_engine(
     installed.append(gradient.param_grads.serve())
     edits.begin()
     micro_batches = make_micro_batches(config, passes, modules, train, state, host_inputs)
-    installed.append(micro_batches)
+    installed += micro_batches.handles
     engine = Engine(
         parts,
         optimizer=EngineOptimizer(

@@ -5,7 +5,7 @@
     engine.step()
 
 ``step`` is called after every micro-step and acts at accumulation boundaries. What happens in
-between is in `zero_core.runtime.passes` (gather and reduce) and in the state tier (update).
+between is in `zero_core.core.passes` (gather and reduce) and in the state tier (update).
 """
 
 from __future__ import annotations
@@ -499,8 +499,8 @@ class Engine(ShardedModel):
         The call returns before anything is written, and waits for updates under way alone. States
         are copied only where a step changes them before they are written: at most one copy of this
         rank's states, in host memory (`zero_core.plan` has it as ``async_save_bytes``). Optimizers
-        that update whole parameters have theirs copied by the call. Values that the program itself
-        changes in place, past the engine, must wait for the result.
+        that update whole parameters have theirs copied by the call, and so have extensions. Values
+        that the program itself changes in place, past the engine, must wait for the result.
 
         Loads, `close`, the end of the interpreter, and whatever writes values outside of a step
         wait for the save. If it fails, what it wrote is removed and the training is as before. The

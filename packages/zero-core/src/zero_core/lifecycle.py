@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
 from zero_core.core import access
+from zero_core.core.params import FlatParams
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.object_methods import ObjectMethods
-from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
 
 _log = logging.getLogger(__name__)
@@ -186,9 +186,10 @@ class Ownership:
         try:
             state.tier.wait_params(0, max((p.stop for p in state.pieces), default=0))
         finally:  # a tier whose step failed raises: the model is free for another engine
-            while self.hooks:
-                self.hooks.pop().remove()
             self.is_ended = True
+            with ExitStack() as stack:  # one that raises keeps none of the others
+                while self.hooks:
+                    stack.callback(self.hooks.pop(0).remove)
 
     def allow_empty_entries(self, advice: str) -> None:
         """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""

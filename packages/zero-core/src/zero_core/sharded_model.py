@@ -32,17 +32,18 @@ from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.core import access
 from zero_core.core.extension import Extension
+from zero_core.core.module_units import ModuleUnits
+from zero_core.core.passes import Passes
+from zero_core.core.saved import Holding
 from zero_core.errors import ConfigError, EvaluationOnlyError
+from zero_core.extensions.generation import Generation
 from zero_core.lifecycle import LeftShard, Ownership, Removable, owner_of
 from zero_core.optim.train_state import LossScaler, TrainState
 from zero_core.runtime.buffers import BufferSync
 from zero_core.runtime.copies import ModelCopies
 from zero_core.runtime.device_states import FORWARD_PARTS, NO_PARTS, DeviceStates, StatePart
 from zero_core.runtime.gathered import GatheredParams
-from zero_core.runtime.module_units import Generation, ModuleUnits
 from zero_core.runtime.param_guard import FixedMemory, ParamGuard
-from zero_core.runtime.passes import Passes
-from zero_core.runtime.saved import Holding
 from zero_core.runtime.small_params import SmallParams
 from zero_core.schedules import Schedule, ScheduleFactory
 from zero_core.sharded.memory import Memory
@@ -681,7 +682,9 @@ class ShardedModel:
     def memory_report(self) -> dict[str, int]:
         """Return bytes on this rank by kind, without activations and the state tier's memory."""
         exchanged = {"exchange buffers": self._transport.exchange_nbytes}
-        return {**self._memory.report(), **exchanged, **self._communicator.private_nbytes}
+        own = self.sharded_state.extension_states().values()
+        kept = {"extensions": sum(t.nbytes for t in own)} if own else {}
+        return {**self._memory.report(), **exchanged, **kept, **self._communicator.private_nbytes}
 
     def comm_report(self) -> tuple[Traffic, ...]:
         """Return what this rank sent in the last step, by collective and link.

@@ -26,6 +26,7 @@ from zero_core.checkpoint.manifest import (
 from zero_core.checkpoint.storage.location import Location, entry, location_of
 from zero_core.checkpoint.whole_states import check as check_state
 from zero_core.checkpoint.whole_states import check_classes, restore
+from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.layout.arithmetic import ParamSpec
 from zero_core.layout.stored import unflatten
@@ -40,9 +41,6 @@ PARTS = ("frozen", "optimizer", "lr_scheduler", "progress")
 were frozen, "optimizer" states and hyperparameters: the engine may then have another optimizer.
 "progress" are the counters, the loss scale and the states of random
 generators."""
-
-KEPT = "extension."
-"""Begin of the names of extensions' states, each of which ``without`` may name."""
 
 _HINT = '; load without=("optimizer", "lr_scheduler", "progress") for the weights alone'
 
@@ -70,7 +68,7 @@ def load_checkpoint(
     control = state.control
 
     def look() -> Reader:
-        unknown = sorted(p for p in {*without} - {*PARTS} if not p.startswith(KEPT))
+        unknown = sorted(p for p in {*without} - {*PARTS} if not p.startswith(PREFIX))
         if unknown:
             raise CheckpointError(f"without {unknown[0]!r}: a checkpoint's parts are {PARTS}")
         reader = Reader.of(find(directory, tag))
@@ -129,13 +127,14 @@ def check_fits(
                 "engine updates slices: was is_elementwise declared since?" + _HINT
             )
     if "optimizer" not in without:
-        kept = {name for name in manifest.states if name.startswith(KEPT)}
-        if differing := sorted((kept ^ state.kept.keys()) - set(without)):
-            lacking = [name for name in differing if name not in kept]
+        saved_states = {name for name in manifest.states if name.startswith(PREFIX)}
+        if differing := sorted((saved_states ^ state.extension_states().keys()) - set(without)):
+            does = "has" if differing[0] in saved_states else "lacks"
             raise CheckpointError(
-                f"{place} lacks the states {lacking} of extensions, and has "
-                f"{[name for name in differing if name in kept]} besides: give build() the same "
-                f"extensions, or load without={tuple(differing)} to leave them as they are"
+                f"{place} {does} {differing[0]}, a state of an extension of build(), and this "
+                f"engine {'lacks' if does == 'has' else 'has'} it: give build() the same "
+                f"extensions, or call load_checkpoint(..., without={tuple(differing)}), which "
+                "begins such states anew"
             )
     is_complete = manifest.has_frozen or all(p.is_trainable for p in manifest.params)
     if not is_complete and "frozen" not in without:
@@ -222,6 +221,7 @@ class Restoring:
             p.name: MASTER if p.is_trainable else VALUE for p in reader.manifest.params
         }
         self._parts: list[tuple[Callable[[Tensor], None], Callable[[], Tensor]]] = []
+        self._extension_parts = self._parts.copy()  # written when the weights are there
         self._sliced: set[str] = set()  # names of the states that are written in slices
         self._numbers: list[Mapping[str, float]] = []  # of each piece
 
@@ -233,16 +233,16 @@ class Restoring:
         for name in sorted(names):
             for piece in state.pieces:
                 spec = state.layout.params[piece.param]
-                is_kept = name in state.kept
-                source = self._sources[spec.name]
-                if name != MASTER and not (is_kept and source == VALUE):
-                    source = name
+                is_extensions = name.startswith(PREFIX)
+                if is_extensions and self._sources[spec.name] == VALUE:
+                    continue  # frozen there: it stays as `Extension.reset` has set it
+                source = self._sources[spec.name] if name == MASTER else name
                 if source == VALUE and "frozen" in without:
                     continue
                 # A parameter that was never updated has no such states.
                 if (
                     name != MASTER
-                    and not is_kept
+                    and not is_extensions
                     and not (
                         _is_sliced(state, piece.param) and reader.scalars(spec.name)["num_steps"]
                     )
@@ -250,8 +250,9 @@ class Restoring:
                     continue
                 stop = piece.offset + piece.stop - piece.start
                 read = self._find(source, spec, piece.offset, stop)
-                self._parts.append((partial(state.write_state, name, piece.start), read))
-                if not is_kept:
+                parts = self._extension_parts if is_extensions else self._parts
+                parts.append((partial(state.write_state, name, piece.start), read))
+                if not is_extensions:
                     self._sliced.add(name)
         for store, spec, low, high in state.frozen_parts():
             if self._sources[spec.name] == MASTER or "frozen" not in without:
@@ -335,6 +336,10 @@ class Restoring:
     def write(self) -> None:
         state, reader = self._state, self._reader
         for store, read in self._parts:
+            store(read())
+        for extension in state.extensions:
+            extension.reset()
+        for store, read in self._extension_parts:
             store(read())
         for index, numbers in enumerate(self._numbers):
             state.tier.write_scalars(index, numbers)

@@ -17,6 +17,7 @@ from zero_core.checkpoint.retention import GIVEN_PREFIXES, list_checkpoints, pru
 from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import local_path, location_of
 from zero_core.checkpoint.whole_states import check as check_state
+from zero_core.core.extension import PREFIX
 from zero_core.errors import CheckpointCorruptError, CheckpointError
 from zero_core.sharded.sharded_state import MASTER
 
@@ -66,6 +67,7 @@ def verify_checkpoint(
                 check_state(whole.state, reader.tensors(whole.file))
             has_state = param.numel > 0 and reader.scalars(name)["num_steps"] > 0
             states = manifest.states if has_state and whole is None else (MASTER,)
+            states = (*states, *(n for n in manifest.states if n.startswith(PREFIX)))
             if not param.is_trainable:
                 states = (VALUE,) if manifest.has_frozen else ()
             start, stop = reader.span(name)

@@ -152,8 +152,6 @@ class Save:
             self._tensors[file_name(RNG, rank)] = random_states()
             if rank == 0:
                 self._tensors[BUFFERS] = state.buffers()
-            for name in state.kept:
-                self._tensors[file_name(name, rank)] = state.kept_slices(name)
             if isinstance(state.tier, WholeTier):
                 whole = self._tensors[file_name(WHOLE, rank)] = {}
                 self._wholes = whole_states(state, state.tier, whole)
@@ -164,7 +162,8 @@ class Save:
     def detach(self) -> None:
         """Copy what steps may change before `write` has read it, beside the snapshot's states.
 
-        Those are states of whole parameters, and frozen values that are not in host memory.
+        Those are states of whole parameters and of extensions, and frozen values that are not in
+        host memory.
         """
         state, rank = self.state, self.state.control.rank
         whole = self._tensors.get(file_name(WHOLE, rank), {})
@@ -173,6 +172,8 @@ class Save:
             self._sliced = {n: slices(state, state.tier, n) for n in self._names if n != MASTER}
         if self.options.has_frozen:
             self._tensors[file_name(VALUE, rank)] = frozen_slices(state)
+        for name in state.extension_states():
+            self._tensors[file_name(name, rank)] = state.extension_slices(name)
 
     def write(self, exchange: Exchange) -> Location:
         """Write the checkpoint. Every rank must call it, and ``exchange`` is theirs."""
@@ -184,7 +185,9 @@ class Save:
         def describe() -> None:
             if is_first:
                 gathered = [json.loads(row) for row in rows]
-                content = fill(frame_of(self.state), gathered, [*self._names, *self.state.kept])
+                content = fill(
+                    frame_of(self.state), gathered, [*self._names, *self.state.extension_states()]
+                )
                 write_manifest(staging, content | self._words | {"has_frozen": options.has_frozen})
 
         def finish() -> None:
@@ -237,6 +240,9 @@ class Save:
             written |= self._put(folder, file, tensors, known if is_same else None, self.version)
         if self.options.has_frozen:
             self._tensors.setdefault(file_name(VALUE, rank), frozen_slices(state))
+        for name in state.extension_states():
+            if file_name(name, rank) not in self._tensors:
+                self._tensors[file_name(name, rank)] = state.extension_slices(name)
         for file, values in self._tensors.items():
             known = self.previous.get(file) if file.startswith((VALUE, BUFFERS)) else None
             is_same = known is not None and known.facts == _write_summed(values)

@@ -88,7 +88,7 @@ class Cures(NamedTuple):
 
 
 class ValueHolder(Protocol):
-    """Holds the values of parameters: `zero_core.sharded.params.FlatParams`."""
+    """Holds the values of parameters: `zero_core.core.params.FlatParams`."""
 
     def await_values(self, param: nn.Parameter) -> None:
         """Wait for the value of ``param``, which is deferred, and open it."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
+from zero_core.core.params import FlatParams
+from zero_core.core.pool import BufferPool, allocator
 from zero_core.errors import CollectiveError, ConfigError, RankMismatchError
 from zero_core.init.former import FormerModel
 from zero_core.init.slices import forget_slice
@@ -17,8 +19,6 @@ from zero_core.init.values import InitialValues
 from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import Discovered, compute_dtype
 from zero_core.protocols import StateTier
-from zero_core.sharded.params import FlatParams
-from zero_core.sharded.pool import BufferPool, allocator
 
 
 @torch.no_grad()

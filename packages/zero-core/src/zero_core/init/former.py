@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from zero_core._torch import DisableTorchFunction, get_grad, set_grad, swap_tensor
 from zero_core.core import access
+from zero_core.core.params import FlatParams
 from zero_core.errors import CollectiveError
 from zero_core.init.slices import restore_slice, slice_of, slice_range
 from zero_core.init.values import InitialValues
 from zero_core.lifecycle import Ownership
 from zero_core.protocols import PartitionedParam
-from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -60,7 +60,7 @@ class _FormerParam:
 
     @property
     def _stand_in(self) -> Tensor | None:
-        """What has the value now, if `InitialValues.take` has made the parameter ordinary."""
+        """Holds the value now, if `InitialValues.take` has made the parameter ordinary."""
         return self._initial.former.get(id(self.param))
 
     def give_up(self) -> None:

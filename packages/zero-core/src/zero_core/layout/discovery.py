@@ -13,7 +13,7 @@ behind the last block (a final norm, a head), under all of their names, unless t
 Its values are waited for
 when forward leaves the last block, and its gradients come before those of the blocks. That the
 tree's order is the order of use is a guess, which only time depends on:
-[Note: the tail] in `zero_core.runtime.units`. Tied weights (an embedding that is the head, too)
+[Note: the tail] in `zero_core.core.units`. Tied weights (an embedding that is the head, too)
 and parameters of the modules that contain blocks stay in the root.
 
 A *leaf* is a module that is one unit with everything in it, at any depth of the module tree. It

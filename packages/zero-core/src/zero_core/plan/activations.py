@@ -405,7 +405,7 @@ def _bytes_of_casts(
 
     Of those alone that stay from forward to backward if autograd saves the weight. At stage 3 the
     engine saves a trained weight's cast as the weight. See [Note: saved tensors] in
-    `zero_core.runtime.saved`. Weights are matrices: autocast leaves vectors in fp32.
+    `zero_core.core.saved`. Weights are matrices: autocast leaves vectors in fp32.
     """
     dtype, is_sharded = config.autocast_dtype, config.zero_optimization.stage == 3
     if dtype is None:

@@ -1,6 +1,6 @@
 """Bytes that a rank sends in one optimizer step, by collective and by the links that they cross.
 
-Counted are the calls that `zero_core.runtime.passes` makes when every unit is used once per
+Counted are the calls that `zero_core.core.passes` makes when every unit is used once per
 micro-step, in the order of the module tree, with gradients up to the first unit. ZeRO (arXiv
 1910.02054), section 7: at stage 3 parameters are gathered once for forward and once for backward,
 those of the last block, of the root and of the tail once in all; gradients are reduced once per
@@ -18,12 +18,12 @@ import torch
 from zero_core.comm.fused_sum import sum_dtype
 from zero_core.comm.meter import Links, Traffic
 from zero_core.config import Config
+from zero_core.core.facts import facts_nbytes
+from zero_core.core.gradient_plan import accumulated_dtype, communicated_dtype
+from zero_core.core.norms import norms_of
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.plan.footprints import CollectivesFootprint
 from zero_core.plan.forecast import num_gathers
-from zero_core.sharded.facts import facts_nbytes
-from zero_core.sharded.gradient_plan import accumulated_dtype, communicated_dtype
-from zero_core.sharded.norms import norms_of
 
 
 def step_traffic(

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.comm.control import ControlGroup
+from zero_core.core.passes import BackwardPass
 from zero_core.layout.buffers import CommonBuffers
-from zero_core.runtime.passes import BackwardPass
 
 
 class BufferSync:

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_core._torch import storage_of
 from zero_core.core.extension import Extensions
+from zero_core.core.passes import Passes
 from zero_core.protocols import DeviceMemory
-from zero_core.runtime.passes import Passes
 from zero_core.sharded.edits import Edits
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
@@ -95,7 +95,7 @@ class DeviceStates:
     ) -> None:
         """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`.
 
-        ``extensions`` are told before states are written.
+        ``extensions`` are notified before states are written.
         """
         self.edits = edits
         self._extensions = extensions

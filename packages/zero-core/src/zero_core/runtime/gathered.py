@@ -22,13 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero_core.core.params import FlatParams
+from zero_core.core.passes import Passes
+from zero_core.core.unit import Unit
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import ParamSpec, Slot
-from zero_core.runtime.passes import Passes
 from zero_core.sharded.edits import Edits
-from zero_core.sharded.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded.unit import Unit
 
 _SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
 

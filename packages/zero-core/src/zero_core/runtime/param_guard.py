@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core._torch import outside_graphs
+from zero_core.core.params import FlatParams
 from zero_core.layout.arithmetic import Layout
 from zero_core.layout.discovery import plain_name
 from zero_core.object_methods import ObjectMethods
-from zero_core.sharded.params import FlatParams
 
 _log = logging.getLogger(__name__)
 _FLATTEN = nn.RNNBase.flatten_parameters.__name__

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero_core.core.passes import Passes
+from zero_core.core.unit import Unit
 from zero_core.object_methods import ObjectMethods
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.passes import Passes
-from zero_core.sharded.unit import Unit
 
 
 class Recompute(ObjectMethods):
@@ -43,11 +43,11 @@ class Recompute(ObjectMethods):
         self._host_inputs = host_inputs
         self._backward = passes.backward
         pairs = zip(passes.units.blocks, blocks, strict=True)
-        super().__init__(
-            "forward", [(module, self._wrap(unit, module.forward)) for unit, module in pairs]
-        )
+        super().__init__("forward", [(module, self._wrap(unit, module)) for unit, module in pairs])
 
-    def _wrap(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, unit: Unit, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext(), self._recomputing(unit)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zero_core.sharded.params import FlatParams
+from zero_core.core.params import FlatParams
 from zero_core.sharded.sharded_state import ShardedState
 
 

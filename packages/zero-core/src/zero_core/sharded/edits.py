@@ -29,9 +29,9 @@ from torch import Tensor
 
 from zero_core.core import access
 from zero_core.core.extension import Extension
+from zero_core.core.facts import Facts
 from zero_core.errors import RankMismatchError
 from zero_core.layout.arithmetic import Piece
-from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 
 

@@ -15,21 +15,16 @@ from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
-from zero_core.layout.arithmetic import Layout, Segment
-from zero_core.layout.discovery import Discovered, Quantized
-from zero_core.layout.stored import dim_order
-from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
-from zero_core.sharded.changes.log import ChangeLog
-from zero_core.sharded.gradient_plan import GradientPlan, plan_segment_gradient
-from zero_core.sharded.grads import FlatGrads, GradientBuffers, SequentialGrads
-from zero_core.sharded.param_offload import (
+from zero_core.core.gradient_plan import GradientPlan, plan_segment_gradient
+from zero_core.core.grads import FlatGrads, GradientBuffers, SequentialGrads
+from zero_core.core.param_offload import (
     LocalStore,
     OffloadedSegments,
     OffloadedShard,
     PrefetchHints,
 )
-from zero_core.sharded.params import DeviceShard, FlatParams, SegmentViews, ShardSource
-from zero_core.sharded.pool import (
+from zero_core.core.params import DeviceShard, FlatParams, SegmentViews, ShardSource
+from zero_core.core.pool import (
     Allocate,
     Arena,
     BufferPool,
@@ -37,7 +32,12 @@ from zero_core.sharded.pool import (
     RefilledBuffers,
     allocator,
 )
-from zero_core.sharded.unit import Unit
+from zero_core.core.unit import Unit
+from zero_core.layout.arithmetic import Layout, Segment
+from zero_core.layout.discovery import Discovered, Quantized
+from zero_core.layout.stored import dim_order
+from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
+from zero_core.sharded.changes.log import ChangeLog
 
 NUM_SPARE = 2
 """Buffers whose copies to the host may still be under way when the next one is needed."""

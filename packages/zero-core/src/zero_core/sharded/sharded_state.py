@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from zero_core.comm.control import ControlGroup
 from zero_core.core import access
+from zero_core.core.extension import PREFIX, Extension
+from zero_core.core.params import FlatParams
 from zero_core.layout.arithmetic import Layout, ParamSpec, Piece, Segment
 from zero_core.layout.buffers import CommonBuffers
 from zero_core.layout.discovery import Quantized, plain_name
 from zero_core.protocols import StateTier
 from zero_core.sharded.changes.log import ChangeLog
-from zero_core.sharded.params import FlatParams
 
 MASTER = "master_weight"
 
@@ -39,7 +40,7 @@ class ShardedState:
         quantized: the model's quantized parameters.
         changes: the log of changed values; None if no patches are made.
         readers: work under way in other threads that reads shards.
-        kept: states of extensions, by name: see `zero_core.core.extension.Extension.states`.
+        extensions: have states of their own: see `zero_core.core.extension.Extension.states`.
     """
 
     module: nn.Module
@@ -53,7 +54,7 @@ class ShardedState:
     quantized: tuple[Quantized, ...] = ()
     changes: ChangeLog | None = None
     readers: list[Future[Any]] = field(default_factory=list)
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    extensions: list[Extension] = field(default_factory=list)
 
     @property
     def local_numel(self) -> int:
@@ -63,23 +64,28 @@ class ShardedState:
 
     def state_names(self) -> list[str]:
         """Return the names of the tier's states and of the extensions'."""
-        return [*self.tier.state_names(), *self.kept]
+        return [*self.tier.state_names(), *self.extension_states()]
+
+    def extension_states(self) -> dict[str, Tensor]:
+        """Return the extensions' states by name."""
+        every = (extension.states().items() for extension in self.extensions)
+        return {f"{PREFIX}{name}": values for states in every for name, values in states}
 
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         """Return ``[start, stop)`` of a state in the local flat space: a copy, on the CPU."""
-        if name in self.kept:
-            return self.kept[name][start:stop].clone()
+        if name.startswith(PREFIX):
+            return self.extension_states()[name][start:stop].clone()
         return self.tier.read_state(name, start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         """Overwrite a state from ``start`` on in the local flat space."""
-        if name in self.kept:
-            self.kept[name][start : start + values.numel()].copy_(values)
+        if name.startswith(PREFIX):
+            self.extension_states()[name][start : start + values.numel()].copy_(values)
         else:
             self.tier.write_state(name, start, values)
 
-    def kept_slices(self, name: str) -> dict[str, Tensor]:
-        """Return this rank's slices of an extension's state, by segment, as files have them."""
+    def extension_slices(self, name: str) -> dict[str, Tensor]:
+        """Return copies of this rank's slices of an extension's state, by segment."""
         found = {}
         for segment in self.layout.segments:
             if segment.is_trainable:

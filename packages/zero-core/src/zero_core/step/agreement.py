@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero_core._torch import find_trainable
+from zero_core.core.facts import NUM_WORDS
 from zero_core.errors import RankMismatchError
 from zero_core.optim.train_state import TrainState, describe_groups
-from zero_core.sharded.facts import NUM_WORDS
 from zero_core.sharded.sharded_state import ShardedState
 
 

@@ -20,12 +20,12 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
 from zero_core.core.extension import Extensions
+from zero_core.core.facts import Facts, Filler
+from zero_core.core.grads import FlatGrads
+from zero_core.core.norms import norms_of
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier
-from zero_core.sharded.facts import Facts, Filler
-from zero_core.sharded.grads import FlatGrads
-from zero_core.sharded.norms import norms_of
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.agreement import StepAgreement
 from zero_core.step.param_grads import SHARDED, UPDATED_IN_BACKWARD, ParamGrads
@@ -58,7 +58,7 @@ class StepDecision:
 class StepGradient:
     """Gradient of the current step.
 
-    The first group of methods is the runtime's `zero_core.sharded.reductions.GradientSink`, which
+    The first group of methods is the runtime's `zero_core.core.reductions.GradientSink`, which
     documents them.
 
     Attributes:
@@ -224,7 +224,7 @@ class StepGradient:
         """Put in what this rank has used and written, and a hash of what must be equal."""
         facts.put("with gradient", bool(self.params_with_grad))
         facts.mark("used", self.params_with_grad)
-        changed = self.param_grads.describe_changes(self._communicator)
+        changed = self.param_grads.begin_agreement(self._communicator)
         facts.put_hash(self._agreement.words(changed))
         for fill in self._extensions.fill:
             fill(facts)

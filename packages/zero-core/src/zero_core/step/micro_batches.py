@@ -66,15 +66,15 @@ class MicroBatches:
 
     Attributes:
         random: the generators' states.
+        handles: of hooks on modules.
     """
+
+    handles: Sequence[Any] = ()
 
     def __init__(self, train: TrainState, place: Place, device: torch.device) -> None:
         self.random = RandomStates(device)
         self._train = train
         self._place = place
-
-    def remove(self) -> None:
-        """End with the engine."""
 
     def check_apart(self, call: str) -> None:
         """Refuse ``call``, which serves one micro-batch alone, if a step needs all of them.

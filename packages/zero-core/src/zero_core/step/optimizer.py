@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zero_core._torch import has_step_pre_hooks, mark_stepped
 from zero_core.comm.meter import Meter
+from zero_core.core.passes import Passes
 from zero_core.optim.train_state import TrainState
-from zero_core.runtime.passes import Passes
 from zero_core.step.gradient import StepGradient
 
 

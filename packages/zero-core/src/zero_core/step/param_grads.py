@@ -44,9 +44,9 @@ from torch import Tensor, nn
 from zero_core._torch import allow_foreach, get_grad, set_grad
 from zero_core.comm.communicator import Communicator
 from zero_core.core import access
+from zero_core.core.grads import FlatGrads
+from zero_core.core.params import FlatParams
 from zero_core.runtime.copies import EngineParameter
-from zero_core.sharded.grads import FlatGrads
-from zero_core.sharded.params import FlatParams
 
 _log = logging.getLogger(__name__)
 UPDATED_IN_BACKWARD = (
@@ -260,8 +260,8 @@ class ParamGrads:
         (self._changed_late if is_agreed else self._changed).update(found)
         return found
 
-    def describe_changes(self, communicator: Communicator) -> list[str]:
-        """Name the segments that were changed, for the sum of the facts, which begins."""
+    def begin_agreement(self, communicator: Communicator) -> list[str]:
+        """Begin the sum of the facts, and name the segments that were changed, which it hashes."""
         self._changed |= self._changed_late
         self._changed_late = set()
         self._set.clear()

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import pytree
+from zero_core.core.extension import PREFIX
+from zero_core.core.grads import FlatGrads
+from zero_core.core.passes import Passes
 from zero_core.layout.arithmetic import Segment, Slot
 from zero_core.layout.discovery import plain_name
 from zero_core.optim.whole_tier import WholeTier
 from zero_core.runtime.device_states import DeviceStates
-from zero_core.runtime.passes import Passes
-from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import MASTER, ShardedState
 from zero_core.step.gradient import StepGradient
 
@@ -301,7 +302,7 @@ class StateAccess:
     def _whole_tier(self, param: int, what: str) -> WholeTier | None:
         """Return the state tier if ``what`` is a state that it keeps whole."""
         tier = self._state.tier
-        is_sliced = what in (MASTER, GRAD, *self._state.kept)
+        is_sliced = what in (MASTER, GRAD) or what.startswith(PREFIX)
         if is_sliced or not isinstance(tier, WholeTier):
             return None
         return None if tier.owner_of(param) is None else tier

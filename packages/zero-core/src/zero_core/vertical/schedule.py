@@ -42,13 +42,13 @@ from torch import Tensor, nn
 from zero_core._libc import share_arenas
 from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.config import Config
+from zero_core.core.grads import FlatGrads
+from zero_core.core.passes import Driver, Passes
+from zero_core.core.unit import Unit
 from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.runtime.passes import Driver, Passes
-from zero_core.sharded.grads import FlatGrads
 from zero_core.sharded.sharded_state import ShardedState
-from zero_core.sharded.unit import Unit
 from zero_core.step.micro_batches import MicroBatches, RandomStates, ScaledLoss
 from zero_core.vertical.partial_grads import HostGradients, PartialGrads
 from zero_core.vertical.segments import SegmentCrossing
@@ -220,13 +220,15 @@ class VerticalSchedule:
             self._run_backward(micro_batches)
             self._in_attributes = None
         except BaseException:
-            for one in micro_batches:
-                one.abandon()
-            self._running = self._turn = None
-            self._train.accumulation.enter_micro_step(0)
-            self._passes.drive_by_hooks()
-            self._forward.abandon()  # the next forward drops gradients that the passes brought
-            self._units.release_all()
+            try:
+                for one in micro_batches:
+                    one.abandon()
+            finally:
+                self._running = self._turn = None
+                self._train.accumulation.enter_micro_step(0)
+                self._passes.drive_by_hooks()
+                self._forward.abandon()  # the next forward drops gradients that the passes brought
+                self._units.release_all()
             raise
         finally:
             if self._host_inputs is not None:
@@ -386,10 +388,7 @@ class VerticalMicroBatches(MicroBatches):
     ) -> None:
         super().__init__(train, place, device)
         self._schedule = schedule
-
-    def remove(self) -> None:
-        for handle in self._schedule.handles:
-            handle.remove()
+        self.handles = schedule.handles
 
     def check_apart(self, call: str) -> None:
         if self._train.accumulation.steps > 1:
@@ -406,7 +405,7 @@ class VerticalMicroBatches(MicroBatches):
 
 
 class AutoMicroBatches(VerticalMicroBatches):
-    """Uses the vertical schedule until a model turns out not to permit it."""
+    """Vertical schedule that falls back to the horizontal one at the first refusal."""
 
     _is_vertical = True
 

@@ -109,7 +109,7 @@ class MicroBatch:
 
     def abandon(self) -> None:
         """End the forward where it pauses, and wait for that."""
-        if self._thread is not None and not self.is_done:
+        if self._thread is not None and self._thread.ident is not None and not self.is_done:
             self._is_abandoned = True
             self._go.release()
             self._thread.join()

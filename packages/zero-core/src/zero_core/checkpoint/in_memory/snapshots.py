@@ -140,8 +140,8 @@ class MemoryCheckpoints(Extension):
         tensors = {file_name(RNG, rank): random_states()}
         if rank == 0:
             tensors[BUFFERS] = state.buffers()
-        for name in state.kept:
-            tensors[file_name(name, rank)] = state.kept_slices(name)
+        for name in state.extension_states():
+            tensors[file_name(name, rank)] = state.extension_slices(name)
         facts = {
             "attempt": self._attempt,
             "serial": self._serial,
@@ -224,7 +224,7 @@ class MemoryCheckpoints(Extension):
         if isinstance(tier, WholeTier):
             wholes = whole_states(state, tier, tensors.setdefault(file_name(WHOLE, rank), {}))
         written |= {file: slot.write(file, values) for file, values in tensors.items()}
-        return [*names, *state.kept], written, wholes
+        return [*names, *state.extension_states()], written, wholes
 
     def _drop_strangers(self) -> None:
         """Remove the files of ranks that are not here any more, on the first rank of a node."""

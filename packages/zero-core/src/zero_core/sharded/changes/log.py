@@ -32,6 +32,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from zero_core.core.params import FlatParams
 from zero_core.protocols import ParamStore
 from zero_core.sharded.changes.positions import (
     compare,
@@ -41,7 +42,6 @@ from zero_core.sharded.changes.positions import (
     pack_bits,
     unpack_bits,
 )
-from zero_core.sharded.params import FlatParams
 
 _CPU_NUMEL = 1 << 18  # old and new values of so many elements fit a core's cache
 _DEVICE_NUMEL = 1 << 25

@@ -1,6 +1,6 @@
 """Memory of gradients: which buffers hold them from backward to the state tier, and in what dtype.
 
-See [Note: the tensors of a segment] in `zero_core.sharded.unit` for the buffers' names.
+See [Note: the tensors of a segment] in `zero_core.core.unit` for the buffers' names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from enum import Enum
 import torch
 
 from zero_core.config import DTYPES, Config
+from zero_core.core.norms import INVARIANT, PLAIN, Norms
 from zero_core.layout.arithmetic import Segment
-from zero_core.sharded.norms import INVARIANT, PLAIN, Norms
 
 
 class GradientCase(Enum):

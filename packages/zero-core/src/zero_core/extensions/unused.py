@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from zero_core.core.extension import Extension
+from zero_core.core.facts import Facts
 from zero_core.errors import UnusedParameterError
 from zero_core.optim.train_state import TrainState
-from zero_core.sharded.facts import Facts
 from zero_core.sharded.sharded_state import ShardedState
 
 
 class UnusedParameters(Extension):
-    """Refuses such steps, at stages 1 and 2 with ``ignore_unused_parameters`` false.
+    """Refuses a step in which a rank left a trainable parameter unused, at stages 1 and 2.
+
+    For ``ignore_unused_parameters`` false.
 
     All ranks know what each has used, so all raise. A rank without any gradient had no data.
     """

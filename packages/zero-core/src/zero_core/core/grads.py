@@ -1,6 +1,6 @@
 """Flat gradients: those of one segment, from backward to the state tier.
 
-See [Note: the tensors of a segment] in `zero_core.sharded.unit`.
+See [Note: the tensors of a segment] in `zero_core.core.unit`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
 from zero_core.comm.fused_sum import sum_dtype
+from zero_core.core.gradient_plan import GradientCase, GradientPlan
+from zero_core.core.params import SegmentViews
+from zero_core.core.pool import BufferPool, Wait
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import EXACT_GRADIENTS, StateTier
-from zero_core.sharded.gradient_plan import GradientCase, GradientPlan
-from zero_core.sharded.params import SegmentViews
-from zero_core.sharded.pool import BufferPool, Wait
 
 _STRIDED = torch.strided
 
@@ -574,7 +574,7 @@ class FlatGrads:
 class SequentialGrads(FlatGrads):
     """Gradients that are added to the step's sum rank by rank, as a sequential plan has it.
 
-    See [Note: the same bits at any world size] in `zero_core.sharded.gradient_plan`.
+    See [Note: the same bits at any world size] in `zero_core.core.gradient_plan`.
     """
 
     _missing = -0.0  # changes no bit of a sum

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.meter import FACTS, Meter
-from zero_core.sharded.norms import Norms
+from zero_core.core.norms import Norms
 
 NUM_WORDS = 3
 """Numbers of 16 bits that a hash consists of."""

@@ -26,11 +26,11 @@ from zero_core._torch import (
     set_grad,
     unless_compiling,
 )
+from zero_core.core.module_units import ModuleUnits
+from zero_core.core.passes import Passes
+from zero_core.core.unit import Unit
 from zero_core.layout.discovery import Quantized
 from zero_core.layout.stored import Metadata, is_same_memory
-from zero_core.runtime.module_units import ModuleUnits
-from zero_core.runtime.passes import Passes
-from zero_core.sharded.unit import Unit
 
 
 def install(passes: Passes, modules: Sequence[nn.Module]) -> list[Any]:

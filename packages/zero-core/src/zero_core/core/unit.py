@@ -23,11 +23,11 @@ grad_shard  [shard_numel], accumulation dtype, arena: the reduced gradients of t
 grad_sum    [padded_numel], accumulation dtype: at stage 0, all ranks' ``grad_shard``, gathered.
 
 Which of the gradients' tensors exist, and in what memory, is a `GradientPlan`: see
-`zero_core.sharded.gradient_plan`. The state tier gets ``grad_shard`` or ``grad_sum``, in the
+`zero_core.core.gradient_plan`. The state tier gets ``grad_shard`` or ``grad_sum``, in the
 accumulation dtype; a tier that owns gradients gets them in the communication dtype.
 
 The *arena* is memory allocated once and kept; a *pool* lends equal buffers for short use
-(`zero_core.sharded.pool`). The *state tier* holds master weights and optimizer states and runs the
+(`zero_core.core.pool`). The *state tier* holds master weights and optimizer states and runs the
 update, on the device, the host or NVMe. It *owns gradients* if it copies them as they are offered.
 A *parameter tier* holds shards outside the device. Slot, piece, local flat space: see
 `zero_core.layout.arithmetic` and `zero_core.protocols`. A *gap* is padding between and after slots.
@@ -38,9 +38,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_core._torch import find_trainable
-from zero_core.sharded.grads import FlatGrads
-from zero_core.sharded.param_offload import PrefetchHints
-from zero_core.sharded.params import FlatParams
+from zero_core.core.grads import FlatGrads
+from zero_core.core.param_offload import PrefetchHints
+from zero_core.core.params import FlatParams
 
 
 class Unit:

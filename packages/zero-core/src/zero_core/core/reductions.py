@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from zero_core.sharded.facts import Filler
-from zero_core.sharded.grads import FlatGrads, SequentialGrads
-from zero_core.sharded.unit import Unit
+from zero_core.core.facts import Filler
+from zero_core.core.grads import FlatGrads, SequentialGrads
+from zero_core.core.unit import Unit
 
 
 class GradientSink(Protocol):

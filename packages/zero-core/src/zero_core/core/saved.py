@@ -38,9 +38,9 @@ from torch import Tensor, nn
 
 from zero_core._torch import autocast_source, is_autocast_enabled, pytree
 from zero_core.core import access
-from zero_core.runtime.order import Forward
-from zero_core.sharded.params import FlatParams
-from zero_core.sharded.unit import Unit
+from zero_core.core.order import Forward
+from zero_core.core.params import FlatParams
+from zero_core.core.unit import Unit
 
 _Packed = tuple[Unit, FlatParams, torch.dtype, int, torch.Size, tuple[int, ...], int, Forward]
 """A weight that autograd saved: unit, segment, dtype, offset, shape, strides, version, and the

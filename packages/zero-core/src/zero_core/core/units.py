@@ -27,12 +27,12 @@ from torch import nn
 
 from zero_core.comm.communicator import Communicator
 from zero_core.core import access
+from zero_core.core.order import Prefetch
+from zero_core.core.params import FlatParams, Launcher
+from zero_core.core.saved import SavedWeights
+from zero_core.core.unit import Unit
 from zero_core.layout.discovery import Quantized
 from zero_core.object_methods import SuspendableHooks
-from zero_core.runtime.order import Prefetch
-from zero_core.runtime.saved import SavedWeights
-from zero_core.sharded.params import FlatParams, Launcher
-from zero_core.sharded.unit import Unit
 
 
 class _TailReads:

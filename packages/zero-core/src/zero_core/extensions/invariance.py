@@ -30,43 +30,19 @@ class Invariance(Extension):
         model: nn.Module,
         config: Config,
         train: TrainState,
-        communicator: Communicator,
         ranks: Ranks,
     ) -> None:
-        """Hook ``model``. ``train`` knows the step and the micro-step.
-
-        Raises:
-            ConfigError: the collectives or the optimizer's place do not permit it.
-        """
-        if not communicator.can_add:
-            raise ConfigError(
-                "world_size_invariant needs collectives with reduce_add, as of "
-                "zero_core.protocols.AddingCollectives: "
-                f"{type(communicator.transport).__name__} has none"
-            )
-        offload = config.zero_optimization.offload_optimizer
-        is_split = offload.device_budget is not None or offload.ratio not in (0.0, 1.0, None)
-        if offload.device != "none" and is_split and ranks.device.type != "cpu":
-            raise ConfigError(
-                f"world_size_invariant on {ranks.device.type} with a part of the optimizer on the "
-                "host: host and device differ by units in the last place, and each world size has "
-                "the border elsewhere. Set zero_optimization.offload_optimizer.ratio to 0 or 1, or "
-                "name the host's parameters in offload_optimizer.parameters"
-            )
+        """Hook ``model``. ``train`` knows the step and the micro-step."""
         self._train = train
         self._seed = config.seed or 0
         self._ranks = ranks
         self._seeded = (-1, -1, -1)  # `_place` of the last seed
         self._reduced = (-1, -1, -1)  # `_place` of the last backward
         self._is_running = False  # also after a forward that raised
-        self._handles = [
+        self.handles = [
             model.register_forward_pre_hook(outside_graphs(self._enter), prepend=True),
             model.register_forward_hook(outside_graphs(self._leave)),
         ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     @property
     def _place(self) -> tuple[int, int, int]:
@@ -111,4 +87,27 @@ class Invariance(Extension):
             "world_size_invariant: gradients that are added up on their rank first would be "
             "added in another order at another world size. Leave no_sync() and "
             "set_requires_gradient_sync(False) out: each backward is reduced"
+        )
+
+
+def check_invariance(config: Config, communicator: Communicator, ranks: Ranks) -> None:
+    """Refuse what cannot give the same bits at any world size.
+
+    Raises:
+        ConfigError: the collectives or the optimizer's place do not permit it.
+    """
+    if not communicator.can_add:
+        raise ConfigError(
+            "world_size_invariant needs collectives with reduce_add, as of "
+            f"zero_core.protocols.AddingCollectives: {type(communicator.transport).__name__} has "
+            "none"
+        )
+    offload = config.zero_optimization.offload_optimizer
+    is_split = offload.device_budget is not None or offload.ratio not in (0.0, 1.0, None)
+    if offload.device != "none" and is_split and ranks.device.type != "cpu":
+        raise ConfigError(
+            f"world_size_invariant on {ranks.device.type} with a part of the optimizer on the "
+            "host: host and device differ by units in the last place, and each world size has the "
+            "border elsewhere. Set zero_optimization.offload_optimizer.ratio to 0 or 1, or name "
+            "the host's parameters in offload_optimizer.parameters"
         )

@@ -1,7 +1,7 @@
 """Norms of a gradient: of a shard, of the segments of a rank, and of all ranks.
 
 `PLAIN` adds squares as they come. `INVARIANT` has the same bits at any world size: see
-[Note: one norm for any world size] in `zero_core.sharded.exact_sums`.
+[Note: one norm for any world size] in `zero_core.core.exact_sums`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.fused_sum import norm_of
 from zero_core.config import Config
-from zero_core.sharded.exact_sums import NUM_BINS, bin_powers, chunk_norms, sum_bins
+from zero_core.core.exact_sums import NUM_BINS, bin_powers, chunk_norms, sum_bins
 
 
 class Norms(Protocol):

@@ -1,6 +1,6 @@
 """Flat parameters: the values of one segment, sharded or gathered.
 
-See [Note: the tensors of a segment] in `zero_core.sharded.unit`.
+See [Note: the tensors of a segment] in `zero_core.core.unit`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zero_core._torch import DisableTorchFunction, storage_of
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.queues import HostQueues
 from zero_core.core import access
+from zero_core.core.pool import BufferPool, CopyStream, RefilledBuffers
 from zero_core.layout.arithmetic import Segment
 from zero_core.layout.discovery import Quantized
 from zero_core.layout.stored import dim_order, flatten, from_bytes, to_bytes, unflatten
 from zero_core.protocols import EXACT_PARAMETERS, StateTier, Work
-from zero_core.sharded.pool import BufferPool, CopyStream, RefilledBuffers
 from zero_core.watch.place import UPDATE
 
 _NO_VERSION = -1

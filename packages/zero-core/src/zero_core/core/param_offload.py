@@ -29,10 +29,10 @@ from torch import Tensor
 
 from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
+from zero_core.core.params import FlatParams, ShardSource
+from zero_core.core.pool import BufferPool, CopyStream
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.protocols import ParamTier, StateTier, Work
-from zero_core.sharded.params import FlatParams, ShardSource
-from zero_core.sharded.pool import BufferPool, CopyStream
 
 _MAX_EXPECTED = 16
 

@@ -1,6 +1,6 @@
 """Forward and backward over all units: what is gathered, released and reduced, and when.
 
-`zero_core.runtime.hooks` calls in here; nothing in the model changes.
+`zero_core.core.hooks` calls in here; nothing in the model changes.
 
 [Note: the path of a gradient]
 1. `hooks` takes ``param.grad`` when autograd has it, and calls `BackwardPass.gradient_ready`.
@@ -15,7 +15,7 @@
 
 [Note: order]
 Units are gathered forward in the order of the module tree and backward in reverse; reductions run
-in that reverse order, the root last (`zero_core.runtime.order`). So every rank launches the same
+in that reverse order, the root last (`zero_core.core.order`). So every rank launches the same
 collectives in the same order even where ranks take different branches within a block. The first
 block's gather is launched before the root's is waited for.
 
@@ -35,19 +35,19 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
-from zero_core.runtime.order import BackwardOrder, Forward
-from zero_core.runtime.units import UnitSet
-from zero_core.sharded.facts import Facts
-from zero_core.sharded.grads import FlatGrads
-from zero_core.sharded.reductions import GradientSink, Reductions
-from zero_core.sharded.unit import Unit
+from zero_core.core.facts import Facts
+from zero_core.core.grads import FlatGrads
+from zero_core.core.order import BackwardOrder, Forward
+from zero_core.core.reductions import GradientSink, Reductions
+from zero_core.core.unit import Unit
+from zero_core.core.units import UnitSet
 from zero_core.watch.place import OUTSIDE
 
 
@@ -122,7 +122,7 @@ class BackwardPass:
         self._units.drain()
         self._sink.begin_backward(is_new_round=self.should_sync and is_new)
         self.is_open = True
-        self._is_reducing = False
+        self._is_reducing = False  # `begin` sets it; micro-batches in turns are reduced one by one
         self._units.saved.entered = None
         self._recomputed.clear()
         self.order.begin_backward(num_missing)
@@ -165,7 +165,7 @@ class BackwardPass:
         units.open(unit, backward=True)
 
     def enter_place(self, unit: Unit) -> None:
-        """Have other ranks see that this one is in the backward of ``unit``."""
+        """Report this rank's place, the backward of ``unit``, to the other ranks."""
         self._place.enter(self._names[unit.index])
 
     def enter_recompute(self, unit: Unit) -> None:
@@ -344,7 +344,7 @@ class BackwardPass:
         self._sink.agree(self)
 
     def fill(self, facts: Facts) -> None:
-        """Put in what this rank's backwards have shown: see `zero_core.runtime.order`."""
+        """Put in what this rank's backwards have shown: see `zero_core.core.order`."""
         facts.put("unreduced", self.reductions.has_unreduced)
         facts.put("tail late", self.order.is_tail_late)
         facts.mark("left out", self.order.unneeded)
@@ -438,7 +438,7 @@ class ForwardPass:
         units.launch(unit, backward=False)
         if self._running and unit.is_root:
             units.launch_tail()
-        units.wait(unit)
+        units.wait(unit)  # the root, after the launch of the first block's gather
 
     def _note_passed(self, before: int) -> None:
         """Note blocks that this rank gathered ahead and leaves out in the forward that is running.
@@ -552,11 +552,15 @@ class ForwardPass:
         return any(r.unit is unit or (r.unit.is_root and unit.is_tail) for r in self._running)
 
 
+class _Leave(Protocol):
+    def __call__(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None: ...
+
+
 class Driver(NamedTuple):
     """Walks the passes: what the hooks on the model call."""
 
     enter: Callable[[Unit, nn.Module], None]
-    leave: Callable[..., None]
+    leave: _Leave
     gradient_ready: Callable[[Unit, FlatGrads, int, Tensor], None]
 
 
@@ -573,7 +577,7 @@ class Passes:
     def __init__(
         self, units: UnitSet, communicator: Communicator, sink: GradientSink, facts: Facts
     ) -> None:
-        """Prepare. `zero_core.runtime.hooks.install` makes the model call the driver."""
+        """Prepare. `zero_core.core.hooks.install` makes the model call the driver."""
         self.units = units
         self.backward = BackwardPass(units, communicator, sink, facts)
         self.forward = ForwardPass(units, communicator, self.backward)
