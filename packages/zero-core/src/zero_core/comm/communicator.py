@@ -107,14 +107,9 @@ class NamedReduction(NamedWork):
                 )
             return None
         verb = f"acknowledgement of the {self._verb}"
-        try:
+        with self._owner.naming(self._owner.name_of(verb, self._segment)):
             acknowledgement = cast(InPlaceReduction, work).acknowledge()
-            return NamedWork(self._owner, acknowledgement, verb, self._segment)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            owner = self._owner
-            raise owner.control.error(owner.name_of(verb, self._segment), error) from error
+        return NamedWork(self._owner, acknowledgement, verb, self._segment)
 
 
 class Communicator:
@@ -201,13 +196,18 @@ class Communicator:
         name = self.name_of("reduce_scatter", segment)
         if self.place.clock is not None:
             self.place.clock.launch(name)
+        with self.naming(name), profiled_range(f"rank {self.rank}: {name}"):
+            yield
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Have what fails in this context name the collective ``what``, as `CollectiveError`."""
         try:
-            with profiled_range(f"rank {self.rank}: {name}"):
-                yield
-        except torch.OutOfMemoryError:
+            yield
+        except torch.OutOfMemoryError:  # no failure of the ranks' exchange
             raise
         except RuntimeError as error:
-            raise self.control.error(name, error) from error
+            raise self.control.error(what, error) from error
 
     def name_of(self, verb: str, segment: int) -> str:
         """Return the name that a collective has on all ranks: "all_gather of unit 3 (blocks.2)"."""

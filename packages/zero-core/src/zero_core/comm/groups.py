@@ -505,16 +505,12 @@ def _bound_device() -> torch.device | None:
 
 def _next_number(ranks: tuple[int, ...]) -> int:
     """Return the lowest number by which a new group of ``ranks`` may be named on this rank."""
-    return max(count_groups(), _numbers_of_world().get(ranks, 0))
-
-
-def _numbers_of_world() -> dict[tuple[int, ...], int]:
-    return _numbers.setdefault(dist.group.WORLD, {})
+    return max(count_groups(), _numbers.setdefault(dist.group.WORLD, {}).get(ranks, 0))
 
 
 def _numbered(ranks: tuple[int, ...], number: int) -> AbstractContextManager[None]:
     """Name a group of ``ranks`` that is made in this context by ``number``, once."""
-    _numbers_of_world()[ranks] = number + 1
+    _numbers.setdefault(dist.group.WORLD, {})[ranks] = number + 1
     return counting_groups(number)
 
 

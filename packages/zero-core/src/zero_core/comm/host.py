@@ -254,12 +254,6 @@ class HostCollectives(Transport):
             content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
             self._meter.add(collective, content, sent)
 
-    def acknowledge(self, received: Tensor | None, unit: int, *, is_near: bool) -> Work:
-        """End a reduction: its scratch buffer is free, its near parts were read."""
-        if received is not None:
-            self._buffers.release(received)
-        return self._wire.acknowledge(Kind.REDUCE_READ, unit) if is_near else _DONE
-
 
 @dataclass(eq=False)
 class _Exchange:
@@ -314,8 +308,11 @@ class _HostReduction:
             (add_in_rank_order if self.is_added else sum_in_rank_order)(self.out, sources)
 
     def acknowledge(self) -> Work:
+        """End the reduction: its scratch buffer is free, its near parts were read."""
         self.contributions = ()
-        return self.owner.acknowledge(self.received, self.unit, is_near=self.is_near)
+        if self.received is not None:
+            self.owner._buffers.release(self.received)
+        return self.owner._wire.acknowledge(Kind.REDUCE_READ, self.unit) if self.is_near else _DONE
 
 
 class HostLibrary:

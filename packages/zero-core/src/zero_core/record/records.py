@@ -167,12 +167,9 @@ class EventRecord:
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
-KINDS: Mapping[str, type[Record]] = {
-    cls.kind: cls for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
+_FORMS: Mapping[str, TypeAdapter[Any]] = {
+    cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }
-
-
-_FORMS: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(cls) for kind, cls in KINDS.items()}
 
 
 def to_line(record: Record) -> str:

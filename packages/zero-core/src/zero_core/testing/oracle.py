@@ -286,8 +286,7 @@ def train_unread(
     """
     losses = []
     for step, micro in itertools.product(range(steps), range(accumulation)):
-        inputs = batch(step, micro, rank)
-        loss = engine(**{**inputs, "ids": inputs["ids"].to(device)})["loss"]
+        loss = engine(**_batch_on(device, step, micro, rank))["loss"]
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
