@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -36,16 +37,8 @@ def _sum_by_tree(size: int, per_node: int, dtype: torch.dtype) -> Tensor:
     """Sum of all ranks: within each node from the left, then the nodes from the left."""
     wide = torch.promote_types(dtype, torch.float32)
     full = [_full(rank, size, dtype).to(wide) for rank in range(size)]
-    nodes = []
-    for start in range(0, size, per_node):
-        total = full[start]
-        for part in full[start + 1 : start + per_node]:
-            total = total + part
-        nodes.append(total)
-    total = nodes[0]
-    for part in nodes[1:]:
-        total = total + part
-    return total
+    nodes = [reduce(torch.add, full[at : at + per_node]) for at in range(0, size, per_node)]
+    return reduce(torch.add, nodes)
 
 
 def _reduce(ranks: SimulatedRanks, dtype: torch.dtype, culprit: int) -> Any:

@@ -10,6 +10,7 @@ The product's node keeps a view of the codes for backward where no hook of autog
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -187,17 +188,6 @@ class PlainLinear(nn.Module):
         return nn.functional.linear(x, self.weight.float() * self.scale.float())
 
 
-class _Adapter(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.down = nn.Linear(width, 2, bias=False)
-        self.up = nn.Linear(2, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = self.up(self.down(x))
-        return product
-
-
 class _Block(nn.Module):
     """Quantized maps before, beside and behind an adapter."""
 
@@ -205,7 +195,8 @@ class _Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width).requires_grad_(False)
         self.first = WrappedLinear(_drawn(width))
-        self.adapter = _Adapter(width)
+        down, up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+        self.adapter = nn.Sequential(OrderedDict(down=down, up=up))
         self.second = PlainLinear(width)
         self.last = AttachedLinear(
             _drawn(width)
