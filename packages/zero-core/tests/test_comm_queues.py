@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
-from zero_core.comm.queues import HostQueues, StreamQueues
+from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
+from zero_core.testing import late_device, run_alone
 
 LIMIT_S = 20.0
 
@@ -84,50 +85,11 @@ def test_threads_end_with_the_queues_and_hold_nothing_in_between() -> None:
         assert not thread.is_alive()
 
 
-class _Stream:
-    """A stream that logs what is enqueued on it. The one entered last is current."""
-
-    current: list[_Stream]
-    log: list[str]
-
-    def __init__(self, name: str, priority: int = 0) -> None:
-        self.name = name
-        self.priority = priority
-
-    def wait_stream(self, other: _Stream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-    def record_event(self) -> str:
-        self.log.append(f"{self.name} records")
-        return f"the event of {self.name}"
-
-    def __enter__(self) -> _Stream:
-        assert self not in self.current, "torch 2.10 does not enter a stream twice"
-        self.current.append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.current.pop()
+def test_a_failed_job_raises_for_each_waiter_and_the_queue_continues() -> None:
+    _check_failed_job(HostQueues())
 
 
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    log: list[str] = []
-    _Stream.current, _Stream.log = [_Stream("main")], log
-    names = iter(["first queue", "second queue"])
-    monkeypatch.setattr(torch, "Stream", lambda device, priority: _Stream(next(names), priority))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: _Stream.current[-1])
-    yield log
-    assert [s.name for s in _Stream.current] == ["main"]
-
-
-@pytest.mark.usefixtures("streams")
-@pytest.mark.parametrize("is_on_host", [True, False])
-def test_a_failed_job_raises_for_each_waiter_and_the_queue_continues(is_on_host: bool) -> None:
-    queues = HostQueues() if is_on_host else StreamQueues(torch.device("cuda", 0))
+def _check_failed_job(queues: CommQueues) -> None:
     done: list[int] = []
     failed = queues.launch(_fail, is_reduction=True)
     queues.launch(lambda: done.append(1), is_reduction=True).wait()
@@ -137,30 +99,42 @@ def test_a_failed_job_raises_for_each_waiter_and_the_queue_continues(is_on_host:
             failed.wait()
 
 
-def test_streams_of_high_priority_wait_for_the_caller_and_readers_for_the_job(
-    streams: list[str],
-) -> None:
-    queues = StreamQueues(torch.device("cuda", 0))
+def _queues_are_streams() -> None:
+    late_device.load()
+    device = torch.device("late:0")
+    queues, reader = StreamQueues(device), torch.Stream(device)
+    source, *outs = (torch.zeros(4, device=device) for _ in range(4))
+    streams = []
 
-    def job() -> None:
-        assert _Stream.current[-1].priority == -1
-        streams.append(f"job on {_Stream.current[-1].name}")
+    def job(number: int) -> None:
+        streams.append(torch.accelerator.current_stream(device))
+        outs[number].copy_(source * 2)
 
-    gather = queues.launch(job, is_reduction=False)
-    reduction = queues.launch(job, is_reduction=True)
-    with _Stream("reader"):
-        gather.wait()
-    reduction.wait()
-    # A job may launch another of its queue.
-    queues.launch(lambda: queues.launch(job, is_reduction=False).wait(), is_reduction=False).wait()
-    on_first = ["first queue waits for main", "job on first queue", "first queue records"]
-    assert streams == [
-        *on_first,
-        *(text.replace("first", "second") for text in on_first),
-        "reader waits for the event of first queue",
-        "main waits for the event of second queue",
-        *on_first,
-        "first queue waits for the event of first queue",
-        "first queue records",
-        "main waits for the event of first queue",
-    ]
+    made = mock.patch.object(torch, "Stream", wraps=torch.Stream)
+    with made as make, late_device.held("kernels"):  # the host waits for none of them
+        source.add_(1)  # the jobs read it
+        works = [queues.launch(lambda n=n: job(n), is_reduction=n > 0) for n in range(2)]
+        # A job may launch another of its queue.
+        works.append(
+            queues.launch(
+                lambda: queues.launch(lambda: job(2), is_reduction=False).wait(),
+                is_reduction=False,
+            )
+        )
+        with reader:
+            works[0].wait()
+            copied = outs[0].clone()
+        for work in works:
+            work.wait()
+        found = [out + 0 for out in outs]
+    reader.synchronize()
+    assert [tensor.tolist() for tensor in (copied, *found)] == [[2.0] * 4] * 4
+    assert [call.kwargs for call in make.call_args_list] == [{"priority": -1}] * 2
+    gathers, reductions, nested = streams
+    assert gathers == nested != reductions
+    assert torch.accelerator.current_stream(device) not in streams
+    _check_failed_job(queues)
+
+
+def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for_the_job() -> None:
+    run_alone(_queues_are_streams)

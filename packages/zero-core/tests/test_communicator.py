@@ -12,7 +12,7 @@ import torch
 from support.board import Board
 
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.control import LibraryControlGroup
+from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.testing import late_device, run_alone
 from zero_core.watch.beats import Beat
@@ -49,7 +49,7 @@ def _communicator(work: Any, watch: Any = None) -> Communicator:
 
     transport: Any = SimpleNamespace(all_gather=start, reduce_scatter=start)
     library: Any = SimpleNamespace(rank=1, world_size=2, all_reduce=lambda values: _Work())
-    control = LibraryControlGroup(library, torch.device("cpu"), watch=watch)
+    control = ControlGroup(library, torch.device("cpu"), watch=watch)
     return Communicator(transport, control, {7: "unit 3 (blocks.2)"})
 
 

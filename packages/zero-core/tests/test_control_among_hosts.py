@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zero_core
-from zero_core.comm.control import LibraryControlGroup
+from zero_core.comm.control import ControlGroup
 from zero_core.comm.device_library import DeviceLibrary
 from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.host import HostLibrary
@@ -70,7 +70,7 @@ def _check(library: DeviceLibrary, rank: int, world_size: int, *, is_of_hosts: b
     library.exchange(found, parts, sent, received).wait()
     dist.all_to_all_single(expected, parts, received, sent)
     assert torch.equal(found, expected)
-    control = LibraryControlGroup(library, CPU)
+    control = ControlGroup(library, CPU)
     assert torch.equal(control.exchange(parts, sent, received), expected)
 
 

@@ -7,7 +7,6 @@ import mmap
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from zero_core.comm.shared_memory import SharedMemory, read_card
 from zero_core.errors import CollectiveError
 from zero_core.protocols import Work
 from zero_core.testing import Case, batch, make_model, spawn
+from zero_core.watch.beats import process_state
 
 NUMEL = 96  # of a shard
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="ranks share memory on Linux only")
@@ -54,20 +54,12 @@ def _ends_first(rank: int, world_size: int, how: str) -> None:
     if how == "drops":
         dist.barrier()
     else:
-        while _is_alive(int(pids[1])):
+        while process_state(int(pids[1])) not in ("Z", "X"):
             time.sleep(0.01)
     work.wait()
     assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(NUMEL))
     if how == "drops":
         dist.barrier()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):  # it has been waited for meanwhile
-        return False
-    return state.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 @ON_LINUX

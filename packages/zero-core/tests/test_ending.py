@@ -227,6 +227,8 @@ READERS = {
     "stay_with_model",
 }
 """Members that an ended engine still serves."""
+SAVES = ("async_save", "save_checkpoint", "load_checkpoint", "export_safetensors", "resume")
+PREFETCHES = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")
 
 
 @pytest.mark.parametrize("end", ["close", "unwrap"])
@@ -249,38 +251,20 @@ def test_every_verb_of_an_ended_engine_says_that_it_has_ended(end):
         "set_requires_gradient_sync": {"requires_gradient_sync": False},
         "set_reshard_after_forward": {"reshard_after_forward": False},
         "train_batch": {"batches": []},
+        "record": {"folder": "never"},
+        "get_full": {"name": "gain"},
+        **{verb: {"directory": "never"} for verb in SAVES},
+        **{verb: {"module": engine.module, "modules": []} for verb in PREFETCHES},
     }
-    for name in [
-        "async_save",
-        "save_checkpoint",
-        "load_checkpoint",
-        "export_safetensors",
-        "resume",
-    ]:
-        arguments[name] = {"directory": "never"}
-    arguments["record"] = {"folder": "never"}
-    for direction in ("forward", "backward"):
-        name = f"set_modules_to_{direction}_prefetch"
-        arguments[name] = {"module": engine.module, "modules": []}
 
     def use(owner: Any, verb: str) -> None:
         with getattr(owner, verb)(**arguments.get(verb, {})):  # some check when they are entered
             pass
 
-    arguments["get_full"] = {"name": "gain"}
     named = {verb for verb in verbs if not verb.startswith("_")} - READERS
     for owner, verb in ((engine.states, "get_full"), *((engine, v) for v in {"__call__", *named})):
         with pytest.raises(RuntimeError, match=rf"of an engine that has ended, by {end}\(\)"):
             use(owner, verb)
-
-
-def test_a_second_engine_of_a_model_is_told_how_the_first_one_is_given_up():
-    model = make_model()
-    engine = zero_core.build(model, Case().config())
-    text = r"engine_of\(model\.get_parameter\('gain'\)\).*by its unwrap\(\), on every rank"
-    with pytest.raises(ConfigError, match=text):
-        zero_core.build(model, Case().config())
-    train_steps(engine, 0, 1)  # it trains on
 
 
 @pytest.mark.parametrize("stage", [0, 3])

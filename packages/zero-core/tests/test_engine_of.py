@@ -43,7 +43,8 @@ def test_parameters_of_no_engine_have_none():
 def test_a_model_has_one_engine_at_a_time():
     model = make_model()
     first = zero_core.build(model, Case().config())
-    with pytest.raises(zero_core.ConfigError, match=r"gain belongs to .*unwrap"):
+    text = r"engine_of\(model\.get_parameter\('gain'\)\).*by its unwrap\(\), on every rank"
+    with pytest.raises(zero_core.ConfigError, match=text):
         zero_core.build(model, Case().config())
     first.close()
     assert zero_core.engine_of(model.gain) is None

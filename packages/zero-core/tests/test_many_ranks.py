@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero_core
-from zero_core.comm.control import ControlGroup, LibraryControlGroup
+from zero_core.comm.control import ControlGroup
 from zero_core.comm.topology import Ranks
 from zero_core.testing import make_tower, rows
 
@@ -22,14 +22,14 @@ class SilentRanks(Ranks):
     """Ranks whose exchanges are collectives of the backend, which answers none of single ranks."""
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
-        return LibraryControlGroup(self.library(), self.device)
+        return ControlGroup(self.library(), self.device)
 
 
 @pytest.fixture(params=[0, 1023], ids=lambda rank: f"rank{rank}")
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     rank: int = request.param
     # The fake backend sums nothing, and a step needs ranks that have the same settings.
-    monkeypatch.setattr(LibraryControlGroup, "sum", lambda _, values: values.mul_(WORLD_SIZE))
+    monkeypatch.setattr(ControlGroup, "sum", lambda _, values: values.mul_(WORLD_SIZE))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
     yield rank
     dist.destroy_process_group()

@@ -33,15 +33,6 @@ NUMEL = 37  # of a shard: odd, and divides by nothing
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
 
 
-def _library(rank: int, world_size: int, per_node: int) -> DeviceCollectives:
-    links = Links(world_size, per_node, is_ring=True)
-    return DeviceCollectives(
-        ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU),
-        links=links,
-        queues=HostQueues(),
-    )
-
-
 def _values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
@@ -164,13 +155,10 @@ def _jobs(native: TransportCollectives) -> None:
     near = torch.arange(rank // stride * stride, (rank // stride + 1) * stride).float()
     far = torch.arange(rank % stride, size, stride).float()
     whole = torch.arange(size).float()
-    for turn in range(3):
-        assert torch.equal(found[f"within {turn}"], near)
-        assert torch.equal(found[f"swap within {turn}"], near)
-        assert torch.equal(found[f"across {turn}"], far)
-        assert torch.equal(found[f"swap across {turn}"], far)
-        assert torch.equal(found[f"all {turn}"], whole)
-        assert torch.equal(found[f"turned {turn}"], whole.flip(0))
+    expected = {"within": near, "swap within": near, "across": far, "swap across": far}
+    expected |= {"all": whole, "turned": whole.flip(0)}
+    for (name, values), turn in itertools.product(expected.items(), range(3)):
+        assert torch.equal(found[f"{name} {turn}"], values)
 
 
 def _refusals(native: TransportCollectives) -> None:
@@ -205,26 +193,25 @@ def _twins(rank: int, world_size: int) -> None:
     ]
 
 
-def _exchange(rank: int, world_size: int, per_node: int) -> None:
-    native, _ = connect(rank, world_size, per_node)
+def _check(native: TransportCollectives) -> None:
     _gathers(native, seed=0)
     _swaps(native, seed=3)
     _late_readers(native)
     _sums(native)
-    _jobs(native)
     _refusals(native)
+
+
+def _exchange(rank: int, world_size: int, per_node: int) -> None:
+    native, _ = connect(rank, world_size, per_node)
+    _check(native)
+    _jobs(native)
     if world_size > per_node > 1:  # groups that do not fit the nodes
         size = per_node + 1
         group = native.subgroup(range(size) if rank < size else range(size, world_size))
         _gathers(group, seed=7 * group.world_size)
         _swaps(group, seed=7 * group.world_size)
     _twins(rank, world_size)
-    _end()
-
-
-def _end() -> None:
-    """Wait for the other ranks, which may still read this rank's part of the last gather."""
-    if dist.get_world_size() > 1:
+    if world_size > 1:  # others may still read this rank's part of the last gather
         dist.barrier()
 
 
@@ -243,12 +230,10 @@ def test_hosts_exchange_what_torch_distributed_would(world_size: int, per_node: 
 
 
 def _exchange_by_library(rank: int, world_size: int, per_node: int) -> None:
-    native = _library(rank, world_size, per_node)
-    _gathers(native, seed=0)
-    _swaps(native, seed=3)
-    _late_readers(native)
-    _sums(native)
-    _refusals(native)
+    links = Links(world_size, per_node, is_ring=True)
+    library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
+    native = DeviceCollectives(library, links=links, queues=HostQueues())
+    _check(native)
     halves = native.subgroup(range(rank // 2 * 2, rank // 2 * 2 + 2))
     _gathers(halves, seed=50 * (rank // 2))
     _swaps(halves, seed=50 * (rank // 2))

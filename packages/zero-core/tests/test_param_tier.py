@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core._torch import DisableTorchFunction
 from zero_core.comm.communicator import Communicator
-from zero_core.comm.control import LibraryControlGroup
+from zero_core.comm.control import ControlGroup
 from zero_core.core.param_offload import OffloadedShard
 from zero_core.core.pool import BufferPool, CopyStream, allocator
 from zero_core.layout.arithmetic import Segment
@@ -305,7 +305,7 @@ def test_a_gather_that_fails_is_named_and_its_staging_buffer_is_lent_no_more() -
         raise RuntimeError("Connection closed by peer")
 
     library: Any = SimpleNamespace(rank=1, world_size=2)
-    control = LibraryControlGroup(library, torch.device("cpu"))
+    control = ControlGroup(library, torch.device("cpu"))
     transport = SimpleNamespace(all_gather=fail, reduce_scatter=fail)
     names = {segment.index: "unit 4 (blocks.3)"}
     communicator = Communicator(transport, control, names)  # type: ignore[arg-type]

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero_core.comm.device import DeviceCollectives
-from zero_core.comm.device_library import DeviceLibrary, Lane
+from zero_core.comm.device_library import Lane
 from zero_core.comm.meter import Links
-from zero_core.comm.queues import CommQueues
 from zero_core.protocols import Work
 
 NUMEL = 4096  # of a slice
@@ -37,8 +36,7 @@ class _Library:
     """A `DeviceLibrary` of one rank that stands for many and leaves buffers as they are."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work:
         assert out.numel() == self.world_size * shard.numel()
@@ -48,17 +46,8 @@ class _Library:
         assert out.numel() == parts.numel()
         return _Done()
 
-    def all_reduce(self, values: Tensor) -> Work:
-        return _Done()
-
-    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        return _Done()
-
-    def subgroup(self, ranks: Sequence[int], lane: Lane) -> DeviceLibrary:
+    def subgroup(self, ranks: Sequence[int], lane: Lane) -> Any:
         return _Library(list(ranks).index(self.rank), len(ranks))
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class _Counter(TorchDispatchMode):
@@ -86,8 +75,8 @@ class _Counter(TorchDispatchMode):
 
 def _device(world_size: int, per_node: int) -> DeviceCollectives:
     links = Links(world_size, per_node, is_ring=True)
-    queues: CommQueues = _Inline()
-    return DeviceCollectives(_Library(1, world_size), links=links, queues=queues)
+    library: Any = _Library(1, world_size)
+    return DeviceCollectives(library, links=links, queues=_Inline())
 
 
 def _reduce(world_size: int, per_node: int, dtype: torch.dtype) -> _Counter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import pytest
@@ -41,23 +40,16 @@ VARIABLES = (
         ("aabbaa", 1),
     ],
 )
-def test_nodes_are_folded_into_equal_groups_of_consecutive_ranks(nodes: str, expected: int) -> None:
-    assert fold(nodes) == expected
-
-
-@pytest.mark.parametrize(
-    ("nodes", "match"),
-    [("aaaabb", "nodes have 4, 2 ranks: they count as nodes of 2"), ("abab", "not consecutive")],
-)
-def test_what_is_given_up_is_logged_once(
-    nodes: str, match: str, caplog: pytest.LogCaptureFixture
+def test_nodes_are_folded_into_equal_groups_of_consecutive_ranks(
+    nodes: str, expected: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        fold(nodes)
-        assert not caplog.records
-        fold(nodes, is_told=True)
-    assert match in caplog.text
-    assert len(caplog.records) == 1
+    assert fold(nodes) == expected
+    assert not caplog.records
+    assert fold(nodes, is_told=True) == expected
+    given_up = {"aaaabb": "nodes have 4, 2 ranks: they count as nodes of 2", "abab": "not consec"}
+    assert given_up.get(nodes, "") in caplog.text
+    is_even = len({nodes.count(node) for node in nodes}) == 1 and nodes == "".join(sorted(nodes))
+    assert len(caplog.records) == (not is_even)
 
 
 def _count(environment: dict[str, str]) -> int:

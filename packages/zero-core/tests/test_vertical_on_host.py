@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import SimulatedRanks, late_device, run_alone, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, late_device, run_alone, seeded, simulate
 from zero_core.testing.training import assert_same
 
 VOCAB, WIDTH, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
@@ -44,14 +44,10 @@ class _Net(nn.Module):
 
 
 def _config(stage: int = 3, steps: int = STEPS, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": steps,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": {"cpu_checkpointing": True},
-        **further,
-    }
+    top = {"activation_checkpointing": {"cpu_checkpointing": True}, **further}
+    return Case(
+        stage, accumulation=steps, top={"train_micro_batch_size_per_gpu": ROWS, **top}
+    ).config()
 
 
 def _batches(step: int, ranks: Any, steps: int = STEPS) -> list[Tensor]:

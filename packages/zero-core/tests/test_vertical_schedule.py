@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_core
 from zero_core.errors import AccumulationScheduleError
 from zero_core.testing import (
+    Case,
     SimulatedRanks,
     on_ranks,
     run_alone,
@@ -29,14 +30,7 @@ VERTICAL = {"accumulation_schedule": "vertical"}
 
 
 def _config(stage: int = 3, **further: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 3,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": {},
-        **further,
-    }
+    return Case(stage, accumulation=3, top={"activation_checkpointing": {}, **further}).config()
 
 
 # --------------------------------------------------------------------------------------- models

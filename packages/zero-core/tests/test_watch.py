@@ -141,28 +141,23 @@ def _turn(ranks: _Ranks) -> None:
     ranks.places[1].begin_wait("reduce_scatter of unit 2 (blocks.1)")
 
 
-def _stay(ranks: _Ranks) -> None:
-    ranks.places[1].end_wait()
-    ranks.places[1].enter(FORWARD[2])
+def _goes(doing: str) -> Callable[[_Ranks], None]:
+    def act(ranks: _Ranks) -> None:
+        ranks.places[1].end_wait()
+        ranks.places[1].enter(doing)
 
-
-def _leave(ranks: _Ranks) -> None:
-    ranks.places[1].end_wait()
-    ranks.places[1].enter(OUTSIDE)
+    return act
 
 
 _CAUSES = {
-    _stop: [
-        "no sign of life of rank 1 for",
-        "last seen in forward of unit 2 (blocks.1) of step",
-    ],
+    _stop: ["no sign of life of rank 1 for", "last seen in forward of unit 2 (blocks.1) of step"],
     _turn: [
         "branches: they wait",
         "name the module that holds them in zero_optimization.leaf_module",
         "rank 1 in reduce_scatter of unit 2 (blocks.1) of step 6",
     ],
-    _stay: ["rank 1 has been in forward of unit 3 (blocks.2) of step 6 for"],
-    _leave: ["rank 1 has been in the program outside of the engine, after s"],
+    _goes(FORWARD[2]): ["rank 1 has been in forward of unit 3 (blocks.2) of step 6 for"],
+    _goes(OUTSIDE): ["rank 1 has been in the program outside of the engine, after s"],
 }
 
 

@@ -78,7 +78,32 @@ class Ownership:
     def begin(self, owner: object) -> None:
         """Own the parameters for ``owner``, held weakly, until the end."""
         self._owner = weakref.ref(owner)
-        self._watch_state_dicts()
+
+        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            absent = self._absent(module) if self.empty_entries_advice is None else []
+            if absent:
+                raise RuntimeError(
+                    f"{prefix}{absent[0]}: the module's parameters do not hold the current values "
+                    "here: use engine.full_state_dict(), or state_dict() within "
+                    f"{self.state.cures.read}"
+                )
+
+        def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
+            advice = self.empty_entries_advice
+            for name in [] if advice is None else self._absent(module):
+                key = f"{prefix}{name}"
+                if key not in entries:
+                    continue
+                if not self._has_warned and self.state.control.rank == 0:  # which writes files
+                    text = "state_dict() has names without values, the first for %s: %s"
+                    _log.warning(text, key, advice)
+                self._has_warned = True
+                whole = entries[key]
+                entries[key] = torch.empty(0, dtype=whole.dtype, device=whole.device)
+
+        for module in self.state.module.modules():
+            self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
 
     def owner_of(self, param: nn.Parameter) -> object | None:
         if self._owner is None or self.name_of(param) is None:
@@ -102,11 +127,6 @@ class Ownership:
         """
         if self._thread == threading.get_ident() and not sys.is_finalizing():
             self.close()
-
-    def is_dropped(self, param: nn.Parameter) -> bool:
-        """Whether the owner of ``param`` was freed, and its hooks are on the model still."""
-        was_begun = self._owner is not None and self._owner() is None
-        return was_begun and self.name_of(param) is not None
 
     def close(self) -> None:
         """End, on this rank alone. Parameters hold no value then of which others have a part."""
@@ -171,46 +191,12 @@ class Ownership:
                 while self.hooks:
                     stack.callback(self.hooks.pop(0).remove)
 
-    def _watch_state_dicts(self) -> None:
-        """Make ``state_dict`` raise where parameters do not hold the current values."""
-
-        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            absent = self._absent(module) if self.empty_entries_advice is None else []
-            if absent:
-                raise RuntimeError(
-                    f"{prefix}{absent[0]}: the module's parameters do not hold the current values "
-                    "here: use engine.full_state_dict(), or state_dict() within "
-                    f"{self.state.cures.read}"
-                )
-
-        def empty(module: nn.Module, entries: dict[str, Any], prefix: str, _: Any) -> None:
-            advice = self.empty_entries_advice
-            if advice is None:
-                return
-            for name in self._absent(module):
-                if f"{prefix}{name}" in entries:
-                    self._warn_of_empty_entries(f"{prefix}{name}: {advice}")
-                    whole = entries[f"{prefix}{name}"]
-                    entries[f"{prefix}{name}"] = torch.empty(
-                        0, dtype=whole.dtype, device=whole.device
-                    )
-
-        for module in self.state.module.modules():
-            self.hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-            self.hooks.append(module.register_state_dict_post_hook(empty))  # type: ignore[no-untyped-call]
-
     def allow_empty_entries(self, advice: str) -> None:
         """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
         self.empty_entries_advice = advice
         modules = list(self.state.module.modules())
         name = nn.Module._save_to_state_dict.__name__
         self.hooks.append(ObjectMethods(name, [(m, partial(_save_opened, m)) for m in modules]))
-
-    def _warn_of_empty_entries(self, what: str) -> None:
-        """Warn once, on the first rank: that one writes files."""
-        if not self._has_warned and self.state.control.rank == 0:
-            _log.warning("state_dict() has names without values, the first for %s", what)
-        self._has_warned = True
 
     def _absent(self, module: nn.Module) -> list[str]:
         """Return the names of ``module``'s own parameters whose current value is not here."""
@@ -249,7 +235,9 @@ def check_is_free(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         for ref in tuple(_alive):
             found = ref()
-            if found is not None and found.is_dropped(param):
+            if found is None or found._owner is None or found._owner() is not None:
+                continue
+            if found.name_of(param) is not None:  # its hooks are on the model still
                 found.close()
         if owner_of(param) is not None:
             raise ConfigError(

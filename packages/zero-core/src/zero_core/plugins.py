@@ -42,7 +42,6 @@ from zero_core.protocols import (
     StateTier,
     StateTierFactory,
     TransportCollectives,
-    UploadCodec,
 )
 from zero_core.schedules import make_scheduler
 from zero_core.sharded.memory import Memory
@@ -126,12 +125,7 @@ def make_collectives(
     layout: Layout,
     per_node: int,
 ) -> Collectives:
-    """Return the collectives that are given or that the configuration asks for, over ``transport``.
-
-    Raises:
-        MissingPartError: the configuration asks for a package that is not installed.
-        ConfigError: it does not serve a setting.
-    """
+    """Return the collectives that are given, or that the configuration asks for."""
     if isinstance(given, Collectives):
         return given
     zero = config.zero_optimization
@@ -166,10 +160,6 @@ def make_state_tier(
 
     It writes to the parameter shards of ``memory``. Where whole parameters are updated, ``control``
     exchanges the divided ones, and ``meter`` counts that.
-
-    Raises:
-        ConfigError: the optimizer or a setting is not served.
-        MissingPartError: a package is not installed.
     """
     zero = config.zero_optimization
     layout, is_sharded = drawn.layout, memory.has_sharded_state
@@ -213,37 +203,23 @@ def make_state_tier(
             "device_tier": DeviceTier,
             "names": [layout.params[p.param].name for p in placed],
         }
-        if zero.offload_optimizer.lossless_upload:
-            own["upload_codec"] = _load_upload_codec(memory.device)
+        asked = "zero_optimization.offload_optimizer.lossless_upload"
+        if zero.offload_optimizer.lossless_upload and memory.device.type == "cpu":
+            text = "%s has no effect: the model is computed on the CPU, nothing is sent"
+            _log.warning(text, asked)
+            own["upload_codec"] = None
+        elif zero.offload_optimizer.lossless_upload:
+            codec = load_part(UPLOAD_CODECS, "lossless", asked_by=asked, distribution="zero-comm")
+            own["upload_codec"] = codec()
     tier: StateTier = call_factory(make, **own)
-    _check_members(tier)
-    return tier
-
-
-def _check_members(tier: object) -> None:
-    """Refuse a state tier without a member of its protocol.
-
-    Raises:
-        ConfigError: with the members that it lacks.
-    """
     members = [name for name in vars(StateTier) if not name.startswith("_")]
     missing = [name for name in members if not hasattr(tier, name)]
-    if not missing:
-        return
-    raise ConfigError(
-        f"the state tier {type(tier).__name__} lacks members of zero_core.protocols.StateTier: "
-        + ", ".join(missing)
-    )
-
-
-def _load_upload_codec(device: torch.device) -> UploadCodec | None:
-    asked = "zero_optimization.offload_optimizer.lossless_upload"
-    if device.type == "cpu":
-        _log.warning("%s has no effect: the model is computed on the CPU, nothing is sent", asked)
-        return None
-    make = load_part(UPLOAD_CODECS, "lossless", asked_by=asked, distribution="zero-comm")
-    made: UploadCodec = make()
-    return made
+    if missing:
+        raise ConfigError(
+            f"the state tier {type(tier).__name__} lacks members of zero_core.protocols.StateTier: "
+            + ", ".join(missing)
+        )
+    return tier
 
 
 def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) -> Any:
@@ -267,12 +243,7 @@ def _load_kernel(config: Config, given: torch.optim.Optimizer | None, key: str) 
 def make_param_tier(
     factory: ParamTierFactory | None, layout: Layout, config: Config, device: torch.device
 ) -> OffloadedSegments | None:
-    """Make what holds parameter shards off the device, if the configuration or the caller asks.
-
-    Raises:
-        ConfigError: a setting is not served.
-        MissingPartError: a package is not installed.
-    """
+    """Make what holds parameter shards off the device, if the configuration or the caller asks."""
     zero = config.zero_optimization
     kind = zero.offload_param.device
     is_apart = factory is not None or kind == "nvme" or device.type != "cpu"

@@ -183,11 +183,10 @@ class WarmupDecayLR(WarmupLR):
         warmup = (warmup_num_steps, warmup_type, last_batch_iteration)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, *warmup)
         if total_num_steps < self.warmup_num_steps:
-            text = (
-                "total_num_steps %s is less than warmup_num_steps %s: the warm-up is not completed"
+            _log.warning(
+                f"{type(self).__name__}: total_num_steps {total_num_steps} is less than "
+                f"warmup_num_steps {self.warmup_num_steps}: the warm-up is not completed"
             )
-            counts = (total_num_steps, self.warmup_num_steps)
-            _log.warning(f"%s: {text}", type(self).__name__, *counts)
 
     def _part(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
@@ -262,7 +261,27 @@ def make_scheduler(
         ConfigError: an unknown name or parameter, a missing one, or one that is out of range.
         MissingPartError: the schedule is zero-engine's, which is not installed.
     """
-    factory = _find(name)
+    factory: Callable[..., Schedule]
+    found = getattr(lr_scheduler, name, None)
+    base = lr_scheduler.LRScheduler
+    if name in SCHEDULERS:
+        factory = SCHEDULERS[name]
+    elif name in _OF_ZERO_ENGINE:
+        asked = f"scheduler.type = {name!r}"
+        factory = load_part("zero_core.schedules", name, asked_by=asked, distribution="zero-engine")
+    elif name in _NEEDS_OBJECTS:
+        raise ConfigError(
+            f"scheduler.type = {name!r} cannot be given in a configuration: "
+            f"{_NEEDS_OBJECTS[name]}; pass lr_scheduler=... to build() or step it yourself"
+        )
+    elif isinstance(found, type) and issubclass(found, base) and found is not base:
+        factory = found
+    else:
+        known = sorted([*SCHEDULERS, *_OF_ZERO_ENGINE])
+        raise ConfigError(
+            f"scheduler.type = {name!r} is not served; known: {known}, and any class "
+            "of torch.optim.lr_scheduler, spelled as there"
+        )
     known = [p for p in inspect.signature(factory).parameters if p != "optimizer"]
     unknown = sorted(set(params) - set(known))
     if unknown:
@@ -273,33 +292,6 @@ def make_scheduler(
         # The project's own schedules begin with the name.
         is_named = str(error).partition(" ")[0].rstrip(":") in known
         raise ConfigError(f"scheduler.params{'.' if is_named else ': '}{error}") from error
-
-
-def _find(name: str) -> Callable[..., Schedule]:
-    if name in SCHEDULERS:
-        return SCHEDULERS[name]
-    if name in _OF_ZERO_ENGINE:
-        made: Callable[..., Schedule] = load_part(
-            "zero_core.schedules",
-            name,
-            asked_by=f"scheduler.type = {name!r}",
-            distribution="zero-engine",
-        )
-        return made
-    if name in _NEEDS_OBJECTS:
-        raise ConfigError(
-            f"scheduler.type = {name!r} cannot be given in a configuration: "
-            f"{_NEEDS_OBJECTS[name]}; pass lr_scheduler=... to build() or step it yourself"
-        )
-    found = getattr(lr_scheduler, name, None)
-    base = lr_scheduler.LRScheduler
-    if isinstance(found, type) and issubclass(found, base) and found is not base:
-        return found
-    known = sorted([*SCHEDULERS, *_OF_ZERO_ENGINE])
-    raise ConfigError(
-        f"scheduler.type = {name!r} is not served; known: {known}, and any class "
-        "of torch.optim.lr_scheduler, spelled as there"
-    )
 
 
 _PARTS = "_schedulers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_core.comm.control import LibraryControlGroup
+from zero_core.comm.control import ControlGroup
 from zero_core.comm.groups import ProcessLibrary
 from zero_core.comm.host import HostCollectives
 from zero_core.comm.p2p import ProcessMessages
@@ -13,10 +13,10 @@ from zero_core.comm.shared_memory import SharedMemory
 CPU = torch.device("cpu")
 
 
-def control_of(rank: int, world_size: int) -> LibraryControlGroup:
+def control_of(rank: int, world_size: int) -> ControlGroup:
     """Return a control group over torch's own collectives."""
     library = ProcessLibrary(None, rank=rank, world_size=world_size, device=CPU)
-    return LibraryControlGroup(library, CPU)
+    return ControlGroup(library, CPU)
 
 
 def connect(

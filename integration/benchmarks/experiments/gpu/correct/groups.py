@@ -19,7 +19,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ def with_ddp(cases: list[Case], place: Place, *, is_offloaded: bool) -> dict[str
         gap = gaps[index]
         is_met = gap.loss <= loss_bar and gap.value <= value_bar and gap.across_stages == 0.0
         bars_of_case = {"bar": loss_bar, "value_bar": value_bar, "is_met": is_met}
-        rows[_name(case)] = {"found": gap.loss, **bars_of_case, **asdict(gap)}
+        rows[_name(case)] = {"found": gap.loss, **bars_of_case, **gap._asdict()}
     return rows
 
 

@@ -88,18 +88,13 @@ class NamedReduction(NamedWork):
         return tuple(cast(Reduction, work).contributions)
 
     def statistics(self) -> StatisticsReduction | None:
-        """Return the reduction if it has the statistics of its sum."""
         work = self._work
         if not self._owner.kind_of(work).has_statistics:
             return None
         return cast(StatisticsReduction, work)
 
     def acknowledge(self) -> NamedWork | None:
-        """Report that the other ranks' parts were read. None if nobody waits for that.
-
-        Raises:
-            ConfigError: the collectives say `reduces_in_place`, and their work cannot report it.
-        """
+        """Report that the other ranks' parts were read. None if nobody waits for that."""
         work = self._work
         if not self._owner.kind_of(work).is_in_place:
             if self._owner.reduces_in_place:
@@ -112,14 +107,9 @@ class NamedReduction(NamedWork):
                 )
             return None
         verb = f"acknowledgement of the {self._verb}"
-        try:
+        with self._owner.naming(self._owner.name_of(verb, self._segment)):
             acknowledgement = cast(InPlaceReduction, work).acknowledge()
-            return NamedWork(self._owner, acknowledgement, verb, self._segment)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            owner = self._owner
-            raise owner.control.error(owner.name_of(verb, self._segment), error) from error
+        return NamedWork(self._owner, acknowledgement, verb, self._segment)
 
 
 class Communicator:
@@ -138,19 +128,13 @@ class Communicator:
         control: ControlGroup,
         names: Mapping[int, str],
     ) -> None:
-        """Prepare. ``names`` say in messages of which unit each segment is.
-
-        Raises:
-            ConfigError: the collectives have some members of `StatefulCollectives` and not all.
-        """
+        """Prepare. ``names`` say in messages of which unit each segment is."""
         self.transport = transport
         self.control = control
         self.place = control.place
         self.device_waits = None if control.watch is None else control.watch.device_waits
         self.rank = control.rank
         self.world_size = control.world_size
-        self._all_gather = transport.all_gather
-        self._reduce_scatter = transport.reduce_scatter
         self._adding = transport if isinstance(transport, AddingCollectives) else None
         self._stateful = transport if isinstance(transport, StatefulCollectives) else None
         self._names = dict(names)
@@ -172,14 +156,16 @@ class Communicator:
         See `zero_core.protocols.Collectives.all_gather`. If it cannot start, as a peer has ended,
         waiting raises: values gathered ahead may never be needed.
         """
+        name = self.name_of("all_gather", segment)
         try:
-            with profiled_range(self.describe("all_gather", segment)):
-                work = self._all_gather(
+            with profiled_range(f"rank {self.rank}: {name}"):
+                work = self.transport.all_gather(
                     out, shard, unit=segment, version=version, backward=backward
                 )
         except RuntimeError as error:
             work = _NotStarted(error)
-        self._note_launch("all_gather", segment)
+        if self.place.clock is not None:
+            self.place.clock.launch(name)
         return NamedWork(self, work, "all_gather", segment)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
@@ -187,14 +173,12 @@ class Communicator:
 
         See `zero_core.protocols.Collectives.reduce_scatter`. `CollectiveError` if it cannot start.
         """
-        self._note_launch("reduce_scatter", segment)
-        with self._starting("reduce_scatter", segment):
-            work = self._reduce_scatter(out, full, unit=segment)
+        with self._reducing(segment):
+            work = self.transport.reduce_scatter(out, full, unit=segment)
         return NamedReduction(self, work, "reduce_scatter", segment)
 
     @property
     def can_add(self) -> bool:
-        """Whether the collectives have `reduce_add`."""
         return self._adding is not None
 
     def reduce_add(self, out: Tensor, full: Tensor, segment: int) -> NamedReduction:
@@ -203,29 +187,27 @@ class Communicator:
         See `zero_core.protocols.AddingCollectives`. `CollectiveError` if it cannot start.
         """
         assert self._adding is not None, "checked when the engine was built"
-        self._note_launch("reduce_scatter", segment)
-        with self._starting("reduce_scatter", segment):
+        with self._reducing(segment):
             work = self._adding.reduce_add(out, full, unit=segment)
         return NamedReduction(self, work, "reduce_scatter", segment)
 
-    def _note_launch(self, verb: str, segment: int) -> None:
-        clock = self.place.clock
-        if clock is not None:
-            clock.launch(self.name_of(verb, segment))
+    @contextmanager
+    def _reducing(self, segment: int) -> Iterator[None]:
+        name = self.name_of("reduce_scatter", segment)
+        if self.place.clock is not None:
+            self.place.clock.launch(name)
+        with self.naming(name), profiled_range(f"rank {self.rank}: {name}"):
+            yield
 
     @contextmanager
-    def _starting(self, verb: str, segment: int) -> Iterator[None]:
+    def naming(self, what: str) -> Iterator[None]:
+        """Have what fails in this context name the collective ``what``, as `CollectiveError`."""
         try:
-            with profiled_range(self.describe(verb, segment)):
-                yield
-        except torch.OutOfMemoryError:
+            yield
+        except torch.OutOfMemoryError:  # no failure of the ranks' exchange
             raise
         except RuntimeError as error:
-            raise self.control.error(self.name_of(verb, segment), error) from error
-
-    def describe(self, verb: str, segment: int) -> str:
-        """Return the name of a collective, such as "rank 1: all_gather of unit 3 (blocks.2)"."""
-        return f"rank {self.rank}: {self.name_of(verb, segment)}"
+            raise self.control.error(what, error) from error
 
     def name_of(self, verb: str, segment: int) -> str:
         """Return the name that a collective has on all ranks: "all_gather of unit 3 (blocks.2)"."""
@@ -272,7 +254,6 @@ class Communicator:
 
     @property
     def private_nbytes(self) -> Mapping[str, int]:
-        """Bytes that the collectives hold on this rank, by kind."""
         return {} if self._stateful is None else self._stateful.private_nbytes
 
     def forget_values(self) -> None:

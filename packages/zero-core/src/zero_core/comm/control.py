@@ -75,7 +75,12 @@ class Exchange(Protocol):
             except CollectiveError:
                 raise  # the others get one of their own
             except Exception as error:  # whatever it is, the other ranks must hear of it
-                failure = [_kind_of(error).__name__, f"{type(error).__name__}: {error}"]
+                is_mistake = isinstance(error, CheckpointError | ConfigError)
+                is_mistake &= not isinstance(error, CheckpointFailedError)
+                kind = CheckpointError if is_mistake else CheckpointFailedError
+                if isinstance(error, CheckpointCorruptError):
+                    kind = CheckpointCorruptError
+                failure = [kind.__name__, f"{type(error).__name__}: {error}"]
             rows = [json.loads(row) for row in self.gather_bytes(json.dumps(failure).encode())]
         failed = [f"rank {r}: {row[1]}" for r, row in enumerate(rows) if row]
         if failed:
@@ -85,50 +90,68 @@ class Exchange(Protocol):
         return found[0]
 
 
-def _kind_of(error: Exception) -> type[CheckpointError]:
-    if isinstance(error, CheckpointCorruptError):
-        return CheckpointCorruptError
-    is_mistake = isinstance(error, CheckpointError | ConfigError)
-    if is_mistake and not isinstance(error, CheckpointFailedError):
-        return CheckpointError
-    return CheckpointFailedError
-
-
-class ControlGroup(Exchange, Protocol):
+class ControlGroup(Exchange):
     """Small exchanges beside the data path: statistics of a step, names, checksums.
 
-    Bytes and numbers only, because object collectives would unpickle a peer's data. An
-    implementation provides the first four methods, over a `ControlLibrary` (`LibraryControlGroup`)
-    or over simulated ranks of one process. The others follow from them.
+    Bytes and numbers only, because object collectives would unpickle a peer's data. They go over
+    the library of a device, or over messages between hosts.
 
     Attributes:
         watch: what the other ranks say of their places; None if they cannot.
     """
 
-    watch: Watch | None
+    def __init__(
+        self,
+        library: ControlLibrary,
+        device: torch.device,
+        place: Place | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.place = Place() if place is None else place
+        self.watch = watch
+        self.rank = library.rank
+        self.world_size = library.world_size
+        self._library = library
+        self._device = device
 
-    @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
         """Sum every rank's ``values`` in place. The result has the same bits on every rank."""
+        if self.world_size > 1:
+            with self._named("sum", values):
+                self._library.all_reduce(values).wait()
+        return values
 
-    @abstractmethod
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         """Overwrite ``tensor`` with rank ``source``'s."""
+        if self.world_size > 1:
+            with self._named("broadcast", tensor):
+                self._library.broadcast(tensor, source=source).wait()
 
-    @abstractmethod
     def gather_on_device(self, tensor: Tensor) -> Tensor:
         """Return every rank's 1-D ``tensor`` (equally long), in rank order, on the device.
 
         With one rank that is ``tensor`` itself.
         """
+        if self.world_size == 1:
+            return tensor
+        local = tensor.to(self._device)
+        out = torch.empty(self.world_size * local.numel(), dtype=local.dtype, device=self._device)
+        with self._named("gather", local):
+            self._library.all_gather(out, local).wait()
+        return out
 
-    @abstractmethod
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send the slices of 1-D ``parts`` to the ranks, in rank order, and return what arrives.
 
         ``sent`` and ``received`` are the elements of each slice, by rank. The result is on the
         device, in the order of the sources.
         """
+        if self.world_size == 1:
+            return parts
+        out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
+        with self._named("exchange", parts):
+            self._library.exchange(out, parts.to(self._device), sent, received).wait()
+        return out
 
     def gather_in_pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the start and the values of each piece of all ranks' 1-D ``tensor``.
@@ -164,7 +187,11 @@ class ControlGroup(Exchange, Protocol):
 
         Both are on the CPU.
         """
-        out.copy_(self.gather_on_device(tensor))
+        if self.world_size > 1 and self._device == out.device:  # without a copy in between
+            with self._named("gather", tensor):
+                self._library.all_gather(out, tensor).wait()
+        else:
+            out.copy_(self.gather_on_device(tensor))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         if self.world_size == 1:
@@ -228,54 +255,6 @@ class ControlGroup(Exchange, Protocol):
         write_error_file(CollectiveError.__name__, message)
         return CollectiveError(message)
 
-
-class LibraryControlGroup(ControlGroup):
-    """Control group over the library of a device, or over messages between hosts."""
-
-    def __init__(
-        self,
-        library: ControlLibrary,
-        device: torch.device,
-        place: Place | None = None,
-        watch: Watch | None = None,
-    ) -> None:
-        self.place = Place() if place is None else place
-        self.watch = watch
-        self.rank = library.rank
-        self.world_size = library.world_size
-        self._library = library
-        self._device = device
-
-    def sum(self, values: Tensor) -> Tensor:
-        if self.world_size > 1:
-            with self._named("sum", values):
-                self._library.all_reduce(values).wait()
-        return values
-
-    def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        if self.world_size > 1:
-            with self._named("broadcast", tensor):
-                self._library.broadcast(tensor, source=source).wait()
-
-    def gather_on_device(self, tensor: Tensor) -> Tensor:
-        """Gather by the library. What is elsewhere moves to the group's device first."""
-        if self.world_size == 1:
-            return tensor
-        local = tensor.to(self._device)
-        out = torch.empty(self.world_size * local.numel(), dtype=local.dtype, device=self._device)
-        with self._named("gather", local):
-            self._library.all_gather(out, local).wait()
-        return out
-
-    def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange by the library. What is elsewhere moves to the group's device first."""
-        if self.world_size == 1:
-            return parts
-        out = torch.empty(sum(received), dtype=parts.dtype, device=self._device)
-        with self._named("exchange", parts):
-            self._library.exchange(out, parts.to(self._device), sent, received).wait()
-        return out
-
     @contextmanager
     def _named(self, verb: str, tensor: Tensor) -> Iterator[None]:
         """Have others know of this wait, of the host or the device, and name what fails in it."""
@@ -292,11 +271,3 @@ class LibraryControlGroup(ControlGroup):
             place.end_wait()
         if self.watch is not None and self.watch.device_waits is not None:
             self.watch.device_waits.note(what)
-
-    def gather_into(self, out: Tensor, tensor: Tensor) -> None:
-        """Gather by the library, on hosts without a copy in between."""
-        if self.world_size > 1 and self._device == out.device:
-            with self._named("gather", tensor):
-                self._library.all_gather(out, tensor.to(self._device)).wait()
-        else:
-            super().gather_into(out, tensor)

@@ -109,24 +109,19 @@ class _Scratch:
     """Memory of reductions, which run one by one: a buffer for each purpose."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return list(self._buffers.values())
+        self.buffers: dict[str, Tensor] = {}
 
     def take(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return ``numel`` elements, for one job, with undefined contents."""
         nbytes = numel * dtype.itemsize
-        kept = self._buffers.get(purpose)
+        kept = self.buffers.get(purpose)
         if kept is None or kept.nbytes < nbytes:
             # Freed first: the larger one may take its place.
             kept = None
-            self._buffers.pop(purpose, None)
+            self.buffers.pop(purpose, None)
             with torch.inference_mode(False):
-                kept = self._buffers[purpose] = torch.empty(
-                    nbytes, dtype=torch.uint8, device=device
-                )
+                kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.buffers[purpose] = kept
         return _typed(kept, numel, dtype)
 
 
@@ -160,15 +155,11 @@ class DeviceCollectives(Transport):
         self._reductions = library.subgroup(self._members, Lane.REDUCTIONS)
         self._nodes: tuple[DeviceLibrary, DeviceLibrary] | None = None
         if members is None and links.sums_in_two_levels:
-            self._nodes = self._connect_nodes(links.ranks_per_node)
-
-    def _connect_nodes(self, per_node: int) -> tuple[DeviceLibrary, DeviceLibrary]:
-        """Return communicators of this rank's node, and of its place on all nodes."""
-        node, place = divmod(self.rank, per_node)
-        near = range(node * per_node, (node + 1) * per_node)
-        far = range(place, self.world_size, per_node)
-        subgroup = self._library.subgroup
-        return subgroup(near, Lane.REDUCTIONS), subgroup(far, Lane.REDUCTIONS)
+            per_node = links.ranks_per_node
+            node, place = divmod(self.rank, per_node)
+            near = library.subgroup(range(node * per_node, (node + 1) * per_node), Lane.REDUCTIONS)
+            far = library.subgroup(range(place, self.world_size, per_node), Lane.REDUCTIONS)
+            self._nodes = near, far
 
     def subgroup(self, ranks: Sequence[int]) -> TransportCollectives:
         self._check_subgroup(ranks)
@@ -201,52 +192,43 @@ class DeviceCollectives(Transport):
         codec = self._codec
         return codec is not None and self._links.codes_slices and codec.serves(dtype, numel)
 
-    def _count(self, out: Tensor, full: Tensor, *, is_added: bool = False) -> None:
-        """Count a reduction's bytes, unless they are known only once they are coded."""
+    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        return self._reduce(out, full, is_added=False)
+
+    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
+        """See `zero_core.protocols.AddingCollectives`. It never takes two levels."""
+        return self._reduce(out, full, is_added=True)
+
+    def _reduce(self, out: Tensor, full: Tensor, *, is_added: bool) -> Work:
+        nodes = None if is_added else self._nodes
         nbytes, wide = out.numel() * full.element_size(), sum_dtype(full.dtype)
         sent, dtype = self._links.direct(nbytes), full.dtype
-        if self._nodes is not None and not is_added:
+        if nodes is not None:
             sent, dtype = self._links.reduction(nbytes, out.numel() * wide.itemsize), wide
-        if not self._codes(dtype, out.numel()):
+        if not self._codes(dtype, out.numel()):  # else it is counted once it is coded
             self._meter.add("reduce_scatter", GRADIENTS, sent)
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        self._count(out, full)
         # Allocated here: freed when the caller's stream has waited for the job.
         norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
         nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
 
         def job() -> None:
             nonfinite.zero_()
-            if self._nodes is None:
-                sum_slices(self._exchange_slices(full), out, norm, nonfinite)
+            if nodes is not None:
+                self._reduce_in_two_levels(*nodes, out, full, norm, nonfinite)
+                return
+            received = self._scratch.take("received", full.numel(), full.dtype, full.device)
+            coded_nbytes = self._exchange(self._reductions, received, full, self._members)
+            if coded_nbytes is not None:
+                self._meter.add("reduce_scatter", GRADIENTS, (0, coded_nbytes))
+            slices = received.view(self.world_size, -1)
+            if is_added:
+                add_in_rank_order(out, slices.unbind())
+                find_nonfinite(slices, nonfinite)
+                norm.copy_(norm_of(out))
             else:
-                self._reduce_in_two_levels(*self._nodes, out, full, norm, nonfinite)
+                sum_slices(slices, out, norm, nonfinite)
 
         return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
-
-    def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """See `zero_core.protocols.AddingCollectives`. It never takes two levels."""
-        self._count(out, full, is_added=True)
-        norm = torch.empty((), dtype=sum_dtype(out.dtype), device=out.device)
-        nonfinite = torch.empty(self.world_size, dtype=torch.bool, device=out.device)
-
-        def job() -> None:
-            nonfinite.zero_()
-            slices = self._exchange_slices(full)
-            add_in_rank_order(out, slices.unbind())
-            find_nonfinite(slices, nonfinite)
-            norm.copy_(norm_of(out))
-
-        return _DeviceReduction(self.launch(job, is_reduction=True), norm, nonfinite)
-
-    def _exchange_slices(self, full: Tensor) -> Tensor:
-        """Return what all ranks have of this rank's slice, [ranks, n], in scratch memory."""
-        received = self._scratch.take("received", full.numel(), full.dtype, full.device)
-        sent = self._exchange(self._reductions, received, full, self._members)
-        if sent is not None:
-            self._meter.add("reduce_scatter", GRADIENTS, (0, sent))
-        return received.view(self.world_size, -1)
 
     def _exchange(
         self, library: DeviceLibrary, out: Tensor, parts: Tensor, senders: Sequence[int]
@@ -325,30 +307,26 @@ class DeviceCollectives(Transport):
         def job() -> None:
             for numel, dtype, _ in wanted:
                 self._scratch.take("received", numel, dtype, device)
+            # Sums of a few zeros have the kernels compiled.
             for dtype, out_dtype in {(dtype, out_dtype) for _, dtype, out_dtype in wanted}:
-                self._compile(dtype, out_dtype, device)
+                norm = torch.empty((), dtype=sum_dtype(out_dtype), device=device)
+                nonfinite = torch.zeros(1, dtype=torch.bool, device=device)
+                zeros, out = (torch.zeros(64, dtype=d, device=device) for d in (dtype, out_dtype))
+                if self._nodes is None:
+                    sum_slices(zeros.view(1, -1), out, norm, nonfinite)
+                else:
+                    partial = torch.empty(64, dtype=sum_dtype(dtype), device=device)
+                    sum_slices(zeros.view(1, -1), partial, nonfinite=nonfinite)
+                    sum_slices(partial.view(1, -1), out, norm)
 
         self.launch(job, is_reduction=True).wait()
 
-    def _compile(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
-        """Have the sum's kernels compiled, by sums of a few zeros."""
-        norm = torch.empty((), dtype=sum_dtype(out_dtype), device=device)
-        nonfinite = torch.zeros(1, dtype=torch.bool, device=device)
-        zeros, out = (torch.zeros(64, dtype=d, device=device) for d in (dtype, out_dtype))
-        if self._nodes is None:
-            sum_slices(zeros.view(1, -1), out, norm, nonfinite)
-            return
-        partial = torch.empty(64, dtype=sum_dtype(dtype), device=device)
-        sum_slices(zeros.view(1, -1), partial, nonfinite=nonfinite)
-        sum_slices(partial.view(1, -1), out, norm)
-
     def device_tensors(self) -> dict[str, list[Tensor]]:
-        """Return the scratch memory: see `zero_core.protocols.DeviceMemory`."""
-        return {"buffers": self._scratch.tensors}
+        return {"buffers": list(self._scratch.buffers.values())}
 
     @property
     def exchange_nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._scratch.tensors)
+        return sum(buffer.nbytes for buffer in self._scratch.buffers.values())
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)

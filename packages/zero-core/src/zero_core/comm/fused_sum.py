@@ -73,8 +73,7 @@ def sum_slices(
 
 
 def _sum_slices(slices: Tensor, out: Tensor, norm: Tensor | None, nonfinite: Tensor | None) -> None:
-    kernels = _load_kernels() if slices.device.type in _TRITON_DEVICES else None
-    (sum_by_torch if kernels is None else kernels)(slices, out, norm, nonfinite)
+    _sum_on(slices.device.type)(slices, out, norm, nonfinite)
 
 
 def sum_by_torch(
@@ -96,10 +95,10 @@ def find_nonfinite(slices: Tensor, nonfinite: Tensor) -> None:
 
 
 @cache
-def _load_kernels() -> Callable[..., None] | None:
-    """Load the Triton kernels. None where Triton is not installed."""
-    if find_spec("triton") is None:
-        return None
+def _sum_on(kind: str) -> Callable[..., None]:
+    """Return what sums on a kind of device: Triton's kernels, or torch's operators."""
+    if kind not in _TRITON_DEVICES or find_spec("triton") is None:
+        return sum_by_torch
     found: Any = import_module("zero_core.comm.triton_sum")
     kernels: Callable[..., None] = found.sum_by_triton
     return kernels

@@ -61,7 +61,7 @@ from zero_core._torch import (
     store_address,
     timeout_of,
 )
-from zero_core.comm.control import Exchange, LibraryControlGroup
+from zero_core.comm.control import ControlGroup, Exchange
 from zero_core.comm.device_library import Lane, all_gather_single
 from zero_core.comm.p2p import TimedWork
 from zero_core.errors import CollectiveError, ConfigError
@@ -134,11 +134,7 @@ class ProcessLibrary:
         return cast(Work, work if self._timeout_s is None else TimedWork(work, self._timeout_s))
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> ProcessLibrary:
-        """Return the communicator of ``lane`` among ``ranks``. See [Note: shared groups].
-
-        Raises:
-            ConfigError: the subgroups of the ranks are no partition, or their lanes differ.
-        """
+        """Return the communicator of ``lane`` among ``ranks``. See [Note: shared groups]."""
         shared = self._acquire(tuple(ranks), lane)
         shared.users.add(self)
         _end_unused()
@@ -149,9 +145,15 @@ class ProcessLibrary:
             device=self._device,
             timeout_s=self._timeout_s,
         )
-        if shared.is_new:
+        if shared.is_new:  # connect its ranks now: a backward must not be the first to fail
             shared.is_new = False
-            made._warm_up(lane)
+            own = torch.full((1,), made.rank, dtype=torch.int64, device=self._device)
+            found = torch.empty(made.world_size, dtype=torch.int64, device=self._device)
+            if lane is Lane.GATHERS:
+                made.all_gather(found, own).wait()
+            else:
+                made.all_to_all(found, own.repeat(made.world_size)).wait()
+            assert found.tolist() == list(range(made.world_size))
         return made
 
     def close(self) -> None:
@@ -173,11 +175,17 @@ class ProcessLibrary:
         is_everybody = len(members) == dist.get_world_size()
         serial = -1 if found is None else found.serial
         number = group_names_begin_at() if is_everybody else _next_number(key.ranks)
-        card = _Card(list(ranks), lane.value, serial, _next_serial(), number)
-        cards = self._exchange(card)
+        next_serial = max([next(_serials), *(shared.serial + 1 for shared in known)])
+        card = _Card(list(ranks), lane.value, serial, next_serial, number)
+        rows = ControlGroup(self, self._device).gather_bytes(json.dumps(card).encode())
+        cards = [_Card(*json.loads(row)) for row in rows]
         parts = _partition(cards)
         serial = max(card.next_serial for card in cards)
-        to_make = [part for part in parts if not _is_there(part, cards)]
+        to_make = []
+        for part in parts:
+            serials = {cards[r].serial for r in part}
+            if len(serials) > 1 or -1 in serials:  # else its ranks have the same group already
+                to_make.append(part)
         is_new = ranks in to_make
         options = {
             "timeout": timeout_of(self._group, self._device),
@@ -201,11 +209,6 @@ class ProcessLibrary:
         assert group is not None
         known.append(_SharedGroup(group, serial, key))
         return known[-1]
-
-    def _exchange(self, card: _Card) -> list[_Card]:
-        control = LibraryControlGroup(self, self._device)
-        rows = control.gather_bytes(json.dumps(card).encode())
-        return [_Card(*json.loads(row)) for row in rows]
 
     def _make_alone(
         self,
@@ -234,24 +237,11 @@ class ProcessLibrary:
             )
         return dist.split_group(self._group, [list(part) for part in to_make], **options)
 
-    def _warm_up(self, lane: Lane) -> None:
-        """Connect the ranks during build, so that no backward has to or is the first to fail."""
-        own = torch.full((1,), self.rank, dtype=torch.int64, device=self._device)
-        found = torch.empty(self.world_size, dtype=torch.int64, device=self._device)
-        if lane is Lane.GATHERS:
-            self.all_gather(found, own).wait()
-        else:
-            self.all_to_all(found, own.repeat(self.world_size)).wait()
-        assert found.tolist() == list(range(self.world_size))
-
 
 def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
     """Return the process group of a 2-D mesh over some of the job's ranks, in its order.
 
     It is made once, by the ranks of the mesh, and kept. See [Note: groups that cannot hang].
-
-    Raises:
-        ConfigError: a device is bound to the default group.
     """
     ranks: list[int] = mesh.mesh.flatten().tolist()
     made = _of_meshes.setdefault(dist.group.WORLD, {})
@@ -269,7 +259,7 @@ def group_of_mesh(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup:
     for dim in (1, 0):  # within each row; then the rows of all
         rank, size = mesh.get_local_rank(dim), mesh.size(dim)
         line = ProcessLibrary(mesh.get_group(dim), rank=rank, world_size=size, device=device)
-        numbers = LibraryControlGroup(line, device).gather(numbers)
+        numbers = ControlGroup(line, device).gather(numbers)
     with _numbered(tuple(ranks), int(numbers.max())):
         group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     made[tuple(ranks)] = group
@@ -282,12 +272,8 @@ def exchange_by_store(
     """Return every rank's ``card``, in rank order, without any backend of the group.
 
     Every rank of ``group`` must call it.
-
-    Raises:
-        torch.distributed.DistStoreError: a rank does not come within the store's timeout.
     """
-    known = dist.group.WORLD if group is None else group
-    assert known is not None
+    known = _known_group(group)
     number = _num_exchanges.get(known, 0)
     store = known.get_group_store()
     store.set(f"zero_core card {number} of rank {rank}", card.decode())
@@ -304,12 +290,14 @@ class GroupBeats:
 
     def __init__(self, group: dist.ProcessGroup | None, *, rank: int, world_size: int) -> None:
         """Every rank makes those of a process group in one order."""
-        known = dist.group.WORLD if group is None else group
-        assert known is not None
-        number = _num_beats.get(known, 0)
-        _num_beats[known] = number + 1
+        known = _known_group(group)
+        number = _num_beats[known] = _num_beats.get(known, -1) + 1
         store = known.get_group_store()
-        self.host = _host_of(store)
+        self.host, address = "the store of the process group", store_address(store)
+        if address is not None:
+            is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            who = "torchrun's agent" if is_agents else "rank 0 of the job"
+            self.host = f"{who} (it hosts {self.host} at {address})"
         self._store = clone_store(store)
         self._keys = [f"zero_core beats {number} of rank {r}" for r in range(world_size)]
         self._rank = rank
@@ -327,16 +315,6 @@ class GroupBeats:
         there = [rank for rank in ranks if rank in self._known]
         found = self._store.multi_get([self._keys[rank] for rank in there])
         return {rank: beat.decode() for rank, beat in zip(there, found, strict=True)}
-
-
-def _host_of(store: Any) -> str:
-    """Say which process hosts a store of torch.distributed."""
-    address = store_address(store)
-    if address is None:
-        return "the store of the process group"
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    who = "torchrun's agent" if is_agents else "rank 0 of the job"
-    return f"{who} (it hosts the store of the process group at {address})"
 
 
 class StoreExchange(Exchange):
@@ -372,14 +350,8 @@ class StoreExchange(Exchange):
         self._store: Any = None
         self._number = 0
         if world_size > 1:
-            known = self._known_group()
-            self._number = _num_beside.get(known, 0)
-            _num_beside[known] = self._number + 1
-
-    def _known_group(self) -> dist.ProcessGroup:
-        found = dist.group.WORLD if self._group is None else self._group
-        assert found is not None
-        return found
+            known = _known_group(group)
+            self._number = _num_beside[known] = _num_beside.get(known, -1) + 1
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """See `Exchange`. ``data`` is ASCII.
@@ -395,7 +367,7 @@ class StoreExchange(Exchange):
         try:
             if self._store is None:
                 # A store serves one blocking call at a time.
-                self._store = clone_store(self._known_group().get_group_store())
+                self._store = clone_store(_known_group(self._group).get_group_store())
             self._store.set(self._key(number, self.rank), data.decode())
             self._wait_for(number)
             rows = [self._store.get(self._key(number, r)) for r in range(self.world_size)]
@@ -409,11 +381,7 @@ class StoreExchange(Exchange):
         return rows
 
     def _wait_for(self, number: int) -> None:
-        """Wait until all ranks have given their data of a round.
-
-        Raises:
-            RuntimeError: one is dead or does not answer in time, or the store has ended.
-        """
+        """Wait until all ranks have given their data of a round. Else raise a RuntimeError."""
         began = asked = time.monotonic()
         missing = list(range(self.world_size))
         while missing and not self._store.check([self._key(number, rank) for rank in missing]):
@@ -456,21 +424,13 @@ class _Key(NamedTuple):
 
 
 class _Card(NamedTuple):
-    """A rank's part in the choice of a group.
+    """A rank's part in the choice of a group."""
 
-    Attributes:
-        ranks: of the subgroup that it is in, numbered within the library.
-        lane: purpose of the group.
-        serial: of the group that it has already; -1: none.
-        next_serial: higher than that of any group here.
-        number: by which the group may be named here.
-    """
-
-    ranks: list[int]
+    ranks: list[int]  # of the subgroup that it is in, numbered within the library
     lane: str
-    serial: int
-    next_serial: int
-    number: int
+    serial: int  # of the group that it has already; -1: none
+    next_serial: int  # higher than that of any group here
+    number: int  # by which the group may be named here
 
 
 @dataclass(eq=False)
@@ -502,6 +462,12 @@ _num_beats: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _num_beside: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
+def _known_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
+
+
 def _shared_groups() -> list[_SharedGroup]:
     """Return the groups of this process, in the order in which they were made."""
     return _known.setdefault(dist.group.WORLD, [])
@@ -519,22 +485,7 @@ def _end_unused() -> None:
         dist.destroy_process_group(shared.group)
 
 
-def _next_serial() -> int:
-    return max([next(_serials), *(shared.serial + 1 for shared in _shared_groups())])
-
-
-def _is_there(part: Sequence[int], cards: Sequence[_Card]) -> bool:
-    """Whether the ranks of a subgroup have the same group already."""
-    serials = {cards[r].serial for r in part}
-    return len(serials) == 1 and -1 not in serials
-
-
 def _partition(cards: Sequence[_Card]) -> list[tuple[int, ...]]:
-    """Return the subgroups that the ranks are in, in the order of their first rank.
-
-    Raises:
-        ConfigError: they are no partition, or their lanes differ.
-    """
     parts = list(dict.fromkeys(tuple(card.ranks) for card in cards))
     is_partition = sorted(r for part in parts for r in part) == list(range(len(cards)))
     is_own = all(rank in card.ranks for rank, card in enumerate(cards))
@@ -554,16 +505,12 @@ def _bound_device() -> torch.device | None:
 
 def _next_number(ranks: tuple[int, ...]) -> int:
     """Return the lowest number by which a new group of ``ranks`` may be named on this rank."""
-    return max(count_groups(), _numbers_of_world().get(ranks, 0))
-
-
-def _numbers_of_world() -> dict[tuple[int, ...], int]:
-    return _numbers.setdefault(dist.group.WORLD, {})
+    return max(count_groups(), _numbers.setdefault(dist.group.WORLD, {}).get(ranks, 0))
 
 
 def _numbered(ranks: tuple[int, ...], number: int) -> AbstractContextManager[None]:
     """Name a group of ``ranks`` that is made in this context by ``number``, once."""
-    _numbers_of_world()[ranks] = number + 1
+    _numbers.setdefault(dist.group.WORLD, {})[ranks] = number + 1
     return counting_groups(number)
 
 

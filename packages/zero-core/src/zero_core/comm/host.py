@@ -25,7 +25,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from zero_core.comm.fused_sum import add_in_rank_order, sum_in_rank_order
 from zero_core.comm.meter import GRADIENTS, PARAMETERS, Links, Meter
 from zero_core.comm.p2p import (
     CONTROL_CHANNEL,
-    CodedExchange,
     CodedSlices,
     ExchangeBuffers,
     Kind,
@@ -60,9 +58,6 @@ class Transport:
     ) -> None:
         self._meter = Meter() if meter is None else meter
         self._queues = queues
-        self._place(rank, links)
-
-    def _place(self, rank: int, links: Links) -> None:
         self.rank = rank
         self.world_size = links.world_size
         self._links = links
@@ -120,27 +115,17 @@ class HostCollectives(Transport):
         queues: CommQueues | None = None,
         meter: Meter | None = None,
     ) -> None:
-        """Every rank makes one.
+        """Every rank makes one. ``messages`` carry bytes between single ranks.
 
-        Args:
-            messages: carries bytes between single ranks.
-            rank: this rank.
-            world_size: number of ranks.
-            shared: memory that some of them read from each other.
-            ranks_per_node: how many consecutive ranks share a node; None: all.
-            queues: where jobs run; threads, if not given.
-            meter: counts what is sent.
+        ``shared`` is memory that some ranks read from each other. ``ranks_per_node`` None: all.
+        ``meter`` counts what is sent.
         """
         links = Links(world_size, ranks_per_node or world_size, is_ring=False)
         super().__init__(rank, links, HostQueues() if queues is None else queues, meter)
         self._shared = shared
         self._coded: CodedSlices | None = None
-        self._wire = PeerToPeer(messages, range(world_size), rank=rank, shared=shared)
-
-    def _place(self, rank: int, links: Links) -> None:
-        super()._place(rank, links)
         self._buffers = ExchangeBuffers()
-        self._is_once_per_node = 1 < links.ranks_per_node < links.world_size
+        self._wire = PeerToPeer(messages, range(world_size), rank=rank, shared=shared)
 
     @property
     def exchange_nbytes(self) -> int:
@@ -151,7 +136,9 @@ class HostCollectives(Transport):
         found = copy.copy(self)
         found._wire = self._wire.among(ranks)
         found._coded = None  # it would send to the ranks of the whole group
-        found._place(found._wire.rank, self._links.among(ranks))
+        found._buffers = ExchangeBuffers()
+        found._links = self._links.among(ranks)
+        found.rank, found.world_size = found._wire.rank, len(ranks)
         return found
 
     def coded(self, codec: SliceCodec) -> HostCollectives:
@@ -177,25 +164,16 @@ class HostCollectives(Transport):
         own = slices[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if self._is_once_per_node:
-            return self._gather_once_per_node(out, shard, unit)
-        return _Exchange(self._start_gather(slices, shard, self._wire.peers, unit))
-
-    def _start_gather(
-        self, slices: Tensor, shard: Tensor, peers: Sequence[int], unit: int
-    ) -> list[Parcel]:
-        """Exchange ``shard`` with ``peers``, theirs into ``slices``."""
-        wire = self._wire
-        offset = wire.locate(shard)
-        return [wire.exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in peers]
-
-    def _gather_once_per_node(self, out: Tensor, shard: Tensor, unit: int) -> Work:
         per_node, wire = self._links.ranks_per_node, self._wire
-        rows = out.view(-1, per_node, shard.numel())
         node, place = divmod(self.rank, per_node)
+        is_once_per_node = 1 < per_node < self.world_size
+        within = [p for p in wire.peers if p // per_node == node or not is_once_per_node]
+        offset = wire.locate(shard)
+        parcels = [wire.exchange(shard, offset, slices[p], p, Kind.GATHER, unit) for p in within]
+        if not is_once_per_node:
+            return _Exchange(parcels)
+        rows = out.view(-1, per_node, shard.numel())
         others = [(node + k) % len(rows) for k in range(1, len(rows))]
-        within = [p for p in wire.peers if p // per_node == node]
-        parcels = self._start_gather(out.view(self.world_size, -1), shard, within, unit)
         remote = {
             n: wire.swap(shard, rows[n, place], n * per_node + place, Kind.GATHER, unit)
             for n in others
@@ -215,16 +193,19 @@ class HostCollectives(Transport):
         return self._queues.launch(pass_on, is_reduction=False)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        return self._reduce(out, full, unit, _HostReduction)
+        return self._reduce(out, full, unit, is_added=False)
 
     def reduce_add(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
         """See `zero_core.protocols.AddingCollectives`."""
-        return self._reduce(out, full, unit, _HostAddition)
+        return self._reduce(out, full, unit, is_added=True)
 
-    def _reduce(self, out: Tensor, full: Tensor, unit: int, kind: type[_HostReduction]) -> Work:
+    def _reduce(self, out: Tensor, full: Tensor, unit: int, *, is_added: bool) -> Work:
         wire = self._wire
         slices = full.view(self.world_size, -1)
-        coded = self._coded_peers(full.dtype, out.numel())
+        codes, coded = self._coded, list[int]()  # peers that are sent messages, not slices
+        if codes is not None and codes.codec.serves(full.dtype, out.numel()):
+            per_node = self._links.ranks_per_node
+            coded = [p for p in wire.peers if p // per_node != self.rank // per_node]
         is_near = wire.locate(full) is not None
         received = None
         if not is_near or wire.has_far:
@@ -233,31 +214,23 @@ class HostCollectives(Transport):
         exact = [peer for peer in wire.peers if peer not in coded]
         parcels = self._exchange_slices(slices, parts, Kind.REDUCE, unit, exact)
         arrival: Work = _DONE
-        if coded:
-            assert self._coded is not None, "there are peers to code for"
-            exchange = self._coded.start(slices, parts, coded, unit)
-            job = partial(self._finish_coded, self._coded, exchange, slices[0].nbytes)
-            arrival = self._queues.launch(job, is_reduction=True)
+        sent = self._links.direct(slices[0].nbytes)
+        if codes is not None and coded:
+            exchange = codes.start(slices, parts, coded, unit)
+
+            def finish() -> None:
+                far_nbytes = codes.finish(exchange)
+                self._count("reduce_scatter", EXACT_GRADIENTS, (sent[0], far_nbytes))
+
+            arrival = self._queues.launch(finish, is_reduction=True)
         else:
-            sent = self._links.direct(slices[0].nbytes)
             self._count("reduce_scatter", EXACT_GRADIENTS, sent)
         sources = list(slices)
         for peer in coded:
             sources[peer] = parts[peer]
-        return kind(self, out, sources, parcels, received, unit, arrival, is_near=is_near)
-
-    def _coded_peers(self, dtype: torch.dtype, numel: int) -> list[int]:
-        """Return the peers that are sent messages instead of slices."""
-        if self._coded is None or not self._coded.codec.serves(dtype, numel):
-            return []
-        per_node = self._links.ranks_per_node
-        node = self.rank // per_node
-        return [peer for peer in self._wire.peers if peer // per_node != node]
-
-    def _finish_coded(self, coded: CodedSlices, exchange: CodedExchange, slice_nbytes: int) -> None:
-        far_nbytes = coded.finish(exchange)
-        near_nbytes, _ = self._links.direct(slice_nbytes)
-        self._count("reduce_scatter", EXACT_GRADIENTS, (near_nbytes, far_nbytes))
+        return _HostReduction(
+            self, out, sources, parcels, received, unit, arrival, is_near=is_near, is_added=is_added
+        )
 
     def all_to_all(self, out: Tensor, parts: Tensor, *, unit: int) -> Work:
         self._check_all_to_all(out, parts)
@@ -271,7 +244,6 @@ class HostCollectives(Transport):
     def _exchange_slices(
         self, given: Tensor, into: Tensor, kind: Kind, unit: int, peers: Sequence[int]
     ) -> dict[int, Parcel]:
-        """Exchange a slice with each of ``peers``, by peer."""
         wire = self._wire
         return {
             p: wire.exchange(given[p], wire.locate(given[p]), into[p], p, kind, unit) for p in peers
@@ -281,12 +253,6 @@ class HostCollectives(Transport):
         if self.world_size > 1:
             content = GRADIENTS if version == EXACT_GRADIENTS else PARAMETERS
             self._meter.add(collective, content, sent)
-
-    def acknowledge(self, received: Tensor | None, unit: int, *, is_near: bool) -> Work:
-        """End a reduction: its scratch buffer is free, its near parts were read."""
-        if received is not None:
-            self._buffers.release(received)
-        return self._wire.acknowledge(Kind.REDUCE_READ, unit) if is_near else _DONE
 
 
 @dataclass(eq=False)
@@ -327,33 +293,26 @@ class _HostReduction:
     unit: int
     arrival: Work
     is_near: bool
+    is_added: bool
 
     def __post_init__(self) -> None:
         self.contributions: Sequence[Tensor] = self.sources
 
     def wait(self) -> None:
-        """Sum in rank order. Once."""
+        """Sum in rank order, to what is in ``out`` if ``is_added``. Once."""
         if self.sources:
             sources, self.sources = self.sources, []
             self.arrival.wait()
             for peer, parcel in self.parcels.items():
                 sources[peer] = parcel.receive()
-            self._sum(sources)
-
-    def _sum(self, sources: Sequence[Tensor]) -> None:
-        sum_in_rank_order(self.out, sources)
+            (add_in_rank_order if self.is_added else sum_in_rank_order)(self.out, sources)
 
     def acknowledge(self) -> Work:
+        """End the reduction: its scratch buffer is free, its near parts were read."""
         self.contributions = ()
-        return self.owner.acknowledge(self.received, self.unit, is_near=self.is_near)
-
-
-@dataclass(eq=False)
-class _HostAddition(_HostReduction):
-    """A reduction that adds to what is in ``out``."""
-
-    def _sum(self, sources: Sequence[Tensor]) -> None:
-        add_in_rank_order(self.out, sources)
+        if self.received is not None:
+            self.owner._buffers.release(self.received)
+        return self.owner._wire.acknowledge(Kind.REDUCE_READ, self.unit) if self.is_near else _DONE
 
 
 class HostLibrary:
@@ -420,13 +379,12 @@ class HostLibrary:
         return _Several(works)
 
     def _send(self, tensor: Tensor, target: int, kind: Kind) -> Work:
-        return self._messages.isend(tensor, target, self._tag(tensor, kind))
+        tag = tag_of(self._channel, kind, tensor.nbytes % _NUM_SIZES)
+        return self._messages.isend(tensor, target, tag)
 
     def _receive(self, tensor: Tensor, source: int, kind: Kind) -> Work:
-        return self._messages.irecv(tensor, source, self._tag(tensor, kind))
-
-    def _tag(self, tensor: Tensor, kind: Kind) -> int:
-        return tag_of(self._channel, kind, tensor.nbytes % _NUM_SIZES)
+        tag = tag_of(self._channel, kind, tensor.nbytes % _NUM_SIZES)
+        return self._messages.irecv(tensor, source, tag)
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from itertools import count
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -297,21 +297,15 @@ class PeerToPeer:
         return [self.receive(into, peer, kind, unit), self.send(given, peer, kind, unit)]
 
     def send(self, given: Tensor, peer: int, kind: Kind, unit: int) -> Work:
-        """Start to send ``given`` to a peer."""
         tag = tag_of(self._channel, kind, unit)
         return self._messages.isend(given, self.members[peer], tag)
 
     def receive(self, into: Tensor, peer: int, kind: Kind, unit: int) -> Work:
-        """Start to receive from a peer, which sends as many bytes as ``into`` has."""
         tag = tag_of(self._channel, kind, unit)
         return self._messages.irecv(into, self.members[peer], tag)
 
     def read(self, peer: int, token: Tensor, like: Tensor) -> Tensor:
-        """Return a near peer's bytes, in place, with the length and dtype of ``like``.
-
-        Raises:
-            CollectiveError: the peer's token is of another number of bytes.
-        """
+        """Return a near peer's bytes, in place, with the length and dtype of ``like``."""
         assert self._shared is not None
         offset, nbytes = token.tolist()
         if nbytes != like.nbytes:
@@ -396,65 +390,50 @@ class CodedSlices:
         return CodedExchange(messages, [sent, taken], most, unit)
 
     def finish(self, exchange: CodedExchange) -> int:
-        """Code and send the slices, and decode those of the peers. Returns the bytes sent.
-
-        Raises:
-            CollectiveError: a peer announces a message of an impossible length.
-            RuntimeError: a message is damaged.
-        """
+        """Code and send the slices, and decode those of the peers. Returns the bytes sent."""
+        wire, most, unit = self._wire, exchange.most, exchange.unit
         works: list[Work] = []
-        sent = [self._send(message, exchange, works) for message in exchange.messages]
-        taken = [self._take(message, exchange) for message in exchange.messages]
+        sent: list[int] = []
+        for message in exchange.messages:
+            given, first = message.given, message.sent_nbytes
+            nbytes = self.codec.pack(message.values, given[_ALIGNMENT : _ALIGNMENT + most])
+            given[:8].view(torch.int64)[0] = nbytes
+            works.append(wire.send(given[:first], message.peer, Kind.REDUCE, unit))
+            rest = given[first : _ALIGNMENT + nbytes]
+            if rest.numel():
+                works.append(wire.send(rest, message.peer, Kind.REDUCE_REST, unit))
+            sent.append(nbytes)
+        taken: list[int] = []
+        for message in exchange.messages:
+            message.work.wait()
+            nbytes = int(message.taken[:8].view(torch.int64))
+            if not 0 <= nbytes <= most:
+                raise CollectiveError(
+                    f"rank {wire.members[wire.rank]} expects at most {most} bytes of a coded "
+                    f"gradient of rank {wire.members[message.peer]}, which announces {nbytes}: the "
+                    "ranks reduce different units"
+                )
+            rest = message.taken[message.taken_nbytes : _ALIGNMENT + nbytes]
+            if rest.numel():
+                wire.receive(rest, message.peer, Kind.REDUCE_REST, unit).wait()
+            own = message.taken[_ALIGNMENT : _ALIGNMENT + nbytes]
+            self.codec.unpack(own, message.into, sender=wire.members[message.peer])
+            taken.append(nbytes)
         wait_all(works)
-        room = coded_room(exchange.most)
+        room = coded_room(most)
         for message, lengths in zip(exchange.messages, zip(sent, taken, strict=True), strict=True):
             to, of = (min(room, coded_room(nbytes + nbytes // _SLACK)) for nbytes in lengths)
-            self._expected[exchange.unit, message.peer] = to, of
+            self._expected[unit, message.peer] = to, of
         for buffer in exchange.buffers:
             self._buffers.release(buffer)
         expected = [message.sent_nbytes for message in exchange.messages]
         return sum(max(a, _ALIGNMENT + b) for a, b in zip(expected, sent, strict=True))
 
-    def _send(self, message: CodedMessage, exchange: CodedExchange, works: list[Work]) -> int:
-        """Code a slice and start to send it. Returns the bytes of its message."""
-        given, first = message.given, message.sent_nbytes
-        room = given[_ALIGNMENT : _ALIGNMENT + exchange.most]
-        nbytes = self.codec.pack(message.values, room)
-        given[:8].view(torch.int64)[0] = nbytes
-        parts = [
-            (given[:first], Kind.REDUCE),
-            (given[first : _ALIGNMENT + nbytes], Kind.REDUCE_REST),
-        ]
-        for part, kind in parts:
-            if part.numel():
-                works.append(self._wire.send(part, message.peer, kind, exchange.unit))
-        return nbytes
 
-    def _take(self, message: CodedMessage, exchange: CodedExchange) -> int:
-        """Wait for a peer's message and decode it. Returns its bytes."""
-        message.work.wait()
-        wire, taken, most = self._wire, message.taken, exchange.most
-        nbytes = int(taken[:8].view(torch.int64))
-        if not 0 <= nbytes <= most:
-            raise CollectiveError(
-                f"rank {wire.members[wire.rank]} expects at most {most} bytes of a coded gradient "
-                f"of rank {wire.members[message.peer]}, which announces {nbytes}: the ranks reduce "
-                "different units"
-            )
-        rest = taken[message.taken_nbytes : _ALIGNMENT + nbytes]
-        if rest.numel():
-            wire.receive(rest, message.peer, Kind.REDUCE_REST, exchange.unit).wait()
-        own = taken[_ALIGNMENT : _ALIGNMENT + nbytes]
-        self.codec.unpack(own, message.into, sender=wire.members[message.peer])
-        return nbytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CodedMessage:
+class CodedMessage(NamedTuple):
     """Messages to a peer and from it.
 
     Attributes:
-        peer: the rank.
         values: the slice for it.
         into: the place of its slice.
         given, taken: room for the messages, uint8, the length first.
@@ -472,16 +451,8 @@ class CodedMessage:
     work: Work
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CodedExchange:
-    """Coded slices on their way.
-
-    Attributes:
-        messages: those to and from each peer.
-        buffers: memory of the messages.
-        most: bytes that a message may have.
-        unit: that the slices belong to.
-    """
+class CodedExchange(NamedTuple):
+    """Coded slices of a unit on their way, of at most ``most`` bytes each."""
 
     messages: list[CodedMessage]
     buffers: list[Tensor]

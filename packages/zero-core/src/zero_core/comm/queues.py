@@ -15,24 +15,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
 from zero_core.protocols import Work
 
 _Job = Callable[[], None]
-
-
-class CommQueues(Protocol):
-    """Runs jobs beside the caller."""
-
-    def launch(self, job: _Job, *, is_reduction: bool) -> Work: ...
-
-
-def queues_of(device: torch.device) -> CommQueues:
-    """Return the queues of a compute device."""
-    return HostQueues() if device.type in ("cpu", "meta") else StreamQueues(device)
 
 
 class HostQueues:
@@ -48,11 +36,7 @@ class HostQueues:
         result = _Result(job, is_inference=torch.is_inference_mode_enabled())
         if threading.current_thread() is self._threads.get(is_reduction):
             result.run()  # queued, it would wait for the job that waits for it
-        else:
-            self._queue(is_reduction).put(result)
-        return result
-
-    def _queue(self, is_reduction: bool) -> SimpleQueue[_Result | None]:
+            return result
         with self._lock:
             if is_reduction not in self._queues:
                 queue: SimpleQueue[_Result | None] = SimpleQueue()
@@ -62,7 +46,8 @@ class HostQueues:
                 self._queues[is_reduction] = queue
                 self._threads[is_reduction] = thread
                 thread.start()
-            return self._queues[is_reduction]
+        self._queues[is_reduction].put(result)
+        return result
 
     def __del__(self) -> None:
         for queue in self._queues.values():
@@ -92,6 +77,13 @@ class StreamQueues:
             with stream:
                 result.run()
         return _Enqueued(result, stream.record_event(), self._device)
+
+
+CommQueues = HostQueues | StreamQueues
+
+
+def queues_of(device: torch.device) -> CommQueues:
+    return HostQueues() if device.type in ("cpu", "meta") else StreamQueues(device)
 
 
 @dataclass(eq=False)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError
-from zero_core.watch.processes import process_namespace
+from zero_core.watch.beats import process_namespace
 
 if sys.platform == "linux":
     import fcntl
@@ -69,50 +69,7 @@ class SharedMemory:
         self._stop = mmap.PAGESIZE  # of what is carved from it
         self._buffers: list[Tensor] = []  # live as long as this object: peers read them
         self._mapped: dict[int, Tensor] = {}  # whole windows, by rank
-        self.peers: frozenset[int] = frozenset()
-        self._meet(control, ranks_per_node or control.world_size)
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor in shared memory, which lives as long as this object.
-
-        Raises:
-            CollectiveError: the window is full, or there is none.
-        """
-        start = self._stop
-        stop = start + numel * dtype.itemsize
-        if self._window is None or stop > self._nbytes:
-            raise CollectiveError(
-                f"rank {self._rank}: no more shared memory: {numel * dtype.itemsize} bytes asked, "
-                f"{max(self._nbytes - start, 0)} left of this host's memory"
-            )
-        self._stop = -(-max(stop, start + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Each buffer has a storage of its own: whoever saves a tensor saves its storage.
-        buffer = torch.frombuffer(self._window, dtype=dtype, count=max(numel, 1), offset=start)
-        self._buffers.append(buffer)
-        return buffer[:numel]
-
-    def locate(self, tensor: Tensor) -> int | None:
-        """Return the offset of ``tensor`` in this rank's window. None if it is not there."""
-        offset = tensor.data_ptr() - self._base
-        return offset if 0 <= offset < self._nbytes else None
-
-    def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return ``numel`` elements of rank ``peer``'s window, in place. Not to be written.
-
-        Raises:
-            CollectiveError: they are not within the window.
-        """
-        window = self._mapped[peer]
-        is_within = 0 <= offset <= window.numel() - numel * dtype.itemsize
-        if not is_within or offset % dtype.itemsize:
-            raise CollectiveError(
-                f"rank {peer} sent rank {self._rank} the offset {offset} for {numel} elements of "
-                f"{dtype}, which are not in its window of {window.numel()} bytes"
-            )
-        return window[offset : offset + numel * dtype.itemsize].view(dtype)
-
-    def _meet(self, control: ControlGroup, per_node: int) -> None:
-        """Map the windows of the node's other ranks. Share with those where it works both ways."""
+        per_node = ranks_per_node or control.world_size
         secret = secrets.token_bytes(_SECRET_BYTES)
         descriptor = self._open_window(secret, per_node)
         try:
@@ -136,6 +93,37 @@ class SharedMemory:
             if self._rank not in table[rank]:
                 del self._mapped[rank]
         self.peers = frozenset(self._mapped)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a 1-D tensor in shared memory, which lives as long as this object."""
+        start = self._stop
+        stop = start + numel * dtype.itemsize
+        if self._window is None or stop > self._nbytes:
+            raise CollectiveError(
+                f"rank {self._rank}: no more shared memory: {numel * dtype.itemsize} bytes asked, "
+                f"{max(self._nbytes - start, 0)} left of this host's memory"
+            )
+        self._stop = -(-max(stop, start + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Each buffer has a storage of its own: whoever saves a tensor saves its storage.
+        buffer = torch.frombuffer(self._window, dtype=dtype, count=max(numel, 1), offset=start)
+        self._buffers.append(buffer)
+        return buffer[:numel]
+
+    def locate(self, tensor: Tensor) -> int | None:
+        """Return the offset of ``tensor`` in this rank's window. None if it is not there."""
+        offset = tensor.data_ptr() - self._base
+        return offset if 0 <= offset < self._nbytes else None
+
+    def at(self, peer: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return ``numel`` elements of rank ``peer``'s window, in place. Not to be written."""
+        window = self._mapped[peer]
+        is_within = 0 <= offset <= window.numel() - numel * dtype.itemsize
+        if not is_within or offset % dtype.itemsize:
+            raise CollectiveError(
+                f"rank {peer} sent rank {self._rank} the offset {offset} for {numel} elements of "
+                f"{dtype}, which are not in its window of {window.numel()} bytes"
+            )
+        return window[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def _open_window(self, secret: bytes, per_node: int) -> int | None:
         """Make this rank's window. Return its descriptor, None where there can be none."""
@@ -162,11 +150,7 @@ _Card = tuple[int, int | None, int, bytes, str]
 
 
 def read_card(row: bytes, rank: int) -> _Card:
-    """Parse what ``rank`` sent of its window: process, descriptor, bytes, secret, namespace.
-
-    Raises:
-        CollectiveError: it is no such message.
-    """
+    """Parse what ``rank`` sent of its window: process, descriptor, bytes, secret, namespace."""
     card = _parse(row, rank)
     kinds = (int, int | None, int, str, str)
     is_card = len(card) == len(kinds) and all(map(isinstance, card, kinds))
@@ -181,11 +165,6 @@ def read_card(row: bytes, rank: int) -> _Card:
 
 
 def _parse(row: bytes, rank: int) -> list[Any]:
-    """Parse a JSON list that ``rank`` sent.
-
-    Raises:
-        CollectiveError: it is none.
-    """
     try:
         found = json.loads(row)
     except (ValueError, RecursionError):

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_core._torch import set_timeout, timeout_of
-from zero_core.comm.control import ControlGroup, Exchange, LibraryControlGroup
+from zero_core.comm.control import ControlGroup, Exchange
 from zero_core.comm.device_library import ControlLibrary, DeviceLibrary
 from zero_core.comm.groups import (
     GroupBeats,
@@ -103,26 +103,25 @@ class Ranks:
         It is watched unless ``named_within_s`` is None: an error names the rank that is its cause,
         and so does a log line if a wait lasts as long. 0: errors alone.
         """
+        place, watch = Place(), None
         has_group = dist.is_available() and dist.is_initialized()
-        if self.size == 1 or named_within_s is None or not has_group:
-            return LibraryControlGroup(self._control_library(), self.device)
-        place = Place()
-        watch = Watch(
-            ThreadedBoard(GroupBeats(self.group, rank=self.rank, world_size=self.size)),
-            place,
-            rank=self.rank,
-            world_size=self.size,
-            within_s=min(named_within_s, self.timeout_s or named_within_s),
-            device_waits=DeviceWaits(self.device) if self.has_own_device else None,
-        )
-        if named_within_s:
-            start(watch)
-        return LibraryControlGroup(self._control_library(), self.device, place, watch)
-
-    def _control_library(self) -> ControlLibrary:
-        if self.device.type != "cpu":
-            return self.library()
-        return HostLibrary(self.messages(), rank=self.rank, world_size=self.size)
+        if self.size > 1 and named_within_s is not None and has_group:
+            watch = Watch(
+                ThreadedBoard(GroupBeats(self.group, rank=self.rank, world_size=self.size)),
+                place,
+                rank=self.rank,
+                world_size=self.size,
+                within_s=min(named_within_s, self.timeout_s or named_within_s),
+                device_waits=DeviceWaits(self.device) if self.has_own_device else None,
+            )
+            if named_within_s:
+                start(watch)
+        library: ControlLibrary
+        if self.device.type == "cpu":
+            library = HostLibrary(self.messages(), rank=self.rank, world_size=self.size)
+        else:
+            library = self.library()
+        return ControlGroup(library, self.device, place, watch)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
         """Return an exchange for a thread beside training. Every rank makes them in one order.
@@ -135,11 +134,9 @@ class Ranks:
         )
 
     def messages(self) -> Messages:
-        """Return what carries bytes between single ranks, where they are hosts."""
         return ProcessMessages(self.group, self.timeout_s)
 
     def library(self) -> DeviceLibrary:
-        """Return the collectives of the device's library among these ranks."""
         return ProcessLibrary(
             self.group,
             rank=self.rank,
@@ -168,7 +165,14 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
         device = _find_device(group)
         per_node = None
         if mesh is not None and mesh.ndim != 1:
-            group = _group_of(mesh, device)
+            members: list[int] = mesh.mesh.flatten().tolist()
+            if mesh.ndim != 2 or members != sorted(members):
+                raise ConfigError(
+                    "build(mesh=...): expected one dimension (ranks) or two (nodes, ranks of a "
+                    f"node) with ascending ranks, found {mesh}"
+                )
+            is_world = members == list(range(dist.get_world_size()))
+            group = None if is_world else group_of_mesh(mesh, device)
             per_node = mesh.size(1)
         return Ranks(group, dist.get_rank(group), dist.get_world_size(group), device, per_node)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -180,7 +184,6 @@ def find_ranks(group: dist.ProcessGroup | Ranks | None, mesh: DeviceMesh | None)
 
 
 def accelerator() -> torch.device:
-    """The current accelerator, or the CPU."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator()
@@ -212,13 +215,13 @@ def check_devices(ranks: Ranks) -> None:
 
     They exchange their devices through the store of their group: NCCL refuses the first collective
     of ranks that share one, with an error that names none of them.
-
-    Raises:
-        ConfigError: on all ranks, with those that share one.
     """
     if not ranks.has_own_device:
         return
-    card = [socket.gethostname(), _identity(ranks.device), str(ranks.device)]
+    identity = str(ranks.device)
+    if ranks.device.type == "cuda":  # independent of its index
+        identity = str(torch.cuda.get_device_properties(ranks.device).uuid)
+    card = [socket.gethostname(), identity, str(ranks.device)]
     rows = exchange_by_store(
         ranks.group, json.dumps(card).encode(), rank=ranks.rank, world_size=ranks.size
     )
@@ -240,33 +243,18 @@ def check_devices(ranks: Ranks) -> None:
         )
 
 
-def _identity(device: torch.device) -> str:
-    """Return an identifier of a device among those of its host, independent of its index."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
-    return str(device)
-
-
-def _group_of(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
-    """The process group of all ranks of a mesh of several dimensions, in its order."""
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    if mesh.ndim != 2 or ranks != sorted(ranks):
-        raise ConfigError(
-            f"build(mesh=...): expected one dimension (ranks) or two (nodes, ranks of a node) with "
-            f"ascending ranks, found {mesh}"
-        )
-    return None if ranks == list(range(dist.get_world_size())) else group_of_mesh(mesh, device)
-
-
 def count_per_node(control: ControlGroup, ranks: Ranks) -> int:
-    """Ranks of a node. Every rank must call it. See [Note: who says how many].
-
-    Raises:
-        ConfigError: a mesh says something else on another rank.
-    """
+    """Ranks of a node. Every rank must call it. See [Note: who says how many]."""
     if ranks.size == 1:
         return 1
-    card = json.dumps([ranks.per_node, *_launched_node(), socket.gethostname()])
+    found, host = os.environ, socket.gethostname()
+    launcher, node = "host", host
+    if "LOCAL_WORLD_SIZE" in found:
+        number = int(found.get("RANK", dist.get_rank())) // int(found["LOCAL_WORLD_SIZE"])
+        launcher, node = "torchrun", found.get("GROUP_RANK", str(number))
+    elif "SLURM_NODEID" in found:
+        launcher, node = "SLURM", found["SLURM_NODEID"]
+    card = json.dumps([ranks.per_node, launcher, node, host])
     cards = [json.loads(row) for row in control.gather_bytes(card.encode())]
     told = {card[0] for card in cards}
     if len(told) > 1:
@@ -300,14 +288,3 @@ def fold(nodes: Sequence[str], *, is_told: bool = False) -> int:
             per_node,
         )
     return per_node
-
-
-def _launched_node() -> tuple[str, str]:
-    """Return the launcher of this rank and the node that it names, or the host's name."""
-    found = os.environ
-    if "LOCAL_WORLD_SIZE" in found:
-        node = int(found.get("RANK", dist.get_rank())) // int(found["LOCAL_WORLD_SIZE"])
-        return "torchrun", found.get("GROUP_RANK", str(node))
-    if "SLURM_NODEID" in found:
-        return "SLURM", found["SLURM_NODEID"]
-    return "host", socket.gethostname()

@@ -7,7 +7,7 @@ sum that has a non-finite term is not finite: only such a tile is read again, to
 
 # No `from __future__ import annotations`: Triton reads the annotations of the kernels.
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -39,7 +39,8 @@ def sum_by_triton(
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     squares = torch.empty(0 if norm is None else num_tiles, dtype=wide, device=out.device)
     flags = squares if nonfinite is None else nonfinite.view(torch.uint8)
-    with _on(out.device):
+    here = out.device  # Triton launches on the current one
+    with nullcontext() if here.type == "cpu" else torch.accelerator.device_index(here.index):
         sum_kernel[(num_tiles,)](
             _typed(slices),
             _typed(out),
@@ -155,8 +156,3 @@ def _bfloat16_bits(x: tl.tensor) -> tl.tensor:
 def _typed(x: Tensor) -> Tensor:
     """View bfloat16 as int16: the kernels convert it themselves."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the tensors' device the current one, on which Triton launches."""
-    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

@@ -6,7 +6,6 @@ them first.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from contextlib import suppress
@@ -24,8 +23,13 @@ def available_cores(root: Path = CGROUP) -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    quota = _cpu_quota(root)
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+    fields = read_text(root / "cpu.max").split()  # version 2: "QUOTA PERIOD" or "max PERIOD"
+    if not fields:  # version 1: two files, -1 for no quota
+        fields = [read_text(root / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    quota, period = (*fields, "", "")[:2]
+    if not quota.isdigit() or not period.isdigit():
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))
 
 
 def memory_limit_bytes(root: Path = CGROUP) -> int | None:
@@ -66,15 +70,6 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         found["device_name"] = properties.name
         found["device_memory"] = properties.total_memory
     return found
-
-
-def _cpu_quota(root: Path) -> float | None:
-    """Return the cgroup's CPU limit in cores, or None where there is none."""
-    fields = read_text(root / "cpu.max").split()  # version 2: "QUOTA PERIOD" or "max PERIOD"
-    if not fields:  # version 1: two files, -1 for no quota
-        fields = [read_text(root / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
-    quota, period = (*fields, "", "")[:2]
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 
 def read_text(path: Path) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_core.checkpoint.storage.location import local_path
 from zero_core.comm.communicator import Communicator
@@ -45,7 +45,7 @@ from zero_core.record.records import (
 from zero_core.sharded.memory import Memory
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.watch.place import OUTSIDE, UPDATE, Place
-from zero_core.watch.step_clock import Span, StepClock, StepMarks
+from zero_core.watch.step_clock import MemoryMeter, Span, StepClock, StepMarks
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,6 @@ _MAX_ERROR = 500
 """Characters of an error's first line."""
 _MAX_SPANS = 4000
 """Of a step whose course is recorded."""
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Subject(NamedTuple):
@@ -103,11 +102,7 @@ class Recorder(Extension):
     def __init__(
         self, subject: Subject, folder: Path, *, max_bytes: int, detail_every: int
     ) -> None:
-        """Begin. See `zero_core.Engine.record`.
-
-        Raises:
-            OSError: the folder cannot be written to.
-        """
+        """Begin. See `zero_core.Engine.record`."""
         self.folder = folder
         self._subject = subject
         self._device = device = subject.state.device
@@ -120,11 +115,11 @@ class Recorder(Extension):
         except OSError:
             self._file.close()
             raise
-        self._memory = _MemoryMeter(device)
+        self._memory = MemoryMeter(device)
         # Of an engine that is dropped, too: nothing that these hold leads back to it.
         held = (self._file, self._memory)
         self._release = weakref.finalize(self, _abandon, os.getpid(), *held)
-        self._clock = StepClock(device)
+        self._clock = StepClock(device, subject.place.doing, self._memory)
         self._losses: list[Tensor] = []
         self._num_backwards = self._num_idle = 0
         self._input_shape: list[int] = []
@@ -132,7 +127,6 @@ class Recorder(Extension):
         self._work: Mapping[str, float] = {} if self._tier is None else self._tier.work_s()
         self._copied = (0, 0)
         self._num_steps = 0
-        self._clock.restart(subject.place.doing)
         self._begin(time.perf_counter())
 
     def __enter__(self) -> Recorder:
@@ -162,7 +156,6 @@ class Recorder(Extension):
             self._losses.append(kept.copy_(value.reshape(()), non_blocking=True))
 
     def idled(self) -> None:
-        """Note a micro-step without data."""
         self._num_idle += 1
 
     def stepped(self, ended: EndedStep) -> None:
@@ -177,11 +170,16 @@ class Recorder(Extension):
         copied = (0, 0) if self._tier is None else self._tier.copied_bytes()
         detailed = self._tier if self._is_detailed else None
         held = self._memory.held()
+        trail = self._clock.trail or []
         if self._is_detailed:
-            self._memory_trail.append((now - self._begun, held, place.doing))
+            trail.append((now - self._begun, held, place.doing))
         # A program may run several backwards in one.
         micro_steps = max(ended.micro_steps, self._num_backwards + self._num_idle)
         batch = subject.config.train_micro_batch_size_per_gpu
+        sent = [
+            [t.collective, t.content, t.num_calls, t.within_node_bytes, t.between_nodes_bytes]
+            for t in subject.meter.report()
+        ]
         pending = _Pending(
             record={
                 "step": ended.number,
@@ -195,10 +193,7 @@ class Recorder(Extension):
                 "samples": batch * (micro_steps - self._num_idle),
                 "input_shape": self._input_shape,
                 "lanes": {lane: s - self._work.get(lane, 0.0) for lane, s in work.items()},
-                "sent": [
-                    [t.collective, t.content, t.num_calls, *_between(t)]
-                    for t in subject.meter.report()
-                ],
+                "sent": sent,
                 "copied": [copied[0] - self._copied[0], copied[1] - self._copied[1]],
                 "memory_bytes": held,
                 "peak_bytes": self._memory.peak(held),
@@ -208,7 +203,7 @@ class Recorder(Extension):
             marks=None if clock is None else self._clock.take(),
             is_detailed=self._is_detailed,
             begun_at=self._begun_at,
-            memory=self._memory_trail,
+            memory=trail,
             kinds=self._kinds() if self._is_detailed else {},
             host_kinds={} if detailed is None else detailed.host_memory_bytes(),
             updates=() if detailed is None else tuple(detailed.recent_updates()),
@@ -218,7 +213,7 @@ class Recorder(Extension):
         if self._is_host:
             self._write(pending)
         else:
-            self._write_pending()
+            self.flush()
             self._pending = pending
         self._num_steps += 1
         if not self._is_closed:
@@ -231,22 +226,19 @@ class Recorder(Extension):
             self._num_steps + 1 in _FIRST_DETAILS or number % self._detail_every == 0
         )
         self._losses, self._num_backwards, self._num_idle = [], 0, 0
-        self._memory_trail: list[tuple[float, int, str]] = []
+        self._clock.trail = None
         if self._is_detailed:
-            self._memory_trail.append((0.0, self._memory.held(), self._subject.place.doing))
+            self._clock.begin_trail(now, self._subject.place.doing)
         self._begun, self._begun_at = now, time.time() + now - time.perf_counter()
         if self._tier is not None:
             self._tier.time_copies(is_on=self._is_detailed)
         if self._is_host or self._is_detailed:
             if not self._is_host:
                 self._clock.restart(self._subject.place.doing)
-            self._subject.place.clock = (
-                _MemoryTrail(self._clock, self._memory, now, self._memory_trail)
-                if self._is_detailed
-                else self._clock
-            )
+            self._subject.place.clock = self._clock
 
-    def _write_pending(self) -> None:
+    def flush(self) -> None:
+        """Have all steps that have ended in the file."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._write(pending)
@@ -259,7 +251,16 @@ class Recorder(Extension):
         if pending.marks is not None:
             spans = pending.marks.spans()
             carried = pending.marks.under_way()
-            places, waits = _add_up(spans)
+            places: dict[str, float] = defaultdict(float)
+            waits: dict[str, float] = defaultdict(float)
+            for span in spans:
+                seconds = span.stop - span.start
+                if span.doing == UPDATE:
+                    waits["update"] += seconds
+                elif span.waits_for:
+                    waits[_WAITS[_lane_of(span.waits_for)]] += seconds
+                else:
+                    places[place_of(span.doing)] += seconds
             lanes = record["lanes"]
             for lane in ("gather", "reduce"):
                 own = [(a, b) for what, a, b in carried if _lane_of(what) == lane]
@@ -268,7 +269,7 @@ class Recorder(Extension):
             copies = [(what, *pending.marks.of_events(a, b)) for what, a, b in pending.copies]
             if copies:
                 lanes["copies"] = _covered([(a, b) for _, a, b in copies])
-            record |= {"places": places, "waits": waits}
+            record |= {"places": _rounded(places), "waits": _rounded(waits)}
             if self._is_host:
                 record["seconds"] = spans[-1].stop
         self._put(StepRecord(**record))
@@ -297,13 +298,9 @@ class Recorder(Extension):
     def _note(self, what: str, text: str, seconds: float) -> None:
         if self._is_closed:
             return
-        self._write_pending()
+        self.flush()
         step = self._subject.train.global_steps
         self._put(EventRecord(time.time(), step, what, text, seconds))
-
-    def flush(self) -> None:
-        """Have all steps that have ended in the file."""
-        self._write_pending()
 
     def end(self, error: BaseException | None = None) -> None:
         """End the recording. ``error`` is the one that the program ends by, if it does."""
@@ -311,7 +308,7 @@ class Recorder(Extension):
             return
         end = _end(self._subject.train.global_steps, error)
         if end.what == "ended":
-            self._write_pending()
+            self.flush()
         else:
             self._pending = None  # a device that failed may never end its step
         self._put(end)
@@ -331,7 +328,8 @@ class Recorder(Extension):
             self._tier.time_copies(is_on=False)
         self._losses, self._pending = [], None
         if self._release.detach() is not None:
-            _close(self._file, self._memory)
+            self._file.close()
+            self._memory.close()
 
     def _kinds(self) -> dict[str, int]:
         subject = self._subject
@@ -353,6 +351,10 @@ class Recorder(Extension):
         layout = state.layout
         numel = layout.local_numel(is_sharded=subject.memory.has_sharded_state)
         on_host = self._tier.host_numel if self._tier is not None else 0
+        model: dict[str, Any] = {}  # that of Hugging Face
+        with suppress(AttributeError, TypeError, ValueError):  # foreign: others' attributes
+            found = state.module.config.to_dict()  # type: ignore[operator,union-attr]
+            model = dict(json.loads(json.dumps(found, default=str)))
         return RunRecord(
             rank=state.control.rank,
             world_size=state.control.world_size,
@@ -365,11 +367,11 @@ class Recorder(Extension):
             shares={"device": numel - on_host, "host": on_host},
             config=config.model_dump(mode="json"),
             environment=describe_environment(self._device),
-            model=_model_config(state.module),
+            model=model,
         )
 
 
-def _abandon(pid: int, file: RecordFile, memory: _MemoryMeter) -> None:
+def _abandon(pid: int, file: RecordFile, memory: MemoryMeter) -> None:
     """Note the end of a program that has not closed its engine, and close.
 
     A step that a program on an accelerator took last is not in the file then: a device that hangs
@@ -378,11 +380,11 @@ def _abandon(pid: int, file: RecordFile, memory: _MemoryMeter) -> None:
     if os.getpid() == pid:  # not that of a process that was forked
         with suppress(OSError, ValueError):
             file.write(_end(file.last_step, _uncaught()))
-    _close(file, memory)
+    file.close()
+    memory.close()
 
 
 def _uncaught() -> BaseException | None:
-    """Return the error that ends the program, if one does."""
     if hasattr(sys, "ps1"):  # foreign: an interactive interpreter goes on after errors
         return None
     return getattr(sys, "last_value", None)  # foreign: the interpreter's
@@ -410,74 +412,6 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _close(file: RecordFile, memory: _MemoryMeter) -> None:
-    file.close()
-    memory.close()
-
-
-class _MemoryMeter:
-    """Bytes that this rank holds: on its accelerator, or resident on a host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_host = device.type == "cpu"
-        self._statm = _open_statm() if self._is_host else None
-
-    def held(self) -> int:
-        if self._statm is not None:
-            return int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE
-        if self._is_host:
-            return self.peak(0)
-        return int(torch.accelerator.memory_allocated(self._device))
-
-    def peak(self, held: int) -> int:
-        """Return the most so far, or ``held`` where the system does not know."""
-        if not self._is_host:
-            return int(torch.accelerator.max_memory_allocated(self._device))
-        with suppress(ImportError):
-            import resource
-
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            # The system's own count may lag behind.
-            return max(held, peak if sys.platform == "darwin" else peak * 1024)
-        return held
-
-    def close(self) -> None:
-        if self._statm is not None:
-            os.close(self._statm)
-            self._statm = None
-
-
-class _MemoryTrail:
-    """A clock that notes time, memory and place at each change of the place in ``trail``, too."""
-
-    def __init__(
-        self,
-        clock: StepClock,
-        memory: _MemoryMeter,
-        begun: float,
-        trail: list[tuple[float, int, str]],
-    ) -> None:
-        self._clock = clock
-        self._memory = memory
-        self._begun = begun
-        self._trail = trail
-        self._doing = ""
-        self.begin_wait = clock.begin_wait
-        self.end_wait = clock.end_wait
-        self.launch = clock.launch
-
-    def enter(self, doing: str) -> None:
-        if doing != self._doing:
-            self._doing = doing
-            self._trail.append((time.perf_counter() - self._begun, self._memory.held(), doing))
-        self._clock.enter(doing)
-
-
-def _between(row: Any) -> tuple[int, int]:
-    return row.within_node_bytes, row.between_nodes_bytes
-
-
 def _lane_of(what: str) -> str:
     if what.startswith(("all_gather", "gather")):
         return "gather"
@@ -500,21 +434,6 @@ _PLACES = (
     (OUTSIDE, "outside"),
 )
 _WAITS = {"gather": "all_gather", "reduce": "reduce_scatter", "ranks": "ranks"}
-
-
-def _add_up(spans: Sequence[Span]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return seconds by place without waits, and of waits by what they are for."""
-    places: dict[str, float] = defaultdict(float)
-    waits: dict[str, float] = defaultdict(float)
-    for span in spans:
-        seconds = span.stop - span.start
-        if span.doing == UPDATE:
-            waits["update"] += seconds
-        elif span.waits_for:
-            waits[_WAITS[_lane_of(span.waits_for)]] += seconds
-        else:
-            places[place_of(span.doing)] += seconds
-    return _rounded(places), _rounded(waits)
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -566,21 +485,6 @@ def _detail(
     )
 
 
-def _open_statm() -> int | None:
-    with suppress(OSError):
-        return os.open("/proc/self/statm", os.O_RDONLY)
-    return None
-
-
-def _model_config(module: nn.Module) -> dict[str, Any]:
-    """Return the configuration of a Hugging Face model, or nothing."""
-    try:
-        found = module.config.to_dict()  # type: ignore[operator,union-attr]
-        return dict(json.loads(json.dumps(found, default=str)))
-    except (AttributeError, TypeError, ValueError):  # foreign: any other model's attributes
-        return {}
-
-
 class StepRecords:
     """Records of an engine's steps: what `zero_core.Engine.record` and ``report`` do."""
 
@@ -591,11 +495,7 @@ class StepRecords:
         self._recorder: Recorder | None = None
 
     def start(self, folder: str | Path, *, max_bytes: int, detail_every: int) -> Recorder:
-        """Record from now on, in ``folder`` alone.
-
-        Raises:
-            ConfigError: it cannot be written to, or is a URL.
-        """
+        """Record from now on, in ``folder`` alone."""
         try:
             place = local_path(folder, "a record of steps")
         except CheckpointError as error:
@@ -613,12 +513,7 @@ class StepRecords:
         return self._recorder
 
     def report(self, path: Path) -> Path:
-        """Draw what all ranks have recorded so far.
-
-        Raises:
-            ConfigError: nothing is recorded.
-            MissingPartError: zero-engine is not installed.
-        """
+        """Draw what all ranks have recorded so far."""
         if self._recorder is None:
             raise ConfigError(
                 "report: no step has been recorded: call engine.record(folder) before the first "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,12 +167,9 @@ class EventRecord:
 
 
 Record = RunRecord | StepRecord | DetailRecord | EventRecord
-KINDS: Mapping[str, type[Record]] = {
-    cls.kind: cls for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
+_FORMS: Mapping[str, TypeAdapter[Any]] = {
+    cls.kind: TypeAdapter(cls) for cls in (RunRecord, StepRecord, DetailRecord, EventRecord)
 }
-
-
-_FORMS: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(cls) for kind, cls in KINDS.items()}
 
 
 def to_line(record: Record) -> str:
@@ -196,10 +193,8 @@ def read_records(path: Path) -> list[Record]:
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"{path} has {size} bytes; records are read up to {MAX_BYTES}")
-    return list(_parse(path.read_text(encoding="utf-8", errors="replace").splitlines(), path))
-
-
-def _parse(lines: Iterable[str], path: Path) -> Iterable[Record]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    records: list[Record] = []
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
@@ -216,7 +211,7 @@ def _parse(lines: Iterable[str], path: Path) -> Iterable[Record]:
                 f"version {VERSION}: update it"
             )
         try:
-            yield form.validate_python(values)
+            records.append(form.validate_python(values))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
@@ -224,6 +219,7 @@ def _parse(lines: Iterable[str], path: Path) -> Iterable[Record]:
                 f"{path}, line {number}: {kind}.{place} is {first['input']!r:.100}: "
                 f"{first['msg']}. The file was damaged or changed: remove the line"
             ) from None
+    return records
 
 
 def _plain(value: Any) -> Any:
@@ -280,7 +276,17 @@ class RecordFile:
     def _thin(self) -> None:
         lines = [(record, to_line(record)) for record in read_records(self.path)]
         share = self._max_bytes * 3 // 8
-        kept = _others_within(share, lines)
+        # Of the records that are no taken steps the newest stay, and the last start in any case.
+        kept, room, left, has_start = set[int](), share, dict(_MOST), False
+        for i, (record, line) in reversed(list(enumerate(lines))):
+            if _is_taken(record):
+                continue
+            is_last_start = isinstance(record, RunRecord) and not has_start
+            has_start |= is_last_start
+            if is_last_start or (len(line) <= room and left[record.kind]):
+                kept.add(i)
+                left[record.kind] -= 1
+                room -= len(line)
         taken = [i for i, (record, _) in enumerate(lines) if _is_taken(record)]
         while True:
             taken = [i for i in taken if lines[i][0].step % self._stride == 0]  # type: ignore[union-attr]
@@ -312,21 +318,3 @@ _MOST = {"step": 1000, "detail": 4, "run": 1000, "event": 1000}
 
 def _is_taken(record: Record) -> bool:
     return isinstance(record, StepRecord) and record.is_taken
-
-
-def _others_within(share: int, lines: Sequence[tuple[Record, str]]) -> set[int]:
-    """Return the places of the newest records that are no taken steps, up to ``share`` bytes."""
-    kept: set[int] = set()
-    left = dict(_MOST)
-    has_start = False
-    for i in reversed(range(len(lines))):
-        record, line = lines[i]
-        if _is_taken(record):
-            continue
-        is_last_start = isinstance(record, RunRecord) and not has_start
-        has_start |= is_last_start
-        if is_last_start or (len(line) <= share and left[record.kind]):
-            kept.add(i)
-            left[record.kind] -= 1
-            share -= len(line)
-    return kept

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,11 +108,12 @@ def cover(
         )
     ]
     families = {n: v.family or n for n, v in variants.items()} if by_family else {}
-    sets = [
-        frozenset(_sets(row, strength, families.get(row.variant, row.variant)))
-        | ({(row.variant, row.stage)} if by_family else set())
-        for row in rows
-    ]
+    sets = []
+    for row in rows:
+        family = families.get(row.variant, row.variant)
+        values = (row.scenario, family, row.stage, row.dtype, (row.ranks, row.per_node))
+        own: set[tuple[Any, ...]] = set(itertools.combinations(enumerate(values), strength))
+        sets.append(own | ({(row.variant, row.stage)} if by_family else set()))
     having: dict[tuple[Any, ...], list[int]] = {}
     for number, own in enumerate(sets):
         for one in own:
@@ -125,11 +126,6 @@ def cover(
             missing -= sets[best]
             chosen.append(rows[best])
     return sorted(chosen, key=str)
-
-
-def _sets(row: Row, size: int, variant: str) -> Iterator[tuple[Any, ...]]:
-    values = (row.scenario, variant, row.stage, row.dtype, (row.ranks, row.per_node))
-    return itertools.combinations(enumerate(values), size)
 
 
 def check(

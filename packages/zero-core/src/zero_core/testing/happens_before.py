@@ -7,8 +7,7 @@ bounds of the ranges of memory in the trace.
 
 A thread of the host is one more stream. What a thread launches is ordered after what the thread did
 before. A thread that synchronizes with an event is ordered after it, and no other thread is. Where
-threads order themselves (a queue, a lock), the trace says so by `HappensBefore.send` and
-`HappensBefore.receive`.
+threads order themselves (a queue, a lock), the trace says so by records "send" and "receive".
 """
 
 from __future__ import annotations
@@ -75,83 +74,61 @@ class HappensBefore:
         self._reads: dict[int, list[_Access]] = {}  # since that
         self._readers: dict[Range, set[int]] = {}  # streams that `record_stream` named
 
-    def launch(
-        self,
-        thread: int,
-        stream: int,
-        operation: str,
-        *,
-        reads: Iterable[Range] = (),
-        writes: Iterable[Range] = (),
-    ) -> None:
-        """A thread enqueues an operation on a stream."""
-        target = self._stream(stream)
-        self._order(self._thread(thread), target)
-        self._access(target, f"{operation} on stream {stream}", reads, writes)
+    def feed(self, record: TraceRecord, thread: int, streams: Iterable[int]) -> None:
+        """Check the next record, a call of ``thread``. ``streams`` are all of its device."""
+        reads, writes = _sized(record.reads), _sized(record.writes)
+        host, stream = self._number("thread", thread), self._number("stream", record.stream)
+        # An event stands for one of its records.
+        event = self._number("event", record.event * 1_000_000 + record.version)
+        handover = self._number("handover", record.event)
+        handler = self._handler
+        match record.kind:
+            case "launch":
+                self._order(host, stream)
+                self._access(stream, f"{record.name} on stream {record.stream}", reads, writes)
+            case "host_access":
+                self._access(host, f"{record.name} in thread {thread}", reads, writes)
+            case "event_record":
+                self._order(host, stream)
+                handler._handle_event_record(event, stream)
+            case "event_wait":
+                handler._handle_event_wait(event, stream)
+            case "event_synchronize" | "event_query":
+                handler._handle_event_wait(event, host)
+            case "stream_synchronize" | "stream_query":
+                self._order(stream, host)
+            case "device_synchronize":
+                for each in streams:
+                    self._order(self._number("stream", each), host)
+            case "record_stream":
+                self._readers.setdefault(reads[0], set()).add(record.stream)
+            case "free":
+                self._free(host, record.stream, writes[0])
+            case "pinned_free":
+                self._forget(writes[0])
+            case "send":  # what receives is ordered after all that the thread did so far
+                handler._handle_event_record(handover, host)
+            case "receive":
+                handler._handle_event_wait(handover, host)
 
-    def host_access(
-        self,
-        thread: int,
-        operation: str,
-        *,
-        reads: Iterable[Range] = (),
-        writes: Iterable[Range] = (),
-    ) -> None:
-        """A thread itself reads or writes memory."""
-        self._access(self._thread(thread), f"{operation} in thread {thread}", reads, writes)
-
-    def record_event(self, thread: int, event: int, stream: int) -> None:
-        """A thread records an event on a stream."""
-        self._order(self._thread(thread), self._stream(stream))
-        self._handler._handle_event_record(self._event(event), self._stream(stream))
-
-    def wait_event(self, event: int, stream: int) -> None:
-        """A stream waits for the last record of an event."""
-        self._handler._handle_event_wait(self._event(event), self._stream(stream))
-
-    def synchronize_event(self, event: int, thread: int) -> None:
-        """A thread waits for an event, or finds that it has fired."""
-        self._handler._handle_event_wait(self._event(event), self._thread(thread))
-
-    def synchronize_stream(self, stream: int, thread: int) -> None:
-        """A thread waits for all that is on a stream."""
-        self._order(self._stream(stream), self._thread(thread))
-
-    def synchronize_device(self, streams: Iterable[int], thread: int) -> None:
-        """A thread waits for all that is on some streams."""
-        for stream in streams:
-            self.synchronize_stream(stream, thread)
-
-    def send(self, thread: int, what: int) -> None:
-        """A thread hands something over: `receive` is ordered after all that it did so far."""
-        self._handler._handle_event_record(self._number("handover", what), self._thread(thread))
-
-    def receive(self, what: int, thread: int) -> None:
-        """A thread receives what was handed over last under that number."""
-        self._handler._handle_event_wait(self._number("handover", what), self._thread(thread))
-
-    def record_stream(self, memory: Range, stream: int) -> None:
-        """Memory is also used on a stream, besides the one that it was allocated on."""
-        self._readers.setdefault(memory, set()).add(stream)
-
-    def free(self, thread: int, stream: int, memory: Range) -> None:
+    def _free(self, host: int, stream: int, memory: Range) -> None:
         """Memory goes back to the pool of the stream that it was allocated on.
 
         That stream may overwrite it at once. If `record_stream` has named others, the allocator
         waits for them first, and no stream does.
         """
         readers = self._readers.pop(memory, set())
-        reuse = self._stream(stream)
+        reuse = self._number("stream", stream)
         if readers:
             reuse = self._number("stream", ~next(self._fresh))
             for before in (stream, *readers):
-                self._order(self._stream(before), reuse)
-        self._order(self._thread(thread), reuse)
+                self._order(self._number("stream", before), reuse)
+        self._order(host, reuse)
         self._access(reuse, f"reuse of freed memory on stream {stream}", (), [memory])
         if readers:
-            self.forget(memory)
+            self._forget(memory)
 
-    def forget(self, memory: Range) -> None:
+    def _forget(self, memory: Range) -> None:
         """Memory that nothing uses any more has new contents from now on."""
         for part in self._parts(memory):
             self._last_write.pop(part, None)
@@ -194,15 +171,6 @@ class HappensBefore:
         self._handler._handle_event_record(event, source)
         self._handler._handle_event_wait(event, target)
         self._handler._handle_event_deletion(event)
-
-    def _stream(self, stream: int) -> int:
-        return self._number("stream", stream)
-
-    def _thread(self, thread: int) -> int:
-        return self._number("thread", thread)
-
-    def _event(self, event: int) -> int:
-        return self._number("event", event)
 
     def _number(self, kind: str, name: int) -> int:
         key = kind, name
@@ -253,7 +221,10 @@ def find_races(
         workers: numbers of threads that run beside the others.
         without: positions in the trace of records to leave out: waits that are to be missed.
     """
-    devices = _devices_of_threads(trace)
+    devices: dict[int, int] = {}  # the first that each thread used
+    for record in trace:
+        if record.device >= 0:
+            devices.setdefault(record.thread, record.device)
     dropped = set(without)
     ranges = [r for record in trace for r in (*_sized(record.reads), *_sized(record.writes))]
     used = {record.device for record in trace if record.device >= 0}
@@ -275,49 +246,9 @@ def find_races(
         thread = record.thread if record.thread in workers else 0
         checker = checkers[device]
         num_known = len(checker.races)
-        _feed(checker, record, thread, streams[device])
+        checker.feed(record, thread, streams[device])
         yield from checker.races[num_known:]
 
 
-def _devices_of_threads(trace: Sequence[TraceRecord]) -> dict[int, int]:
-    """Return the first device that each thread used."""
-    found: dict[int, int] = {}
-    for record in trace:
-        if record.device >= 0:
-            found.setdefault(record.thread, record.device)
-    return found
-
-
-def _feed(checker: HappensBefore, record: TraceRecord, thread: int, streams: set[int]) -> None:
-    stream, reads, writes = record.stream, _sized(record.reads), _sized(record.writes)
-    event = record.event * 1_000_000 + record.version  # an event stands for one of its records
-    match record.kind:
-        case "launch":
-            checker.launch(thread, stream, record.name, reads=reads, writes=writes)
-        case "host_access":
-            checker.host_access(thread, record.name, reads=reads, writes=writes)
-        case "event_record":
-            checker.record_event(thread, event, stream)
-        case "event_wait":
-            checker.wait_event(event, stream)
-        case "event_synchronize" | "event_query":
-            checker.synchronize_event(event, thread)
-        case "stream_synchronize" | "stream_query":
-            checker.synchronize_stream(stream, thread)
-        case "device_synchronize":
-            checker.synchronize_device(streams, thread)
-        case "record_stream":
-            checker.record_stream(reads[0], stream)
-        case "free":
-            checker.free(thread, stream, writes[0])
-        case "pinned_free":
-            checker.forget(writes[0])
-        case "send":
-            checker.send(thread, record.event)
-        case "receive":
-            checker.receive(record.event, thread)
-
-
 def _sized(ranges: Iterable[Range]) -> list[Range]:
-    """Turn addresses of begin and end into addresses and numbers of bytes."""
     return [(begin, end - begin) for begin, end in ranges]

@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -62,30 +62,10 @@ class Interruption:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
-
-
 def _build(config: Mapping[str, Any]) -> Engine:
     engine = zero_core.build(make_model(), dict(config))
     assert isinstance(engine, Engine)
     return engine
-
-
-def _train(engine: Engine, interruption: Interruption | None = None) -> None:
-    """Run the cell of a notebook: all steps that are left."""
-    while engine.global_steps < NUM_STEPS:
-        inputs = batch(engine.global_steps, 0, 0)
-        if interruption is not None and engine.global_steps == _LEFT_STEP:
-            with interruption.armed():
-                _step(engine, inputs)
-        else:
-            _step(engine, inputs)
 
 
 def _step(engine: Engine, inputs: Mapping[str, Any]) -> None:
@@ -100,9 +80,11 @@ def _train_left(
 
     ``drops``: whether gradients are dropped before. Returns the final values and what was told.
     """
-    warnings = _Warnings()
+    warnings: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = warnings.append  # type: ignore[assignment]
     logger = logging.getLogger("zero_core")
-    logger.addHandler(warnings)
+    logger.addHandler(handler)
     engine, told = _build(config), []
     try:
         _step(engine, batch(0, 0, 0))
@@ -116,7 +98,12 @@ def _train_left(
                     engine.load_checkpoint(folder)
                 elif is_left and drops:
                     engine.zero_grad()
-                _train(engine, None if is_left else interruption)
+                # The cell of a notebook: all steps that are left.
+                while engine.global_steps < NUM_STEPS:
+                    inputs = batch(engine.global_steps, 0, 0)
+                    is_due = not is_left and engine.global_steps == _LEFT_STEP
+                    with interruption.armed() if is_due else nullcontext():
+                        _step(engine, inputs)
                 break
             except KeyboardInterrupt:
                 is_left = True
@@ -126,9 +113,10 @@ def _train_left(
                 if not any(way in cure for way in ("checkpoint", "run the forward")):
                     raise
         assert engine.global_steps == NUM_STEPS, told
-        return engine.full_state_dict(), told + [t for t in warnings.found if "zero_grad()" in t]
+        told += [text for r in warnings if "zero_grad()" in (text := r.getMessage())]
+        return engine.full_state_dict(), told
     finally:
-        logger.removeHandler(warnings)
+        logger.removeHandler(handler)
         engine.close()
 
 

@@ -191,15 +191,9 @@ def rows(number: int, rank: int, width: int = 7) -> Tensor:
 MIXTURE_WIDTH, NUM_EXPERTS = 6, 8
 
 
-class _Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(MIXTURE_WIDTH, 9)
-        self.down = nn.Linear(9, MIXTURE_WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.tanh(self.up(x)))
-        return y
+def _expert() -> nn.Sequential:
+    up, down = nn.Linear(MIXTURE_WIDTH, 9), nn.Linear(9, MIXTURE_WIDTH, bias=False)
+    return nn.Sequential(up, nn.Tanh(), down)
 
 
 class Mixture(nn.Module):
@@ -208,7 +202,7 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(MIXTURE_WIDTH, NUM_EXPERTS)
-        self.experts = nn.ModuleList(_Expert() for _ in range(NUM_EXPERTS))
+        self.experts = nn.ModuleList(_expert() for _ in range(NUM_EXPERTS))
 
     def forward(self, x: Tensor, allowed: list[int]) -> Tensor:
         weights = self.router(x)[:, allowed].softmax(dim=-1)

@@ -11,9 +11,9 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,6 @@ class Case:
     width: int = 11
 
     def config(self) -> dict[str, Any]:
-        """The engine's configuration."""
         return {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
@@ -88,11 +87,6 @@ class Trace:
 def _batch_on(device: torch.device, step: int, micro: int, rank: int) -> dict[str, Any]:
     inputs = batch(step, micro, rank)
     return {**inputs, "ids": inputs["ids"].to(device)}
-
-
-def _device() -> torch.device:
-    """Return the device that the engine would choose for this rank."""
-    return find_ranks(None, None).device
 
 
 class SimulatedDDP:
@@ -135,7 +129,7 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
     `SimulatedDDP`.
     """
     trace = Trace()
-    device = _device()
+    device = find_ranks(None, None).device  # that the engine would choose
     model = make_model(case.width).to(device)
     masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     if case.dtype != "fp32":
@@ -148,8 +142,20 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     copies = {n: nn.Parameter(m) for n, m in masters.items()}
-    optimizer = _torch_optimizer(case, list(copies.values()))
-    scaler = _torch_scaler(case, device)
+    config = case.config()
+    kind, options = config["optimizer"]["type"], dict(config["optimizer"]["params"])
+    if kind == "Adam" and options.pop("adam_w_mode", True):
+        kind = "AdamW"
+    if kind == "AdamW":
+        options["fused"] = True
+    optimizer_class = zero_core.Lion if kind == "Lion" else getattr(torch.optim, kind)
+    optimizer: torch.optim.Optimizer = optimizer_class(copies.values(), **options)
+    scaler = torch.amp.GradScaler(
+        device.type,
+        init_scale=2.0 ** config["fp16"].get("initial_scale_power", 16),
+        growth_interval=config["fp16"].get("loss_scale_window", 1000),
+        enabled=config["fp16"]["enabled"],
+    )
     for step in range(steps):
         sums: dict[str, Tensor] = {}
         for micro in range(case.accumulation):
@@ -183,32 +189,6 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
     return trace
 
 
-def _torch_scaler(case: Case, device: torch.device) -> torch.amp.GradScaler:
-    """Make torch's gradient scaler of a case, disabled except in fp16."""
-    named = case.config()["fp16"]
-    return torch.amp.GradScaler(
-        device.type,
-        init_scale=2.0 ** named.get("initial_scale_power", 16),
-        growth_interval=named.get("loss_scale_window", 1000),
-        enabled=named["enabled"],
-    )
-
-
-def _torch_optimizer(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make torch's optimizer of a case, AdamW as one fused kernel."""
-    named = case.config()["optimizer"]
-    options = dict(named["params"])
-    kind = named["type"]
-    if kind == "Adam" and options.pop("adam_w_mode", True):
-        kind = "AdamW"
-    if kind == "AdamW":
-        return torch.optim.AdamW(params, fused=True, **options)
-    if kind == "Lion":
-        return zero_core.Lion(params, **options)
-    optimizer_class: type[torch.optim.Optimizer] = getattr(torch.optim, kind)
-    return optimizer_class(params, **options)
-
-
 def run_engine(
     case: Case, rank: int, steps: int, *, resume_from: str | None = None, **build_kwargs: Any
 ) -> Trace:
@@ -222,7 +202,7 @@ def run_engine(
         build_kwargs: passed on to `zero_core.build`.
     """
     trace = Trace()
-    device = _device()
+    device = find_ranks(None, None).device  # that the engine would choose
     engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)
     if resume_from is not None:
         engine.resume(resume_from)
@@ -244,8 +224,7 @@ def run_engine(
     return trace
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """Distance of an engine run from DDP and from the first stage of the same case.
 
     Attributes:
@@ -266,15 +245,14 @@ def compare_with_ddp(
     """Run every case with the engine and with DDP, and write ``{index: Gap}`` per rank."""
     references: dict[tuple[Any, ...], Trace] = {}
     firsts: dict[tuple[Any, ...], Trace] = {}
-    gaps: dict[int, dict[str, float]] = {}
+    gaps: dict[int, Gap] = {}
     for index, case in enumerate(cases):
         key = (case.dtype, case.accumulation, case.clipping, case.is_local)
         if key not in references:
             references[key] = run_ddp(case, rank, steps)
         trace = run_engine(case, rank, steps)
         first = firsts.setdefault(key, trace)
-        loss, value = _distance(trace, references[key])
-        gaps[index] = asdict(Gap(loss, value, max(_distance(trace, first))))
+        gaps[index] = Gap(*_distance(trace, references[key]), max(_distance(trace, first)))
     (Path(folder) / f"gaps-{world_size}-{rank}.json").write_text(json.dumps(gaps))
 
 
@@ -284,8 +262,7 @@ def read_gaps(folder: str | Path, world_size: int) -> dict[int, Gap]:
     for rank in range(world_size):
         rows = json.loads((Path(folder) / f"gaps-{world_size}-{rank}.json").read_text())
         for key, row in rows.items():
-            before = asdict(worst.get(int(key), Gap(0.0, 0.0, 0.0)))
-            worst[int(key)] = Gap(**{k: max(v, before[k]) for k, v in row.items()})
+            worst[int(key)] = Gap(*map(max, row, worst.get(int(key), row)))
     return worst
 
 
@@ -309,8 +286,7 @@ def train_unread(
     """
     losses = []
     for step, micro in itertools.product(range(steps), range(accumulation)):
-        inputs = batch(step, micro, rank)
-        loss = engine(**{**inputs, "ids": inputs["ids"].to(device)})["loss"]
+        loss = engine(**_batch_on(device, step, micro, rank))["loss"]
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())

@@ -10,6 +10,7 @@ The product's node keeps a view of the codes for backward where no hook of autog
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,7 +68,6 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, state: ScaleState) -> Tensor:
-        """Compute it."""
         ctx.codes, ctx.state = codes.view(-1), state
         if state.is_repacked:
             codes = (codes >> 4) | (codes << 4)
@@ -89,14 +89,12 @@ class PackedParam(nn.Parameter):
 
     @classmethod
     def of(cls, weight: Tensor) -> PackedParam:
-        """Quantize ``weight``."""
         codes, absmax = quantize(weight)
         param: PackedParam = torch.Tensor._make_subclass(cls, codes, False)
         param.state = ScaleState(absmax, _table(), weight.shape)
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedParam:
-        """Copy the state, too."""
         param: PackedParam = torch.Tensor._make_subclass(type(self), self.data.clone(), False)
         param.state = copy.deepcopy(self.state, memo)
         return param
@@ -107,7 +105,6 @@ class WrappedCodes(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, absmax: Tensor, shape: torch.Size) -> WrappedCodes:
-        """Make a tensor without memory of its own."""
         made: WrappedCodes = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.float32, device=codes.device
         )
@@ -118,29 +115,24 @@ class WrappedCodes(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor) -> WrappedCodes:
-        """Quantize ``weight``."""
         return cls(*quantize(weight), weight.shape)
 
     def dequantize(self) -> Tensor:
-        """Return the weight, fp32."""
         return dequantize(self.codes, self.absmax, _table(), self.shape)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
-        """Name the tensors that it wraps."""
         return ["codes", "absmax"], ()
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: Mapping[str, Tensor], context: tuple[()], size: torch.Size, stride: Any
     ) -> WrappedCodes:
-        """Make one of the tensors that it wraps."""
         return cls(inner["codes"], inner["absmax"], size)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Serve what ``nn.Parameter``, ``detach`` and copies need."""
         if func not in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             raise TypeError(f"{func} of {cls.__name__}")
         own = args[0]
@@ -158,7 +150,6 @@ class AttachedLinear(nn.Module):
         self.weight = PackedParam.of(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
         weight: Any = self.weight
         if not self.training and not weight.state.is_repacked:  # the rows' halves change places
             weight.data = ((weight.data >> 4) | (weight.data << 4)).view(-1)
@@ -176,7 +167,6 @@ class WrappedLinear(nn.Module):
         self.weight = nn.Parameter(WrappedCodes.of(weight), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
         weight: Any = self.weight
         state = ScaleState(weight.absmax, _table(), weight.shape)
         product: Tensor = Product.apply(x, weight.codes, state)  # type: ignore[no-untyped-call]
@@ -195,19 +185,7 @@ class PlainLinear(nn.Module):
         self.scale = nn.Parameter(scale, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
         return nn.functional.linear(x, self.weight.float() * self.scale.float())
-
-
-class _Adapter(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.down = nn.Linear(width, 2, bias=False)
-        self.up = nn.Linear(2, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = self.up(self.down(x))
-        return product
 
 
 class _Block(nn.Module):
@@ -217,7 +195,8 @@ class _Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width).requires_grad_(False)
         self.first = WrappedLinear(_drawn(width))
-        self.adapter = _Adapter(width)
+        down, up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+        self.adapter = nn.Sequential(OrderedDict(down=down, up=up))
         self.second = PlainLinear(width)
         self.last = AttachedLinear(
             _drawn(width)

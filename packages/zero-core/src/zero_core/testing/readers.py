@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Thread
 from typing import Any
 
 import torch
@@ -55,24 +55,10 @@ def _saved(param: nn.Parameter) -> Tensor:
 
 
 def _in_a_thread(param: nn.Parameter) -> Tensor:
-    found: list[Any] = []
-
-    def read() -> None:
-        try:
-            found.append(param.detach().clone())
-        except RuntimeError as error:
-            found.append(error)
-
-    threads = [Thread(target=read) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for one in found:
-        if isinstance(one, RuntimeError):
-            raise one
-    assert torch.equal(found[0], found[1])
-    value: Tensor = found[0]
+    with ThreadPoolExecutor(2) as threads:
+        reads = [threads.submit(lambda: param.detach().clone()) for _ in range(2)]
+    value, other = (read.result() for read in reads)
+    assert torch.equal(value, other)
     return value
 
 
@@ -111,7 +97,6 @@ class Watched(nn.Module):
 
     @contextmanager
     def looking(self, look: Callable[[str], None]) -> Iterator[None]:
-        """Replace the function that forwards call, within the context."""
         self.look = look
         try:
             yield
@@ -120,7 +105,6 @@ class Watched(nn.Module):
 
 
 def inputs(step: int, rank: int) -> Tensor:
-    """Return the input of one rank in a step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(3, WIDTH, generator=generator)
 
@@ -134,7 +118,6 @@ class Log:
 
     @torch.no_grad()
     def look(self, moment: str) -> None:
-        """Read the weight in every way."""
         for name, read in READERS.items():
             self.found[moment, name] = _read(read, self._param)
 

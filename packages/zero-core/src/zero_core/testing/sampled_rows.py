@@ -45,5 +45,4 @@ def _choose(rows: Sequence[pytest.Function], least: int) -> list[pytest.Function
 
 
 def _values(row: pytest.Function) -> set[tuple[str, str]]:
-    """Return the row's value of each parameter."""
     return {(name, repr(value)) for name, value in row.callspec.params.items()}

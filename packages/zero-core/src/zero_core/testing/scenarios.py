@@ -25,7 +25,6 @@ _OTHER_WEIGHTS = "model.safetensors"
 
 
 def micro_step(engine: Engine, step: int, micro: int = 0) -> float:
-    """Train one micro-step. Return its loss."""
     loss = engine(**batch(step, micro, engine.rank))["loss"]
     engine.backward(loss)
     engine.step()
@@ -35,7 +34,6 @@ def micro_step(engine: Engine, step: int, micro: int = 0) -> float:
 
 @torch.no_grad()
 def evaluate(engine: Engine, step: int) -> float:
-    """Return the loss of a batch in evaluation."""
     engine.eval()
     loss: float = engine(**batch(step, 7, engine.rank))["loss"].item()
     engine.train()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zero_core._torch import renew_autograd_after_fork
-from zero_core.comm.control import ControlGroup, Exchange, LibraryControlGroup
+from zero_core.comm.control import ControlGroup, Exchange
 from zero_core.comm.device import DeviceCollectives
 from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.host import HostLibrary
@@ -74,11 +74,6 @@ class _Network:
             self._arrived[target].notify_all()
 
     def receive(self, source: int, target: int, tag: Any) -> Tensor:
-        """Take the oldest tensor out of a mailbox.
-
-        Raises:
-            CollectiveError: another rank has failed, or nothing was sent in time.
-        """
         with self._arrived[target]:
             box = self._boxes[source, target, tag]
             is_there = self._arrived[target].wait_for(
@@ -96,10 +91,9 @@ class _Network:
         )
 
     def ranks(self, rank: int, per_node: int) -> SimulatedRanks:
-        """Return the ranks as ``rank`` sees them."""
         device = torch.device("cpu")
-        carrier = _SimulatedMessages(self, rank)
         size = self.world_size
+        carrier = _SimulatedMessages(self, range(size), rank)
         return SimulatedRanks(None, rank, size, device, per_node, network=self, carrier=carrier)
 
     def fail(self, rank: int) -> None:
@@ -119,7 +113,7 @@ class _Sent:
 class _Receipt:
     """A message to arrive in ``into``."""
 
-    def __init__(self, network: _Network, source: int, target: int, tag: int, into: Tensor) -> None:
+    def __init__(self, network: _Network, source: int, target: int, tag: Any, into: Tensor) -> None:
         self._network = network
         self._address = source, target, tag
         self._into: Tensor | None = into
@@ -138,100 +132,53 @@ class _Receipt:
 class _SimulatedMessages:
     """`zero_core.comm.p2p.Messages` of one simulated rank."""
 
-    def __init__(self, network: _Network, rank: int) -> None:
+    def __init__(
+        self, network: _Network, members: Sequence[int], rank: int, key: Any = None
+    ) -> None:
+        """Messages to ``members`` of the network. Those of another ``key`` are others."""
         self._network = network
-        self._rank = rank
+        self._members = members
+        self._rank = members[rank]
+        self._key = key
         self._num_channels = 0
 
     def isend(self, tensor: Tensor, target: int, tag: int) -> Work:
-        self._network.send(self._rank, target, tag, tensor)
+        self._network.send(self._rank, self._members[target], (self._key, tag), tensor)
         return _Sent()
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        return _Receipt(self._network, source, self._rank, tag, tensor)
+        address = self._members[source], self._rank, (self._key, tag)
+        return _Receipt(self._network, *address, tensor)
 
     def next_channel(self) -> int:
         self._num_channels += 1
         return self._num_channels
 
 
-class SimulatedLibrary:
+class SimulatedLibrary(HostLibrary):
     """`zero_core.comm.device_library.DeviceLibrary` of one simulated rank."""
 
-    def __init__(self, network: _Network, members: Sequence[int], rank: int, tag: Any) -> None:
+    def __init__(self, network: _Network, members: Sequence[int], rank: int, key: Any) -> None:
         """``members`` are ranks of ``network``, ``rank`` is this one's place among them."""
-        self.rank = rank
-        self.world_size = len(members)
+        messages = _SimulatedMessages(network, members, rank, key)
+        super().__init__(messages, rank=rank, world_size=len(members))
         self._network = network
-        self._members = list(members)
-        self._tag = tag
+        self._members = members
+        self._key = key
         self._num_subgroups = 0
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Work:
-        return self._exchange(out, [shard] * self.world_size)
-
     def all_to_all(self, out: Tensor, parts: Tensor) -> Work:
-        return self._exchange(out, list(parts.view(self.world_size, -1)))
-
-    def exchange(
-        self, out: Tensor, parts: Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> Work:
-        for peer, part in enumerate(torch.split(parts, list(sent))):
-            self._send(peer, part)
-        rows = torch.split(out, list(received))
-        return _Receipts([self._receipt(peer, row) for peer, row in enumerate(rows)])
-
-    def all_reduce(self, values: Tensor) -> Work:
-        """See `DeviceLibrary`. The sum is taken in rank order, at once."""
-        rows = torch.empty(self.world_size, values.numel(), dtype=values.dtype)
-        self.all_gather(rows, values).wait()
-        values.view(-1).copy_(rows[0])
-        for row in rows[1:]:
-            values.view(-1).add_(row)
-        return _Sent()
-
-    def broadcast(self, tensor: Tensor, *, source: int) -> Work:
-        if self.rank != source:
-            return self._receipt(source, tensor)
-        for peer in range(self.world_size):
-            if peer != source:
-                self._send(peer, tensor)
-        return _Sent()
+        equal = [parts.numel() // self.world_size] * self.world_size
+        return self.exchange(out, parts, equal, equal)
 
     def subgroup(self, ranks: Sequence[int], lane: Lane) -> SimulatedLibrary:
         self._num_subgroups += 1
         members = [self._members[r] for r in ranks]
-        tag = (self._tag, self._num_subgroups, lane)
-        return SimulatedLibrary(self._network, members, list(ranks).index(self.rank), tag)
+        key = (self._key, self._num_subgroups, lane)
+        return SimulatedLibrary(self._network, members, list(ranks).index(self.rank), key)
 
     def close(self) -> None:
         """See `DeviceLibrary.close`. There is nothing to end."""
-
-    def _exchange(self, out: Tensor, parts: Sequence[Tensor]) -> Work:
-        """Send each rank its part, and receive into the slices of ``out``."""
-        rows = out.view(self.world_size, -1)
-        for peer, part in enumerate(parts):
-            self._send(peer, part)
-        return _Receipts([self._receipt(peer, row) for peer, row in enumerate(rows)])
-
-    def _send(self, peer: int, tensor: Tensor) -> None:
-        source, target = self._members[self.rank], self._members[peer]
-        self._network.send(source, target, self._tag, tensor)
-
-    def _receipt(self, peer: int, into: Tensor) -> _Receipt:
-        source, target = self._members[peer], self._members[self.rank]
-        return _Receipt(self._network, source, target, self._tag, into)
-
-
-@dataclass(eq=False)
-class _Receipts:
-    """Several messages to arrive."""
-
-    receipts: Sequence[_Receipt]
-
-    def wait(self) -> None:
-        for receipt in self.receipts:
-            receipt.wait()
 
 
 @dataclass(frozen=True)
@@ -247,7 +194,7 @@ class SimulatedRanks(Ranks):
     def exchange_beside(self, watch: Watch | None) -> Exchange:
         channel = self.carrier.next_channel()
         library = HostLibrary(self.carrier, rank=self.rank, world_size=self.size, channel=channel)
-        return LibraryControlGroup(library, self.device)
+        return ControlGroup(library, self.device)
 
     def messages(self) -> Messages:
         return self.carrier

@@ -165,18 +165,15 @@ class LoggedCollectives:
 
     @classmethod
     def factory(cls, log: list[Launch]) -> Callable[..., LoggedCollectives]:
-        """Return what makes collectives that write to ``log``."""
         return lambda native, **settings: cls(native, log)
 
     def all_gather(
         self, out: Tensor, shard: Tensor, *, unit: int, version: int, backward: bool
     ) -> Work:
-        """Log and launch a gather."""
         kind = "g" if version == EXACT_GRADIENTS else "b" if backward else "f"
         self.log.append(Launch(kind, unit, out.numel(), out.dtype))
         return self.native.all_gather(out, shard, unit=unit, version=version, backward=backward)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Work:
-        """Log and launch a reduction."""
         self.log.append(Launch("r", unit, full.numel(), full.dtype))
         return self.native.reduce_scatter(out, full, unit=unit)

@@ -54,11 +54,9 @@ class PartialGrads:
         self._stored: dict[int, HostCopy] = {}
 
     def put(self, param: int, grad: Tensor) -> None:
-        """Keep the sum so far."""
         self._grads[param] = grad
 
     def discard(self, param: int) -> None:
-        """Drop the sum, which is complete."""
         self._grads.pop(param, None)
 
     def get(self, param: int) -> Tensor | None:

@@ -19,6 +19,11 @@ have the bits of the horizontal schedule. A tied weight of the root gets a part 
 the head, which waits for the embedding's part: one such gradient per micro-batch is kept, in host
 memory if blocks' inputs wait there, too.
 
+The micro-batches of a step are one forward and one backward of the passes. The root is entered
+once. Each micro-batch's forward enters and leaves the root and the blocks by its hooks: a block
+stays gathered until the first of them enters the next block. In backward a unit is gathered for all
+of them.
+
 Blocks must be called in the order of the module tree, each once. Anything else is refused with an
 `AccumulationScheduleError`. So are tensors that a forward leaves in attributes of modules, which
 the first step looks for: micro-batches would find each other's.
@@ -38,62 +43,38 @@ from zero_core._libc import share_arenas
 from zero_core._torch import is_in_backward, outside_graphs
 from zero_core.config import Config
 from zero_core.core.grads import FlatGrads
-from zero_core.core.passes import Passes
+from zero_core.core.passes import Driver, Passes
 from zero_core.core.unit import Unit
 from zero_core.errors import AccumulationScheduleError
 from zero_core.optim.train_state import TrainState
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.sharded.sharded_state import ShardedState
 from zero_core.step.micro_batches import MicroBatches, RandomStates, ScaledLoss
-from zero_core.vertical.attributes import TensorAttributes
 from zero_core.vertical.partial_grads import HostGradients, PartialGrads
-from zero_core.vertical.segments import SegmentCrossing, Segments
-from zero_core.vertical.turn_passes import TurnPasses
-from zero_core.vertical.turns import Turns
-from zero_core.watch.place import Place
+from zero_core.vertical.segments import SegmentCrossing
+from zero_core.vertical.turns import ForwardAbandoned, MicroBatch
+from zero_core.watch.place import OUTSIDE, Place
 
 _log = logging.getLogger(__name__)
 
 
-class _MicroBatch(Turns):
-    """One micro-batch.
+_OWN = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
-    Attributes:
-        number: in the step, from 0 on.
-        segments: its graph.
-        next_block: number of the block that its forward is about to enter.
-        states: of random number generators, between its turns.
-        results: loss and scaled loss, once its forward is done.
+
+def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Return tensors that modules hold besides parameters and buffers, by attribute.
+
+    Lists, tuples and dicts are looked into, once.
     """
-
-    def __init__(
-        self,
-        number: int,
-        batch: Any,
-        loss_of: ScaledLoss,
-        device: torch.device,
-        partial: PartialGrads,
-    ) -> None:
-        super().__init__(f"zero_core micro-batch {number}", device)
-        self.number = number
-        self.segments = Segments(partial)
-        self.next_block = 0
-        self.states: tuple[Tensor, ...] | None = None
-        self.results: tuple[Tensor, Tensor] | None = None
-        self._batch = batch
-        self._loss_of = loss_of
-
-    def compute(self) -> None:
-        loss, scaled = self._loss_of(self._batch)
-        self.segments.close([scaled])
-        self.results = loss.detach(), scaled
-        self._batch = None
-
-    def take_scaled_loss(self) -> Tensor:
-        assert self.results is not None
-        loss, scaled = self.results
-        self.results = loss, loss
-        return scaled
+    found = {}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in _OWN:
+                held = value.values() if isinstance(value, dict) else value
+                held = held if isinstance(value, list | tuple | dict) else [value]
+                if tensors := [item for item in held if isinstance(item, Tensor)]:
+                    found[f"{path}.{key}".removeprefix(".")] = tensors
+    return found
 
 
 class VerticalSchedule:
@@ -114,9 +95,6 @@ class VerticalSchedule:
         """Hook ``modules``, those of the passes' blocks. ``state``: the model's.
 
         ``host_inputs`` move the blocks' inputs to the host, if any does.
-
-        Raises:
-            AccumulationScheduleError: the model has no blocks.
         """
         if not passes.units.blocks:
             raise AccumulationScheduleError(
@@ -125,7 +103,11 @@ class VerticalSchedule:
             )
         self._model = state.module
         self._names = state.param_names
-        self._passes = TurnPasses(passes, state.control.place)
+        self._passes = passes
+        self._units = passes.units
+        self._forward = passes.forward
+        self._backward = passes.backward
+        self._place = state.control.place
         self._rank = state.control.rank
         self._train = train
         self._has_common_buffers = state.control.world_size > 1 and bool(
@@ -133,7 +115,6 @@ class VerticalSchedule:
         )
         self._device = state.device
         self._blocks = passes.units.blocks
-        self._modules = tuple(modules)
         self._versions: list[int] = []  # of the buffers of the block under way
         self._root = passes.units.units[0]
         self._tail = passes.units.tail
@@ -147,25 +128,52 @@ class VerticalSchedule:
             share_arenas()  # micro-batches take turns on threads of their own
         self._host_inputs = host_inputs
         self._random = RandomStates(state.device)
-        self._attributes: TensorAttributes | None = TensorAttributes(state.module)
-        self._running: _MicroBatch | None = None  # the forward that has its turn
+        # Tensors in modules before a turn; None once the model's code has been seen.
+        self._in_attributes: dict[str, list[Tensor]] | None = {}
+        self._running: MicroBatch | None = None  # the forward that has its turn
         # Backward: the micro-batch, and the unit that its gradients are of; the prologue's is the
         # root.
-        self._turn: tuple[_MicroBatch, Unit | None] | None = None
+        self._turn: tuple[MicroBatch, Unit | None] | None = None
         self.handles: list[Any] = []
         for number, module in enumerate(modules):
             self._hook(number, module)
 
     def _hook(self, number: int, module: nn.Module) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._running is None or is_in_backward():
+            one = self._running
+            if one is None or is_in_backward():
                 return None
-            return self._enter_block(self._running, number, args, kwargs)
+            expected = one.next_block
+            if number != expected:
+                before = f"called before {self._blocks[expected]!r}" if number > expected else ""
+                why = before or f"called again after {self._blocks[expected - 1]!r}"
+                raise self._refuse(
+                    one,
+                    f"{self._blocks[number]!r} is {why}, and each block must be called once, in "
+                    "their order",
+                )
+            one.pause()
+            if self._has_common_buffers:
+                self._versions = [b._version for b in module.buffers()]
+            return one.segments.enter((args, kwargs))
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            if self._running is None or is_in_backward():
+            one = self._running
+            if one is None or is_in_backward():
                 return None
-            return self._leave_block(self._running, number, output)
+            one.next_block = number + 1
+            if self._has_common_buffers:  # which ranks exchange between two micro-batches
+                buffers = zip(module.named_buffers(), self._versions, strict=True)
+                changed = [name for (name, b), version in buffers if b._version != version]
+                if changed:
+                    raise self._refuse(
+                        one,
+                        f"{self._blocks[number]!r} changes its buffer {changed[0]}, which is rank "
+                        "0's in the next micro-batch with broadcast_buffers",
+                    )
+            found = one.segments.leave(output)
+            self._check_params(one, number + 1)
+            return found
 
         self.handles += [
             module.register_forward_pre_hook(outside_graphs(enter), prepend=True, with_kwargs=True),
@@ -179,31 +187,38 @@ class VerticalSchedule:
 
         ``loss_of`` is called once for each, on another thread. The step's last micro-step is under
         way then. ``seed``: torch's, from which those of the micro-batches follow.
-
-        Raises:
-            AccumulationScheduleError: blocks are not called one after another.
         """
         host = None
         if self._host_inputs is not None:
             host = HostGradients(self._host_inputs.copies, len(batches))
         micro_batches = [
-            _MicroBatch(number, batch, loss_of, self._device, PartialGrads(host))
+            MicroBatch(number, batch, loss_of, self._device, PartialGrads(host))
             for number, batch in enumerate(batches)
         ]
-        self._passes.begin(self._model, self.take)
+        self._forward.enter(self._root, self._model)
+        self._units.saved.leave_thread()  # each micro-batch watches its own
+        self._passes.driver = Driver(self._enter, self._leave, self._take)
         if self._host_inputs is not None:
             self._host_inputs.begin_turns(len(batches))
         try:
-            if self._attributes is not None:
-                self._attributes.note()
+            if self._in_attributes is not None:
+                self._in_attributes = _tensors_in_attributes(self._model)
             for number in range(len(self._blocks)):
                 for one in micro_batches:
                     self._advance(one, seed)
-                    self._check_place(one, number)
-            self._run_epilogues(micro_batches, seed)
+                    if one.is_done:
+                        block = self._blocks[number]
+                        raise self._refuse(one, f"its forward ended without a call of {block!r}")
+            # Compute each loss, and go backward from it to what the last block returned.
+            for one in micro_batches:
+                self._advance(one, seed)
+                self._check_graph(one)  # a refusal comes before backward updates any unit
+                if not self._backward.is_open:
+                    self._backward.open({unit.index: 0 for unit in self._units.units}, is_new=True)
+                self._go_backward(one, len(self._blocks) + 1, self._tail, one.take_scaled_loss())
+            self._forward.leave(self._root, needs_grad=True, error=None)
             self._run_backward(micro_batches)
-            self._passes.end()
-            self._attributes = None  # the model's code has been seen
+            self._in_attributes = None
         except BaseException:
             try:
                 for one in micro_batches:
@@ -211,7 +226,9 @@ class VerticalSchedule:
             finally:
                 self._running = self._turn = None
                 self._train.accumulation.enter_micro_step(0)
-                self._passes.abandon()
+                self._passes.drive_by_hooks()
+                self._forward.abandon()  # the next forward drops gradients that the passes brought
+                self._units.release_all()
             raise
         finally:
             if self._host_inputs is not None:
@@ -220,7 +237,18 @@ class VerticalSchedule:
                 host.settle()
         return [one.results[0] for one in micro_batches if one.results is not None]
 
-    def _advance(self, one: _MicroBatch, seed: int) -> None:
+    def _enter(self, unit: Unit, module: nn.Module) -> None:
+        if unit.is_root and self._units.has_sharded_params:
+            self._units.saved.watch_thread()
+        self._forward.go_into(unit, module)
+
+    def _leave(self, unit: Unit, *, needs_grad: bool, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, ForwardAbandoned):  # else it is noted
+            self._forward.note_failure(unit, error)
+        if self._forward.go_out_of(unit, needs_grad=needs_grad) and unit.is_root:
+            self._units.saved.leave_thread()
+
+    def _advance(self, one: MicroBatch, seed: int) -> None:
         """Run a micro-batch's forward to its next block, or to its end."""
         accumulation = self._train.accumulation
         accumulation.enter_micro_step(one.number)
@@ -232,117 +260,106 @@ class VerticalSchedule:
         try:
             one.advance()
         except SegmentCrossing as error:
-            raise self._crossing(one, error) from None
-        self._check_attributes(one)
+            other = error.segment
+            maker = "another micro-batch" if other is None else self._name(other)
+            raise self._refuse(
+                one,
+                f"{self._name(one.segments.number)} uses a tensor that needs a gradient and that "
+                f"{maker} computed, but was not given it as an argument",
+            ) from None
+        before = self._in_attributes
+        if before is not None:
+            self._in_attributes = _tensors_in_attributes(self._model)
+            for name, tensors in self._in_attributes.items():
+                known = {id(tensor) for tensor in before.get(name, ())}
+                if any(id(tensor) not in known for tensor in tensors):
+                    raise self._refuse(
+                        one,
+                        f"{self._name(one.segments.number)} or code in front of it leaves a tensor "
+                        f"in the attribute {name}, where another micro-batch would find it",
+                    )
         self._running = None  # after an error it goes on until it is abandoned
         one.states = self._random.get()
 
-    def _enter_block(self, one: _MicroBatch, number: int, args: Any, kwargs: Any) -> Any:
-        self._check_order(one, number)
-        one.pause()
-        self._note_buffers(number)
-        return one.segments.enter((args, kwargs))
-
-    def _leave_block(self, one: _MicroBatch, number: int, output: Any) -> Any:
-        one.next_block = number + 1
-        self._check_buffers(one, number)
-        found = one.segments.leave(output)
-        self._check_params(one, number + 1)
-        return found
-
-    def _run_epilogues(self, micro_batches: Sequence[_MicroBatch], seed: int) -> None:
-        """Compute each loss, and go backward from it to what the last block returned."""
-        for one in micro_batches:
-            self._advance(one, seed)
-            self._check_graph(one)  # a refusal comes before backward updates any unit
-            self._passes.begin_backward()
-            self._go_backward(one, len(self._blocks) + 1, self._tail, one.take_scaled_loss())
-        self._passes.end_forward()
-
     # --------------------------------------------------------------- backward
 
-    def _run_backward(self, micro_batches: Sequence[_MicroBatch]) -> None:
+    def _run_backward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Go backward through the blocks, and then through what precedes them."""
         last = len(self._blocks) - 1
         turns = [(number + 1, one) for number in range(last, -2, -1) for one in micro_batches]
         for (segment, one), (following, other) in pairwise([*turns, turns[-1]]):
             unit = self._blocks[segment - 1] if segment else self._root
             if segment and one is micro_batches[0]:
+                self._backward.enter_place(unit)
                 is_used = any(each.segments.needs_backward(segment) for each in micro_batches)
-                self._passes.enter_block(unit, is_used=is_used)
+                # Gathered for all micro-batches, unless no rank needs it.
+                if is_used or unit.index not in self._backward.order.left_out:
+                    self._units.saved.entered = unit
+                    if self._units.has_sharded_params:
+                        self._units.open(unit, backward=True)
             other.segments.prefetch(following)
             self._go_backward(one, segment, unit)
+        self._backward.reductions.finish()
+        self._passes.drive_by_hooks()
+        self._backward.order.end_backward()
+        self._place.enter("backward")
+        self._units.release_all()
+        self._place.enter(OUTSIDE)
+        self._backward.is_open = False
 
     def _go_backward(
-        self, one: _MicroBatch, segment: int, unit: Unit | None, loss: Tensor | None = None
+        self, one: MicroBatch, segment: int, unit: Unit | None, loss: Tensor | None = None
     ) -> None:
         """Go backward through one segment of a micro-batch, and reduce its gradient of ``unit``."""
         self._train.accumulation.enter_micro_step(one.number)
         self._turn = one, unit
+        reductions = self._backward.reductions
         if unit is not None:
-            self._passes.begin_turn(unit)
+            reductions.begin_unit(unit.index)
         with one.segments.partial.turn():
             one.segments.backward(segment, loss)
             if unit is self._root:
                 for param, grad in one.segments.partial.take_all():
-                    self._passes.add(*self._owners[param], grad)
+                    self._add(*self._owners[param], grad)
         self._turn = None
-        if unit is not None:
-            self._passes.reduce(unit)
+        if unit is not None and unit.grads and self._backward.will_reduce():
+            reductions.start(unit.index)
 
-    def take(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
-        """Take the gradient of parameter ``position`` of a segment of ``unit``."""
+    def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
+        self._backward.reductions.finish_unit(unit.index)
+        self._backward.add(grads, position, grad)
+
+    def _take(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         assert self._turn is not None, "a gradient comes within a backward"
         one, own = self._turn
         param = id(grads.params[position])
         if unit is own:
             one.segments.partial.discard(param)
-            self._passes.add(unit, grads, position, grad)
+            self._add(unit, grads, position, grad)
         else:  # of the root: `_check_params`
             one.segments.partial.put(param, grad)
 
     # ----------------------------------------------------------------- checks
 
-    def _unit_of(self, segment: int) -> Unit | None:
-        """Return the unit whose gradients a segment's backward brings."""
-        if segment == 0:
-            return self._root
-        return self._tail if segment > len(self._blocks) else self._blocks[segment - 1]
-
-    def _place(self, segment: int) -> str:
-        """Name a segment in messages."""
+    def _name(self, segment: int) -> str:
         if segment == 0:
             return "the code before the blocks"
         if segment > len(self._blocks):
             return "the code behind the blocks"
         return repr(self._blocks[segment - 1])
 
-    def _check_order(self, one: _MicroBatch, number: int) -> None:
-        expected = one.next_block
-        if number == expected:
-            return
-        found = repr(self._blocks[number])
-        if number < expected:
-            why = f"{found} is called again after {self._blocks[expected - 1]!r}"
-        else:
-            why = f"{found} is called before {self._blocks[expected]!r}"
-        raise self._refuse(one, f"{why}, and each block must be called once, in their order")
-
-    def _check_place(self, one: _MicroBatch, number: int) -> None:
-        if one.is_done:
-            raise self._refuse(one, f"its forward ended without a call of {self._blocks[number]!r}")
-
-    def _check_params(self, one: _MicroBatch, segment: int) -> None:
+    def _check_params(self, one: MicroBatch, segment: int) -> None:
         """Refuse parameters whose gradient would not be whole when their unit's is reduced."""
-        own = self._unit_of(segment)
+        own: Unit | None = self._root
+        if segment:
+            own = self._tail if segment > len(self._blocks) else self._blocks[segment - 1]
         for param in one.segments.params(segment):
             unit = self._owners[param][0] if param in self._owners else None
             if unit is not None and unit is not own and not unit.is_root:
                 name = self._names[param]
-                raise self._refuse(one, f"{self._place(segment)} uses {name} of {unit!r}, too")
+                raise self._refuse(one, f"{self._name(segment)} uses {name} of {unit!r}, too")
 
-    def _check_graph(self, one: _MicroBatch) -> None:
-        """Check the parameters of all segments, once the forward has ended."""
+    def _check_graph(self, one: MicroBatch) -> None:
         later: set[int] = set()
         for segment in range(len(self._blocks) + 1, -1, -1):
             self._check_params(one, segment)
@@ -351,50 +368,12 @@ class VerticalSchedule:
                 if params[key]._backward_hooks:
                     raise self._refuse(
                         one,
-                        f"{self._place(segment)} and code behind it use {self._names[key]}, on "
+                        f"{self._name(segment)} and code behind it use {self._names[key]}, on "
                         "which a hook would change each part of its gradient",
                     )
             later |= params.keys()
 
-    def _note_buffers(self, number: int) -> None:
-        if self._has_common_buffers:
-            self._versions = [b._version for b in self._modules[number].buffers()]
-
-    def _check_buffers(self, one: _MicroBatch, number: int) -> None:
-        """Refuse a block that changes buffers, which ranks exchange between two micro-batches."""
-        if not self._has_common_buffers:
-            return
-        buffers = list(self._modules[number].named_buffers())
-        changed = [
-            name for (name, b), v in zip(buffers, self._versions, strict=True) if b._version != v
-        ]
-        if changed:
-            raise self._refuse(
-                one,
-                f"{self._blocks[number]!r} changes its buffer {changed[0]}, which is rank 0's in "
-                "the next micro-batch with broadcast_buffers",
-            )
-
-    def _check_attributes(self, one: _MicroBatch) -> None:
-        """Refuse tensors left in modules for later: another micro-batch would find them."""
-        if self._attributes is None:
-            return
-        if (name := self._attributes.find_changed()) is not None:
-            raise self._refuse(
-                one,
-                f"{self._place(one.segments.number)} or code in front of it leaves a tensor in the "
-                f"attribute {name}, where another micro-batch would find it",
-            )
-
-    def _crossing(self, one: _MicroBatch, error: SegmentCrossing) -> AccumulationScheduleError:
-        maker = "another micro-batch" if error.segment is None else self._place(error.segment)
-        return self._refuse(
-            one,
-            f"{self._place(one.segments.number)} uses a tensor that needs a gradient and that "
-            f"{maker} computed, but was not given it as an argument",
-        )
-
-    def _refuse(self, one: _MicroBatch, why: str) -> AccumulationScheduleError:
+    def _refuse(self, one: MicroBatch, why: str) -> AccumulationScheduleError:
         return AccumulationScheduleError(
             f"rank {self._rank}: accumulation_schedule = 'vertical', micro-batch "
             f"{one.number}: {why}; use 'horizontal' for this model"

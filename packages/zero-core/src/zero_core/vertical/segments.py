@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,19 +55,12 @@ class SegmentCrossing(Exception):
         self.segment = segment
 
 
+@dataclass(eq=False, slots=True)
 class _Gradient:
-    """Gradient of a border: the sum so far.
+    """The sum so far of a border's gradient, and the ``anchor`` of its micro-batch."""
 
-    Attributes:
-        grad: the sum.
-        anchor: that of the micro-batch.
-    """
-
-    __slots__ = ("anchor", "grad")
-
-    def __init__(self, anchor: Tensor) -> None:
-        self.grad: Tensor | None = None
-        self.anchor = anchor
+    anchor: Tensor
+    grad: Tensor | None = None
 
 
 class _Border(torch.autograd.Function):
@@ -115,6 +109,7 @@ class _Between(TorchFunctionMode):
         return func(*given[0], **given[1])
 
 
+@dataclass(eq=False)
 class _Segment:
     """Start of one segment's backward, and the leaves that it may add to.
 
@@ -125,11 +120,10 @@ class _Segment:
         params: the parameters in its graph, by id.
     """
 
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.sources: list[tuple[GradientEdge, _Gradient]] = []
-        self.borders: dict[Any, _Gradient] = {}
-        self.params: dict[int, Tensor] = {}
+    start: int
+    sources: list[tuple[GradientEdge, _Gradient]] = field(default_factory=list)
+    borders: dict[Any, _Gradient] = field(default_factory=dict)
+    params: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Segments:
@@ -153,11 +147,9 @@ class Segments:
 
     @property
     def number(self) -> int:
-        """Number of the segment under way."""
         return len(self._segments) - 1
 
     def begin(self) -> None:
-        """End the segment under way and begin the next one."""
         self._segments.append(_Segment(next_sequence_number()))
         self._entries = {k: (ref, b) for k, (ref, b) in self._entries.items() if ref() is not None}
 
@@ -170,44 +162,31 @@ class Segments:
         return self.replace(inputs) if torch.is_grad_enabled() else inputs
 
     def leave(self, output: Any) -> Any:
-        """Return a block's nested ``output`` as borders. The next segment begins.
-
-        Raises:
-            SegmentCrossing: see [Note: segments].
-        """
+        """Return a block's nested ``output`` as borders. The next segment begins."""
         found = output
         if torch.is_grad_enabled():
             self.close([t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)])
-            self.begin()
-            found = self._replace_outputs(output)
-        else:
-            self.begin()
+        self.begin()
+        if torch.is_grad_enabled():
+            made: dict[tuple[Any, int], Tensor] = {}
+
+            def replace(tensor: Tensor) -> Tensor:
+                if not self._needs_border(tensor):
+                    return tensor
+                key = (tensor.grad_fn, tensor.output_nr)
+                if key not in made:
+                    made[key] = self._put_border(tensor)
+                return made[key]
+
+            found = pytree.tree_map_only(Tensor, replace, output)
         self._between.begin()
         return found
 
     def replace(self, inputs: Any) -> Any:
-        """Return nested ``inputs`` with borders for what earlier segments made."""
         return pytree.tree_map_only(Tensor, self._enter, inputs)
 
-    def _replace_outputs(self, output: Any) -> Any:
-        made: dict[tuple[Any, int], Tensor] = {}
-
-        def replace(tensor: Tensor) -> Tensor:
-            if not self._needs_border(tensor):
-                return tensor
-            key = (tensor.grad_fn, tensor.output_nr)
-            if key not in made:
-                made[key] = self._put_border(tensor)
-            return made[key]
-
-        return pytree.tree_map_only(Tensor, replace, output)
-
     def close(self, results: Iterable[Tensor]) -> None:
-        """Search the graph of the segment under way from its ``results`` on.
-
-        Raises:
-            SegmentCrossing: see [Note: segments].
-        """
+        """Search the graph of the segment under way from its ``results`` on."""
         nodes = [t.grad_fn for t in results if t.grad_fn is not None]
         self._search(self.number, [n for n in nodes if not self._is_earlier(n, self.number)])
 
@@ -262,7 +241,6 @@ class Segments:
     # --------------------------------------------------------------- backward
 
     def params(self, number: int) -> dict[int, Tensor]:
-        """Parameters that segment ``number`` computes with, by id."""
         return self._segments[number].params
 
     def needs_backward(self, number: int) -> bool:
@@ -305,9 +283,5 @@ def _put(anchor: Tensor, values: Tensor, gradient: _Gradient) -> Tensor:
     return border
 
 
-def _border_type() -> Any:
-    anchor = torch.zeros((), device="cpu", requires_grad=True)
-    return type(_put(anchor, torch.zeros((), device="cpu"), _Gradient(anchor)).grad_fn)
-
-
-_BORDER = _border_type()
+_LEAF = torch.zeros((), device="cpu", requires_grad=True)
+_BORDER: Any = type(_put(_LEAF, torch.zeros((), device="cpu"), _Gradient(_LEAF)).grad_fn)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from zero_core.watch.place import OUTSIDE
-from zero_core.watch.processes import process_namespace, process_state
 
 OTHER_BLOCKS = (
     "If a rank calls blocks that others do not call, as experts, name the module that holds them "
@@ -61,11 +62,7 @@ class Beat(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
-        """Return the beat of `to_json`.
-
-        Raises:
-            ValueError: it is none, such as that of another version.
-        """
+        """Return the beat of `to_json`."""
         values = json.loads(text)
         if not isinstance(values, list) or tuple(map(type, values)) != _TYPES:
             raise ValueError(f"expected the state of a rank of this version, found {text:.200}")
@@ -106,7 +103,6 @@ class _Seen:
 
     @property
     def still_s(self) -> float:
-        """Time in its place."""
         return self.beat.still_s + self.silent_s
 
 
@@ -123,7 +119,6 @@ class Beats:
         self._seen.clear()
 
     def add(self, beats: Mapping[int, Beat], now: float) -> None:
-        """Add the ranks' beats, read at ``now``."""
         for rank, beat in beats.items():
             seen = self._seen.get(rank)
             if seen is None:
@@ -143,7 +138,10 @@ class Beats:
         beaten for ``silence_s`` is without a sign of life. One that is busy in a place for less
         than ``patience_s`` moves.
         """
-        found = self._failed(silence_s)
+        found: list[str] = []
+        for rank, seen in sorted(self._seen.items()):
+            if rank != self._rank and not seen.beat.has_given_up:
+                found += self._failure(rank, seen, silence_s)
         if found:
             return Verdict(_join(found), logging.ERROR, True)
         if len(self._seen) < self._world_size:
@@ -156,9 +154,12 @@ class Beats:
         if any(seen.still_s < patience_s for seen in busy.values()):
             return None
         if busy:
-            said = [
-                f"rank {rank} has been in {s.beat.place} for {_age(s)}" for rank, s in busy.items()
-            ]
+            said = []
+            for rank, seen in busy.items():
+                place = seen.beat.place
+                is_outside = place.startswith(OUTSIDE)
+                more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
+                said.append(f"rank {rank} has been in {place} for {seen.still_s:.1f} s{more}")
             return Verdict(_join(said), logging.WARNING, False)
         waits: dict[str, list[int]] = {}
         own = {r: s for r, s in self._seen.items() if r == self._rank}
@@ -182,14 +183,6 @@ class Beats:
                 said += self._failure(rank, seen, silence_s)
         return _join(said)
 
-    def _failed(self, silence_s: float) -> list[str]:
-        """Say which ranks failed, ended, or show no sign of life."""
-        said = []
-        for rank, seen in sorted(self._seen.items()):
-            if rank != self._rank and not seen.beat.has_given_up:
-                said += self._failure(rank, seen, silence_s)
-        return said
-
     def _failure(self, rank: int, seen: _Seen, silence_s: float) -> list[str]:
         beat = seen.beat
         if beat.cause:
@@ -199,7 +192,8 @@ class Beats:
             return [f"the process of rank {rank} has ended, last seen in {beat.place}"]
         if state in _STOPPED or seen.silent_s >= silence_s:
             how = _STOPPED.get(state, "its process runs" if state else "process or network")
-            since = f"{seen.silent_s:.1f} s ({how}), last seen in {_where(beat)}"
+            where = f"{beat.place}, waiting for {beat.waits_for}" if beat.waits_for else beat.place
+            since = f"{seen.silent_s:.1f} s ({how}), last seen in {where}"
             return [f"no sign of life of rank {rank} for {since}"]
         return []
 
@@ -207,16 +201,6 @@ class Beats:
         """Return the state of a process of this host, else an empty string."""
         is_near = self._namespace == beat.namespace != ""
         return process_state(beat.pid) if is_near else ""
-
-
-def _where(beat: Beat) -> str:
-    return f"{beat.place}, waiting for {beat.waits_for}" if beat.waits_for else beat.place
-
-
-def _age(seen: _Seen) -> str:
-    is_outside = seen.beat.place.startswith(OUTSIDE)
-    more = " (evaluation, data or a file, if it is healthy)" if is_outside else ""
-    return f"{seen.still_s:.1f} s{more}"
 
 
 def _join(said: list[str]) -> str:
@@ -229,3 +213,21 @@ def count_ranks(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
     named = ", ".join(map(str, ranks[:_MAX_RANKS]))
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {named}{more}"
+
+
+def process_namespace() -> str:
+    """Return what processes must have in common for their numbers to mean the same."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state as in ``/proc/PID/stat``: "T" stopped, "Z" ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "Z"
+    return stat[stat.rindex(")") + 2]

@@ -32,37 +32,12 @@ class BeatStore(Protocol):
         """Return the beats of those of ``ranks`` that have published one."""
 
 
-class Board(Protocol):
-    """A `BeatStore` whose calls do not block.
+class ThreadedBoard:
+    """A `BeatStore` whose calls do not block. See [Note: stores that do not answer].
 
     Attributes:
         host: that of the store.
-        is_lost: whether the connection has failed. Nothing is published or read any more.
     """
-
-    host: str
-
-    @property
-    def is_lost(self) -> bool: ...
-
-    def publish(self, beat: str) -> None:
-        """Have this rank's beat replaced."""
-
-    def request(self, ranks: Sequence[int]) -> None:
-        """Have the beats of ``ranks`` read."""
-
-    def take(self) -> dict[int, str]:
-        """Return the beats that were read since the last call."""
-
-    def unanswered_s(self) -> float:
-        """Return for how long the store has not answered what it was asked."""
-
-    def flush(self, limit_s: float) -> None:
-        """Return when the last beat is published, or after ``limit_s``."""
-
-
-class ThreadedBoard:
-    """`Board` over a store. See [Note: stores that do not answer]."""
 
     def __init__(self, store: BeatStore) -> None:
         self.host = store.host
@@ -75,31 +50,37 @@ class ThreadedBoard:
 
     @property
     def is_lost(self) -> bool:
+        """Whether the connection has failed. Nothing is published or read any more."""
         return self._calls.is_lost
 
     def publish(self, beat: str) -> None:
+        """Have this rank's beat replaced."""
         calls = self._calls
         with calls.changed:
             calls.beat = beat
             calls.changed.notify_all()
 
     def request(self, ranks: Sequence[int]) -> None:
+        """Have the beats of ``ranks`` read."""
         calls = self._calls
         with calls.changed:
             calls.ranks = ranks
             calls.changed.notify_all()
 
     def take(self) -> dict[int, str]:
+        """Return the beats that were read since the last call."""
         calls = self._calls
         with calls.changed:
             found, calls.found = calls.found, {}
         return found
 
     def unanswered_s(self) -> float:
+        """Return for how long the store has not answered what it was asked."""
         since = self._calls.busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def flush(self, limit_s: float) -> None:
+        """Return when the last beat is published, or after ``limit_s``."""
         calls = self._calls
         with calls.changed:
             calls.changed.wait_for(lambda: calls.is_lost or calls.is_idle(), limit_s)

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+
+from zero_core.watch.step_clock import StepClock
 
 OUTSIDE = "the program outside of the engine"
 """`Place.doing` between two calls of the engine."""
 
 UPDATE = "the wait for updated parameters"
 """`Place.doing` while the state tier has not published what is needed next."""
-
-
-class Clock(Protocol):
-    """Notes when the place changes: a `zero_core.watch.step_clock.StepClock`."""
-
-    def enter(self, doing: str) -> None: ...
-
-    def begin_wait(self, what: str) -> None: ...
-
-    def end_wait(self) -> None: ...
-
-    def launch(self, what: str) -> None: ...
 
 
 class Place:
@@ -46,7 +35,7 @@ class Place:
         self.num_steps = 0
         self.waits_for = ""
         self.num_changes = 0
-        self.clock: Clock | None = None
+        self.clock: StepClock | None = None
         self.unfinished = ""
 
     def enter(self, doing: str) -> None:
@@ -68,11 +57,7 @@ class Place:
             self.clock.end_wait()
 
     def check_finished(self, what: str) -> None:
-        """Refuse ``what`` if a change of values was left in the middle.
-
-        Raises:
-            RuntimeError: with what to do.
-        """
+        """Refuse ``what`` by a RuntimeError if a change of values was left in the middle."""
         if self.unfinished:
             raise RuntimeError(
                 f"{what} after {self.unfinished} was left in the middle by an exception: "

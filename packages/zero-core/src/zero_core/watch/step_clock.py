@@ -6,15 +6,17 @@ stream, so that the times are those of the device: a wait is the time in which i
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from zero_core.watch.place import OUTSIDE
-
 Mark = float | torch.Event
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Span(NamedTuple):
@@ -33,25 +35,77 @@ class Span(NamedTuple):
     stop: float
 
 
-class StepClock:
-    """Notes each change of a `Place`. It belongs to the thread that the place belongs to."""
+class MemoryMeter:
+    """Bytes that this rank holds: on its accelerator, or resident on a host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_host = device.type == "cpu"
+        self._statm: int | None = None
+        if self._is_host:
+            with suppress(OSError):
+                self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+
+    def held(self) -> int:
+        if self._statm is not None:
+            return int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE
+        if self._is_host:
+            return self.peak(0)
+        return int(torch.accelerator.memory_allocated(self._device))
+
+    def peak(self, held: int) -> int:
+        """Return the most so far, or ``held`` where the system does not know."""
+        if not self._is_host:
+            return int(torch.accelerator.max_memory_allocated(self._device))
+        with suppress(ImportError):
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            # The system's own count may lag behind.
+            return max(held, peak if sys.platform == "darwin" else peak * 1024)
+        return held
+
+    def close(self) -> None:
+        if self._statm is not None:
+            os.close(self._statm)
+            self._statm = None
+
+
+class StepClock:
+    """Notes each change of a `Place`. It belongs to the thread that the place belongs to.
+
+    Attributes:
+        trail: seconds since the step began, bytes held, and place, at each change of the place;
+            None where these are not noted.
+    """
+
+    trail: list[tuple[float, int, str]] | None = None
+
+    def __init__(self, device: torch.device, doing: str, memory: MemoryMeter) -> None:
+        """Begin the first step at the place ``doing``."""
+        self._device = device
+        self._is_host = device.type == "cpu"
         # A copy stream may be the current one at a mark: the times are those of the computation.
         self._stream = None if self._is_host else torch.accelerator.current_stream(device)
-        self._marks: list[tuple[str, str, Mark]] = []
+        self._memory = memory
+        self._begun = 0.0
+        self._noted = ""  # the last place in the trail
         self._under_way: dict[str, float] = {}
-        self._carried: list[tuple[str, float, float]] = []
-        self.restart(OUTSIDE)
+        self.restart(doing)
 
     def restart(self, doing: str) -> None:
-        """Begin a step at the place ``doing``."""
-        self._marks = [(doing, "", self._now())]
-        self._carried = []
+        self._marks: list[tuple[str, str, Mark]] = [(doing, "", self._now())]
+        self._carried: list[tuple[str, float, float]] = []
+
+    def begin_trail(self, begun: float, doing: str) -> None:
+        """Note memory, too, from the time ``begun`` on."""
+        self._begun, self._noted = begun, ""
+        self.trail = [(0.0, self._memory.held(), doing)]
 
     def enter(self, doing: str) -> None:
+        if self.trail is not None and doing != self._noted:
+            self._noted = doing
+            self.trail.append((perf_counter() - self._begun, self._memory.held(), doing))
         if doing != self._marks[-1][0]:
             self._marks.append((doing, "", self._now()))
 
@@ -90,22 +144,22 @@ class StepClock:
         return event
 
 
-class StepMarks:
-    """The marks of one step."""
+class StepMarks(NamedTuple):
+    """The marks of one step, and the collectives that were waited for in it."""
 
-    def __init__(
-        self, marks: Sequence[tuple[str, str, Mark]], carried: Sequence[tuple[str, float, float]]
-    ) -> None:
-        self._marks = marks
-        self._carried = carried
+    marks: Sequence[tuple[str, str, Mark]]
+    carried: Sequence[tuple[str, float, float]]
 
     def spans(self) -> list[Span]:
         """Return the parts of the step, in order. On an accelerator, wait for its end."""
-        end = self._marks[-1][2]
-        if isinstance(end, torch.Event):
-            end.synchronize()
-        times = [self._since_start(mark) for _, _, mark in self._marks]
-        names = [(doing, what) for doing, what, _ in self._marks]
+        begin: Any = self.marks[0][2]
+        ends: list[Any] = [mark for *_, mark in self.marks]
+        if isinstance(begin, torch.Event):
+            ends[-1].synchronize()
+            times = [begin.elapsed_time(mark) / 1e3 for mark in ends]
+        else:
+            times = [mark - begin for mark in ends]
+        names = [(doing, what) for doing, what, _ in self.marks]
         return [
             Span(*name, start, stop)
             for name, start, stop in zip(names, times, times[1:], strict=False)
@@ -117,30 +171,22 @@ class StepMarks:
         Seconds since the step began; one that the step before started has a negative start. There
         are none on an accelerator.
         """
-        begin = self._marks[0][2]
+        begin = self.marks[0][2]
         if isinstance(begin, torch.Event):
             return []
-        return [(what, start - begin, stop - begin) for what, start, stop in self._carried]
+        return [(what, start - begin, stop - begin) for what, start, stop in self.carried]
 
     def of_events(self, begun: torch.Event, ended: torch.Event) -> tuple[float, float]:
         """Return start and stop of the work between two events, in seconds since the step began.
 
         Wait for the second. On an accelerator alone.
         """
-        begin = self._marks[0][2]
+        begin = self.marks[0][2]
         assert isinstance(begin, torch.Event)
         ended.synchronize()
         return begin.elapsed_time(begun) / 1e3, begin.elapsed_time(ended) / 1e3
 
     def since_start(self, time: float) -> float | None:
         """Return seconds since the step began of a `time.perf_counter`, on a host."""
-        begin = self._marks[0][2]
+        begin = self.marks[0][2]
         return None if isinstance(begin, torch.Event) else time - begin
-
-    def _since_start(self, mark: Mark) -> float:
-        begin = self._marks[0][2]
-        if isinstance(mark, torch.Event):
-            assert isinstance(begin, torch.Event)
-            return begin.elapsed_time(mark) / 1e3
-        assert isinstance(begin, float)
-        return mark - begin

@@ -28,12 +28,11 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from zero_core.watch.beats import Beat, Beats, Verdict
-from zero_core.watch.board import Board
+from zero_core.watch.beats import Beat, Beats, Verdict, process_namespace
+from zero_core.watch.board import ThreadedBoard
 from zero_core.watch.device_waits import DeviceWaits
 from zero_core.watch.error_file import write_error_file
 from zero_core.watch.place import OUTSIDE, Place
-from zero_core.watch.processes import process_namespace
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class Watch:
 
     def __init__(
         self,
-        board: Board,
+        board: ThreadedBoard,
         place: Place,
         *,
         rank: int,
@@ -162,15 +161,12 @@ class Watch:
         verdict = self._beats.judge(silence_s=silence_s, patience_s=_LOG * self._within_s)
         if verdict is not None and verdict.is_final:
             return verdict
-        return self._judge_store() or verdict
-
-    def _judge_store(self) -> Verdict | None:
-        board = self._board
+        board = self._board  # its store may be the cause, too
         if board.is_lost:
             return Verdict(f"no connection to {board.host} any more", logging.WARNING, True)
         unanswered_s = board.unanswered_s()
         if unanswered_s < self._silence_s:
-            return None
+            return verdict
         text = f"{board.host} has not answered for {unanswered_s:.1f} s (process or network)"
         return Verdict(text, logging.ERROR, True)
 

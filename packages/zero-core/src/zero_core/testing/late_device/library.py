@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero_core.comm.control import ControlGroup, Exchange, LibraryControlGroup
+from zero_core.comm.control import ControlGroup, Exchange
 from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.topology import Ranks
 from zero_core.protocols import Work
@@ -149,7 +149,7 @@ class LateRanks(Ranks):
     base: LateLibrary = field(kw_only=True)
 
     def connect(self, named_within_s: float | None = None) -> ControlGroup:
-        return LibraryControlGroup(self.base, self.device)
+        return ControlGroup(self.base, self.device)
 
     def exchange_beside(self, watch: Watch | None) -> Exchange:
         return self.connect()
