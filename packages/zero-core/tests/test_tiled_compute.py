@@ -36,8 +36,9 @@ class _Mlp(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(functional.gelu(self.up(x * self.gain)))
-        return y
+        flat = x.view(-1, x.shape[-1])  # as GPT-2's Conv1D has it
+        y: Tensor = self.down(functional.gelu(self.up(flat * self.gain)))
+        return y.view(x.shape)
 
 
 class _Block(nn.Module):

@@ -126,7 +126,10 @@ class Ownership:
         Another thread, which may be one that a close waits for, leaves it to `check_is_free`.
         """
         if self._thread == threading.get_ident() and not sys.is_finalizing():
-            self.close()
+            try:
+                self.close()
+            except Exception:  # nobody catches what is raised while an object is freed
+                _log.warning("an engine was dropped whose step had failed", exc_info=True)
 
     def close(self) -> None:
         """End, on this rank alone. Parameters hold no value then of which others have a part."""

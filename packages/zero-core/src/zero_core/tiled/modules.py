@@ -91,8 +91,9 @@ class TiledForwards(ObjectMethods):
                 return forward(*args, **kwargs)
 
             def of_tile(tile: Tensor) -> Tensor:
+                # A module may view what it is given, as the Conv1D of GPT-2 does.
                 its_args, its_kwargs = pytree.tree_unflatten(
-                    [*leaves[:at], tile, *leaves[at + 1 :]], spec
+                    [*leaves[:at], tile.contiguous(), *leaves[at + 1 :]], spec
                 )
                 output = run(*its_args, **its_kwargs)
                 if not isinstance(output, Tensor) or output.shape[:-1] != tile.shape[:-1]:
