@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -277,3 +278,15 @@ def test_an_engine_that_ends_while_its_parameters_are_offloaded_leaves_no_values
     assert "call reload_states() before close()" in caplog.text
     with pytest.raises(ConfigError, match="holds no value"):
         zero_core.build(model, Case(stage).config())
+
+
+def test_an_engine_that_is_dropped_after_a_failed_step_logs_it_and_leaves_the_model_free(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make_model()
+    engine = zero_core.build(model, Case().config())
+    kind = type(engine.sharded_state.tier)
+    with mock.patch.object(kind, "wait_params", side_effect=OSError("the disk is gone")):
+        del engine
+    assert "the disk is gone" in caplog.text
+    zero_core.build(model, Case().config())
