@@ -399,13 +399,13 @@ def _make_engine(
     sizes = len(layout.params), len(layout.units)
     facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(config))
     edits = Edits(state, facts)
-    patches = PatchWriter(state)
-    followers: list[Extension] = [edits, patches]
+    followers: list[Extension] = [edits]
     if is_training:  # their hooks run behind those of the passes
         attach_extensions(joined.extensions, state, ownership)
         followers += make_extensions(
             config, state, train, facts, ranks, joined.per_node, joined.extensions
         )
+        followers.append(patches := PatchWriter(state))
     extensions = Extensions(followers)
     gradient = StepGradient(state, communicator, train, config, facts, extensions)
     unit_set = UnitSet(

@@ -163,7 +163,7 @@ class Extensions:
     before_decision: Sequence[Callable[[int], None]]
     stepped: Sequence[Callable[[EndedStep], None]]
 
-    def __init__(self, extensions: Sequence[Extension] = ()) -> None:
+    def __init__(self, extensions: Sequence[Extension]) -> None:
         self._all = list(extensions)
         self._bind()
 

@@ -85,7 +85,7 @@ class UnitSet:
         communicator: Communicator,
         *,
         has_sharded_params: bool,
-        quantized: Sequence[Quantized] = (),
+        quantized: Sequence[Quantized],
     ) -> None:
         self.units = tuple(units)
         self.blocks = tuple(unit for unit in units if unit.is_block)
@@ -121,9 +121,8 @@ class UnitSet:
         """
         index = unit.index
         if unit.is_block:
-            previous, self.current = self.current, unit
-            stays = not backward and previous is not None and previous.index in self.unsharded
-            if previous is not None and previous is not unit and not stays:
+            previous, self.current = self.current or unit, unit
+            if previous is not unit and (backward or previous.index not in self.unsharded):
                 self.release(previous)
         window, strays = self.prefetch.enter(index, backward=backward)
         for stray in strays:

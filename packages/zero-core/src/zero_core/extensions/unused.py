@@ -10,11 +10,10 @@ from zero_core.sharded.sharded_state import ShardedState
 
 
 class UnusedParameters(Extension):
-    """Refuses a step in which a rank left a trainable parameter unused, at stages 1 and 2.
+    """Refuses a step in which a rank left a trainable parameter unused.
 
-    For ``ignore_unused_parameters`` false.
-
-    All ranks know what each has used, so all raise. A rank without any gradient had no data.
+    It is there at stages 1 and 2 with ``ignore_unused_parameters`` false. All ranks know what each
+    has used, so all raise. A rank without any gradient had no data.
     """
 
     def __init__(self, state: ShardedState, facts: Facts, train: TrainState) -> None:
