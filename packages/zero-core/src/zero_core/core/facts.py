@@ -107,7 +107,8 @@ class Facts:
 
         ``square_sums`` are those of this rank's shards, on the device: see `Norms.add_squares`.
         """
-        self._wait()  # the upload of sums that nobody has read
+        if self._event is not None:
+            self._wait()  # the upload of sums that nobody has read
         sent, total = self._sent, self._total
         sent.zero_()
         for filler in fillers:
@@ -123,9 +124,9 @@ class Facts:
         self.is_known = False
 
     def _wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None  # not before: Ctrl-C may come meanwhile
+        assert self._event is not None, "a copy is under way"
+        self._event.synchronize()
+        self._event = None  # not before: Ctrl-C may come meanwhile
 
     # ----------------------------------- after the sum, the same on all ranks
 
@@ -151,16 +152,16 @@ class Facts:
     @property
     def square_sum(self) -> float:
         """Square of the gradient's 2-norm, loss scale included."""
-        self._await()
+        if self._event is not None:
+            self._wait()
+        self.is_known = True
         return float(self._read[self._first_sum])
 
     def _known(self, name: str) -> Tensor:
-        self._await()
-        return self._read[self._slots[name]]
-
-    def _await(self) -> None:
-        self._wait()
+        if self._event is not None:
+            self._wait()
         self.is_known = True
+        return self._read[self._slots[name]]
 
     # ---------------------------------------------------------- on the device
 

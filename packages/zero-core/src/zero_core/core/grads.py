@@ -162,14 +162,21 @@ class FlatGrads:
                 "sparse gradients are not supported: use sparse=False in the embedding"
             )
         if self._full is None:
-            self._check_not_updated()
+            if self._is_updated:
+                raise RuntimeError(
+                    "a gradient came after its unit was updated during backward, as of a block "
+                    "that is used twice under reentrant activation checkpointing: set "
+                    "zero_optimization.offload_optimizer.update_in_backward to false, and go on "
+                    "from a checkpoint"
+                )
             self._open()
         view = self._slots[position]
         if self._has_grad[position]:
             view.add_(grad, alpha=self._predivide)
         else:
             # Divided in the wider dtype of the two: no bit is lost before it must be.
-            wide = torch.promote_types(grad.dtype, view.dtype)
+            same = grad.dtype is view.dtype
+            wide = grad.dtype if same else torch.promote_types(grad.dtype, view.dtype)
             if grad.dtype is wide:
                 torch.mul(grad, self._predivide, out=view)
             elif view.dtype is wide:
@@ -271,7 +278,8 @@ class FlatGrads:
             return target
         if not self._is_empty:
             return torch.empty_like(shard)
-        self._wait_until_copied()
+        if self._until_copied is not None:
+            self._wait_until_copied()
         return shard
 
     def _set_step_gradient(self, reduced: Tensor) -> None:
@@ -300,7 +308,7 @@ class FlatGrads:
         shard, total, dtype = self._values(), self._buffers.total, self.plan.offered
         rounded = shard
         if total is None:
-            rounded = self._round(shard)
+            rounded = shard if shard.dtype is dtype else self._round(shard)
         elif dtype is torch.float16:
             rounded = shard.to(dtype)
         if dtype is torch.float16 and rounded is not shard:
@@ -365,7 +373,8 @@ class FlatGrads:
             until_copied = None
         if self._shard is not None:
             self._until_copied = until_copied
-        self._return_lent(until_copied)
+        if self._borrowed_grad is not None:
+            self._return_lent(until_copied)
 
     def values(self) -> Tensor:
         """Return this rank's shard of the reduced gradient, [shard_numel]. Not to be written to."""
@@ -489,16 +498,10 @@ class FlatGrads:
         if self._work is not None and self._work.statistics() is not None:
             self._until_reduced = self._until_read = self._work  # it still reads full_grad
         self._work = self._target = self._norm = self._nonfinite = self._changed_shard = None
-        self._close()
+        self._is_wide = False
+        if self._full is not None:
+            self._close()
         self._return_lent(None)
-
-    def _check_not_updated(self) -> None:
-        if self._is_updated:
-            raise RuntimeError(
-                "a gradient came after its unit was updated during backward, as of a block that is "
-                "used twice under reentrant activation checkpointing: set zero_optimization."
-                "offload_optimizer.update_in_backward to false, and go on from a checkpoint"
-            )
 
     def _take_reduction(self, work: NamedReduction, reduced: Tensor) -> None:
         """Keep the norm of what ``work`` has ``reduced``, and the ranks that are not finite."""
@@ -541,7 +544,8 @@ class FlatGrads:
             pool.release(buffer, until_copied)
 
     def _open(self) -> None:
-        self.wait()  # of a step that was dropped, or reduced again
+        if self._until_reduced is not None or self._until_gathered is not None:
+            self.wait()  # of a step that was dropped, or reduced again
         plan = self.plan
         if plan.case is GradientCase.ALONE:
             self._wait_until_copied()

@@ -66,6 +66,7 @@ class BackwardPass:
         is_open: whether a backward is under way, or was left by an exception.
         order: of gathers and reductions.
         reductions: of units' gradients.
+        params_with_grad: see `GradientSink`.
         should_sync: whether backwards reduce gradients: False within `no_sync`.
     """
 
@@ -77,7 +78,7 @@ class BackwardPass:
         self._names = [f"backward of {unit!r}" for unit in units.units]
         self._sink = sink
         self._facts = facts
-        self._params_with_grad = sink.params_with_grad
+        self.params_with_grad = sink.params_with_grad
         has_peers = communicator.world_size > 1
         self.reductions = Reductions(units.units, sink, units.ready, has_peers=has_peers)
         self.order = BackwardOrder(
@@ -179,21 +180,20 @@ class BackwardPass:
         if not self.is_open:
             self.begin()
         index = unit.index
-        self._place.enter(self._names[index])  # without shards nothing enters it before
+        if self._place.doing is self._names[index]:
+            self._place.num_changes += 1
+        else:  # without shards nothing enters it before
+            self._place.enter(self._names[index])
         if index in self._recomputed:
             self._recomputed[index] -= 1
         num_missing = self.order.gradient_ready(index)
         # late: this unit's reduction has started. Finish it; the gradient opens a second one.
         if num_missing < 0:
             self.reductions.finish()
-        self.add(grads, position, grad)
+        grads.add(position, grad)
+        self.params_with_grad.add(grads.param_numbers[position])
         if num_missing == 0 and self._is_reducing:
             self._reduce_ready()
-
-    def add(self, grads: FlatGrads, position: int, grad: Tensor) -> None:
-        """Add the gradient of parameter ``position`` to those of its segment."""
-        grads.add(position, grad)
-        self._params_with_grad.add(grads.param_numbers[position])
 
     def _gather_skipped(self, skipped: int) -> None:
         """Gather a unit that backward skips here, because other ranks may go into it."""
@@ -349,7 +349,7 @@ class BackwardPass:
 
     def gradient_replaced(self, grads: FlatGrads, param: int) -> None:
         """Pass on the gradient of a segment again: that of parameter number ``param`` was set."""
-        self._params_with_grad.add(param)
+        self.params_with_grad.add(param)
         self.reductions.offer(grads, is_last=self._sink.is_boundary)
 
 
@@ -430,13 +430,16 @@ class ForwardPass:
         units = self._units
         if self._running and unit.is_block and unit is not units.current:
             if self._forward is not None:
-                self._note_passed(unit.index)
+                last = self._path[-1].index if self._path else 0
+                if unit.index > last + 1:
+                    self._note_passed(unit.index)
                 self._order.use(unit.index)
             self._path.append(unit)
         units.launch(unit, backward=False)
         if self._running and unit.is_root:
             units.launch_tail()
-        units.wait(unit)  # the root, after the launch of the first block's gather
+        if not unit.is_block:  # the root, after the launch of the first block's gather
+            units.wait(unit)
 
     def _note_passed(self, before: int) -> None:
         """Note blocks that this rank gathered ahead and leaves out in the forward that is running.

@@ -125,7 +125,8 @@ class Reductions:
 
     def start(self, index: int) -> None:
         """Start to reduce a unit, when the one before it has been reduced."""
-        self.finish()
+        if self._in_flight:
+            self.finish()
         for grads in self._units[index].grads:
             grads.reduce()
             self._in_flight += ((grads, self._sink.is_boundary),)
@@ -134,13 +135,11 @@ class Reductions:
 
     def finish(self) -> None:
         """Wait for the reductions under way, and offer what they bring to the sink."""
-        in_flight = self._in_flight
-        if in_flight:
-            for grads, is_last in in_flight:
-                grads.finish()
-                if is_last or grads.is_passed_on_each:
-                    self.offer(grads, is_last=is_last)
-            self._in_flight = ()
+        for grads, is_last in self._in_flight:
+            grads.finish()
+            if is_last or grads.is_passed_on_each:
+                self.offer(grads, is_last=is_last)
+        self._in_flight = ()
 
     def offer(self, grads: FlatGrads, *, is_last: bool) -> None:
         """Offer a reduced gradient to the sink. If it updates the segment, its values are stale."""

@@ -222,17 +222,17 @@ class DeviceTier(FlatTier):
             return
         for own, given in zip(self._optimizer.param_groups, groups, strict=True):
             own.update({k: v for k, v in given.items() if k != "params"})
-        starts = self._starts_of(self._parts[i][0].start for i in active)
+        starts = self._starts_of([self._parts[i][0].start for i in active])
         self._scale(starts, grad_scale)
         self._downloads.order_before_update()
         self._made.clear()
         plan = self._plan_of(active, starts)
         for turn in plan.turns:
-            for _, start, stop in turn.extents:
-                self._announce(start, stop)
-            is_first = not all(map(self._has_state, turn.parts))
+            if self._watcher is not None:
+                for _, start, stop in turn.extents:
+                    self._watcher.before_change(start, stop)
             self._run(turn, grad_scale)
-            if is_first and len(plan.turns) > 1:
+            if plan is not self._plan and len(plan.turns) > 1:
                 release_free_pages()
         for piece in active:
             self._num_steps[piece] += 1
@@ -240,10 +240,8 @@ class DeviceTier(FlatTier):
 
     def _plan_of(self, active: Sequence[int], starts: Sequence[int]) -> _Plan:
         """Return the turns and copies of a step over ``active``, with the offers at ``starts``."""
-        key = (tuple(active), tuple((start, self._grads[start].numel()) for start in starts))
-        # In its first step the optimizer makes states.
-        is_first = not all(self._num_steps[i] or self._has_state(self._parts[i][0]) for i in active)
-        if self._plan is None or self._plan.key != key or is_first:
+        key = (tuple(active), tuple([(start, self._grads[start].numel()) for start in starts]))
+        if self._plan is None or self._plan.key != key:
             copies = [
                 copy
                 for start in starts
@@ -256,7 +254,10 @@ class DeviceTier(FlatTier):
                 offer = starts[bisect_right(starts, self._parts[part.piece][0].start) - 1]
                 due.append(Due(part, offer, names, self._has_state(part)))
             turns = divide(due, num_groups=len(self._members), limit=self.turn_numel)
-            self._plan = _Plan(key, turns, copies)
+            plan = _Plan(key, turns, copies)
+            # In its first step the optimizer makes states, in turns of their own.
+            self._plan = plan if all(one.has_state for one in due) else None
+            return plan
         return self._plan
 
     def _has_state(self, part: Part) -> bool:

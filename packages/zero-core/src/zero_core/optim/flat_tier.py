@@ -127,7 +127,7 @@ class FlatTier:
         self._downloads.wait(start, stop)
 
     def are_params_ready(self, start: int, stop: int) -> bool:
-        return self._downloads.have_ended(start, stop)
+        return not self._downloads.under_way or self._downloads.have_ended(start, stop)
 
     def _master_dtype(self, start: int) -> torch.dtype:
         return self._masters.chunks[self._masters.index_of(start)][1].dtype
@@ -172,12 +172,15 @@ class _Downloads:
 
     The copies wait for the update, the readers of a shard for its copy, and the next update for all
     copies of master weights that it overwrites. The host waits for nothing.
+
+    Attributes:
+        under_way: the stop and the event of each copy, by its start.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.Stream | None = None
-        self._under_way: dict[int, tuple[int, torch.Event]] = {}  # stop and event, by start
+        self.under_way: dict[int, tuple[int, torch.Event]] = {}
 
     def start(self, copies: Sequence[tuple[int, Tensor, Tensor]]) -> None:
         """Copy each of the master weights into its shard: ``(start, master, shard)``."""
@@ -188,11 +191,11 @@ class _Downloads:
             for start, master, shard in copies:
                 shard.copy_(master.to(shard.dtype), non_blocking=True)
                 event = self._stream.record_event()
-                self._under_way[start] = start + shard.numel(), event
+                self.under_way[start] = start + shard.numel(), event
 
     def order_before_update(self) -> None:
         """Make the current stream wait for all copies."""
-        if self._under_way:
+        if self.under_way:
             assert self._stream is not None
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
@@ -206,8 +209,8 @@ class _Downloads:
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-            self._under_way.clear()
+            self.under_way.clear()
 
     def _events(self, start: int, stop: int) -> list[torch.Event]:
-        under_way = self._under_way.items()
+        under_way = self.under_way.items()
         return [event for low, (high, event) in under_way if low < stop and high > start]

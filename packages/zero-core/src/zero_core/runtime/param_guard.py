@@ -93,7 +93,7 @@ class ParamGuard:
                     "module.to(), module.double(), param.data = ... or param.set_(): the engine "
                     f"would not follow it. Cast and move a model before build(). {_ADVICE}"
                 )
-            if (lost := values.take_written()) is not None:
+            if values.written is not None and (lost := values.take_written()) is not None:
                 raise RuntimeError(lost)
 
     def _check_frozen(self) -> None:

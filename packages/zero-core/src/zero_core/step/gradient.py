@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -400,13 +400,15 @@ class StepGradient:
             follow(self._train.global_steps + 1)
         self.param_grads.decided()
         used, scale = self.facts.counts("used"), self._train.scaler.scale
+        for param in self.param_grads.set_params:  # since the ranks were counted
+            used[param] = float(param in self.params_with_grad)
         norm = self._norm()
         clipped = norm * self._clip_factor
         factor = self._clip_factor * clip_factor(clipped, self._config.gradient_clipping)
         self.decision = StepDecision(
             norm=norm,
             is_taken=self._is_to_be_taken(norm),
-            active=[i for i, p in enumerate(self._state.pieces) if self._is_used(p.param, used)],
+            active=[i for i, p in enumerate(self._state.pieces) if used[p.param] > 0],
             grad_scale=factor / scale,
         )
         self.policy.settle(is_void=not self.decision.is_taken)
@@ -415,11 +417,6 @@ class StepGradient:
             self._why_skipped = self._explain_nonfinite()
         self._train.grad_norm = norm
         return self.decision
-
-    def _is_used(self, param: int, num_ranks: Sequence[float]) -> bool:
-        if self.param_grads.is_set(param):  # since the ranks were counted
-            return param in self.params_with_grad
-        return num_ranks[param] > 0
 
     @property
     def _square_sum(self) -> float:
@@ -453,6 +450,8 @@ class StepGradient:
         A parameter without one waits for ``step``: only then is it known whether another rank has
         one. Returns whether they have new values.
         """
+        if not self.policy.begins_early:
+            return False
         pieces = self._state.pieces
         own = self._pieces_of.get(grads.segment.index, ())
         active = [i for i in own if pieces[i].param in self.params_with_grad]

@@ -327,7 +327,8 @@ class VerticalSchedule:
 
     def _add(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         self._backward.reductions.finish_unit(unit.index)
-        self._backward.add(grads, position, grad)
+        grads.add(position, grad)
+        self._backward.params_with_grad.add(grads.param_numbers[position])
 
     def _take(self, unit: Unit, grads: FlatGrads, position: int, grad: Tensor) -> None:
         assert self._turn is not None, "a gradient comes within a backward"
