@@ -32,7 +32,7 @@ from zero_core.comm.meter import Meter, Traffic
 from zero_core.config import Config, OffloadOptimizerConfig
 from zero_core.core import access
 from zero_core.core.extension import Extension
-from zero_core.core.module_units import ModuleUnits
+from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.core.saved import Holding
 from zero_core.errors import ConfigError, EvaluationOnlyError

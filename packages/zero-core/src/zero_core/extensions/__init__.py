@@ -11,7 +11,7 @@ from zero_core.comm.topology import Ranks
 from zero_core.config import Config
 from zero_core.core.extension import PREFIX, Extension
 from zero_core.core.facts import Facts
-from zero_core.core.module_units import ModuleUnits
+from zero_core.core.hooks import ModuleUnits
 from zero_core.core.passes import Passes
 from zero_core.errors import ConfigError
 from zero_core.extensions.heartbeat import HeartbeatFile

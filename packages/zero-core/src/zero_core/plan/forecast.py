@@ -26,7 +26,6 @@ from zero_core.comm.meter import Links
 from zero_core.comm.p2p import coded_room
 from zero_core.config import Config
 from zero_core.core.gradient_plan import accumulated_dtype, communicated_dtype
-from zero_core.core.param_offload import OffloadedSegments, offloaded_segments
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.layout.discovery import compute_dtype
 from zero_core.optim.factory import has_kernel_rule
@@ -42,6 +41,7 @@ from zero_core.plan.footprints import (
 from zero_core.plugins import call_factory
 from zero_core.runtime.host_inputs import MAX_IN_PIECE, page_locked_bytes
 from zero_core.sharded.memory import Memory
+from zero_core.sharded.param_offload import OffloadedSegments, offloaded_segments
 from zero_core.step.update import may_speculate
 
 _META = torch.device("meta")

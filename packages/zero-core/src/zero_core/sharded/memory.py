@@ -17,12 +17,6 @@ from zero_core.comm.communicator import Communicator
 from zero_core.config import Config
 from zero_core.core.gradient_plan import GradientPlan, plan_segment_gradient
 from zero_core.core.grads import FlatGrads, GradientBuffers, SequentialGrads
-from zero_core.core.param_offload import (
-    LocalStore,
-    OffloadedSegments,
-    OffloadedShard,
-    PrefetchHints,
-)
 from zero_core.core.params import DeviceShard, FlatParams, SegmentViews, ShardSource
 from zero_core.core.pool import (
     Allocate,
@@ -38,6 +32,12 @@ from zero_core.layout.discovery import Discovered, Quantized
 from zero_core.layout.stored import dim_order
 from zero_core.protocols import AccumulatingTier, ParamStore, StateTier
 from zero_core.sharded.changes.log import ChangeLog
+from zero_core.sharded.param_offload import (
+    LocalStore,
+    OffloadedSegments,
+    OffloadedShard,
+    PrefetchHints,
+)
 
 NUM_SPARE = 2
 """Buffers whose copies to the host may still be under way when the next one is needed."""

@@ -58,7 +58,7 @@ class StepDecision:
 class StepGradient:
     """Gradient of the current step.
 
-    The first group of methods is the runtime's `zero_core.core.reductions.GradientSink`, which
+    The first group of methods is the runtime's `zero_core.core.passes.GradientSink`, which
     documents them.
 
     Attributes:
