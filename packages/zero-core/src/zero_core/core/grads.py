@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.comm.communicator import Communicator, NamedReduction, NamedWork
-from zero_core.comm.fused_sum import sum_dtype
+from zero_core.comm.control import ControlGroup
+from zero_core.comm.fused_sum import norm_of
+from zero_core.comm.topology import Ranks
+from zero_core.config import Config
 from zero_core.core.gradient_plan import GradientCase, GradientPlan
 from zero_core.core.params import SegmentViews
 from zero_core.core.pool import BufferPool, Wait
@@ -87,6 +90,7 @@ class FlatGrads:
         tier: StateTier,
         span: tuple[int, int],
         views: SegmentViews,
+        arithmetic: Arithmetic,
     ) -> None:
         """Prepare. The state ``tier`` reads back what it was offered, if it owns gradients.
 
@@ -104,7 +108,7 @@ class FlatGrads:
         # The sum is gathered, or the tier copies it.
         self._is_used_at_once = buffers.total is not None or tier.owns_grads
         self._predivide = buffers.plan.predivide
-        self._norms = buffers.plan.norms
+        self._arithmetic = arithmetic
         self.is_passed_on_each = buffers.plan.is_passed_on_each
         self._shard = buffers.shard
         self._padded_numel = segment.padded_numel
@@ -141,6 +145,9 @@ class FlatGrads:
     def has_unreduced(self) -> bool:
         """Whether gradients were added that no reduction has carried yet."""
         return self._full is not None
+
+    def begin_backward(self) -> None:
+        """Begin a backward. A sequential plan has one gradient of each parameter in it."""
 
     def accumulate_locally(self) -> None:
         """Let gradients of the following backwards add up until the next reduction (``no_sync``).
@@ -313,7 +320,7 @@ class FlatGrads:
             rounded = shard.to(dtype)
         if dtype is torch.float16 and rounded is not shard:
             # fp16 may overflow in this cast: take the norm after it.
-            self._norm = self._norms.measure(rounded)
+            self._norm = self._arithmetic.measure(rounded)
         norm = self.norm()
         if total is not None:
             self._wait_until_read()  # total may be the memory of full_grad
@@ -459,7 +466,7 @@ class FlatGrads:
         values = self.covered()
         if self.plan.offered is torch.float16:  # whose cast may overflow
             values = values.to(torch.float16)
-        return self._norms.measure(values, 2.0, self.plan.normed)
+        return self._arithmetic.measure(values, 2.0, self.plan.normed)
 
     def retake_norm(self) -> Tensor:
         """Return `norm` of the shard after changes."""
@@ -470,7 +477,7 @@ class FlatGrads:
         """Return the ``p``-norm of the shard, in fp32 or wider: see `ReducedGrad`."""
         if p == 2.0 and self._norm is not None:
             return self._norm
-        return self._norms.measure(self.values(), p, self.plan.normed)
+        return self._arithmetic.measure(self.values(), p, self.plan.normed)
 
     def nonfinite_ranks(self) -> list[int] | None:
         """Return the ranks that this rank found to have gradients that are not finite in this step.
@@ -510,11 +517,11 @@ class FlatGrads:
             self._until_reduced = self._until_read = work
             if self._is_used_at_once or not self._is_empty:  # or it is added to what is there
                 self.wait()
-            self._norm = self._norms.of_reduction(statistics.norm)
+            self._norm = self._arithmetic.of_reduction(statistics.norm)
             self._note_nonfinite(statistics.nonfinite)
             return
         work.wait()
-        self._norm = norm = self._norms.measure(reduced)
+        self._norm = norm = self._arithmetic.measure(reduced)
         # The norm is free to read on a host: finite means no search. On a device reading would
         # synchronize, so look at the contributions instead.
         if not (norm.is_cpu and math.isfinite(norm.sum().item())):
@@ -575,46 +582,57 @@ class FlatGrads:
         self._buffers.full_pools[full.dtype].release(full, readers)
 
 
-class SequentialGrads(FlatGrads):
-    """Gradients that are added to the step's sum rank by rank, as a sequential plan has it.
+class Arithmetic:
+    """Arithmetic of gradients: sums and norms as in torch and DDP, unless a subclass differs.
 
-    See [Note: the same bits at any world size] in `zero_core.core.gradient_plan`.
+    Attributes:
+        is_sequential: whether every rank's gradient is a term by itself: see `GradientPlan`.
+        num_sums: length of the vector that `add_squares` returns.
+        grads_class: adds a segment's gradients.
     """
 
-    _missing = -0.0  # changes no bit of a sum
-    _added: set[int]  # positions, since `begin_backward`
+    is_sequential: bool = False
+    num_sums: int = 1
+    grads_class: type[FlatGrads] = FlatGrads
 
-    def begin_backward(self) -> None:
-        """Begin a backward, in which each parameter has one gradient."""
-        self._added = set()
-
-    def add(self, position: int, grad: Tensor) -> None:
-        """See `FlatGrads.add`.
+    def check(self, config: Config, communicator: Communicator, ranks: Ranks) -> None:
+        """Refuse collectives and settings with which it has other bits.
 
         Raises:
-            RuntimeError: the parameter had a gradient in this backward before.
+            ConfigError: what they lack.
         """
-        if position in self._added:
-            shape = list(self.params[position].shape)
-            name = self._communicator.name_of(f"parameter of shape {shape}", self.segment.index)
-            raise RuntimeError(
-                f"world_size_invariant: a {name} had two gradients in one backward, as of a module "
-                "that is used twice under reentrant activation checkpointing. They would be added "
-                "in another order at another world size: checkpoint with use_reentrant=False"
-            )
-        self._added.add(position)
-        # One rank sends nothing, and rounds its gradients as those of several are rounded.
-        super().add(position, grad.to(self.plan.communicated) if self._has_one_rank else grad)
 
-    def _start_reduction(self, target: Tensor, full: Tensor) -> NamedReduction:
-        if self._is_empty and target.dtype is sum_dtype(full.dtype):
-            return super()._start_reduction(target, full)
-        if self._is_empty:
-            target.fill_(self._missing)
-        return self._communicator.reduce_add(target, full, self.segment.index)
+    def measure(self, values: Tensor, p: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the ``p``-norm of a shard, [shard_numel]: 0-dimensional, or one of each chunk.
 
-    def _find_target(self) -> Tensor:
-        shard = self._shard
-        assert shard is not None, "a sequential plan keeps it"
-        self._wait_until_copied()
-        return shard
+        In fp32 or wider; ``dtype`` is that in which the powers are added up, where it is given.
+        """
+        return norm_of(values, p, dtype)
+
+    def of_reduction(self, norm: Tensor) -> Tensor | None:
+        """Return what `measure` does, if the ``norm`` that a reduction took on its way is that."""
+        return norm
+
+    def add_squares(self, norms: Sequence[Tensor], squares: Sequence[Tensor]) -> Tensor:
+        """Add up a rank's segments: [num_sums], float64. Ranks add such vectors.
+
+        Args:
+            norms: by segment, of `measure`.
+            squares: of segments of which only these are known, [1] each.
+        """
+        sums = [*squares]
+        if norms:
+            sums.append(torch.stack([*norms]).to(torch.float64).square())
+        return torch.cat(sums).sum().view(1)
+
+    def finish(self, sums: Tensor) -> None:
+        """Replace the first of ``sums``, those of `add_squares`, by the square sum."""
+
+    def over_ranks(self, norms: Sequence[Tensor], p: float, control: ControlGroup) -> float:
+        """Return the ``p``-norm of all ranks' shards. Every rank must call it.
+
+        Args:
+            norms: by segment, of `measure`: float64, on one device.
+        """
+        local = torch.linalg.vector_norm(torch.stack([*norms]), p)
+        return float(torch.linalg.vector_norm(control.gather(local.view(1)), p))

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from zero_core._torch import call_at_end_of_backward, count_calls, is_in_backward
 from zero_core.comm.communicator import Communicator
 from zero_core.core.facts import Facts, Filler
-from zero_core.core.grads import FlatGrads, SequentialGrads
+from zero_core.core.grads import FlatGrads
 from zero_core.core.order import BackwardOrder, Forward
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
@@ -139,7 +139,7 @@ class Reductions:
         self.has_peers = has_peers
         self._units = units
         self._grads = [grads for unit in units for grads in unit.grads]
-        self._sequential = [grads for grads in self._grads if isinstance(grads, SequentialGrads)]
+        self._sequential = [grads for grads in self._grads if grads.plan.is_sequential]
         self.is_due_per_backward = has_peers or any(g.is_passed_on_each for g in self._grads)
         self._sink = sink
         self._ready = ready
@@ -153,8 +153,7 @@ class Reductions:
     def begin_unit(self, index: int) -> None:
         """Begin the backward of one micro-batch through a unit."""
         for grads in self._units[index].grads:
-            if isinstance(grads, SequentialGrads):
-                grads.begin_backward()
+            grads.begin_backward()
 
     def finish_unit(self, index: int) -> None:
         """`finish`, if reductions of this unit are under way: more is to be added to it."""

@@ -20,7 +20,7 @@ from zero_core.comm.meter import Links, Traffic
 from zero_core.config import Config
 from zero_core.core.facts import facts_nbytes
 from zero_core.core.gradient_plan import accumulated_dtype, communicated_dtype
-from zero_core.core.norms import norms_of
+from zero_core.extensions.invariance import arithmetic_of
 from zero_core.layout.arithmetic import Layout, Segment
 from zero_core.plan.footprints import CollectivesFootprint
 from zero_core.plan.forecast import num_gathers
@@ -42,7 +42,7 @@ def step_traffic(
     if layout.world_size > 1:
         if footprint is not None or config.zero_optimization.quantized_key is None:
             found += _collectives(layout, config, links, footprint)
-        nbytes = facts_nbytes(len(layout.params), len(layout.units), norms_of(config))
+        nbytes = facts_nbytes(len(layout.params), len(layout.units), arithmetic_of(config))
         found += _sum("all_reduce", "facts of the step", [links.all_reduce(nbytes)])
     down, up = host_link
     if down or up:

@@ -21,8 +21,7 @@ from zero_core.comm.control import ControlGroup
 from zero_core.config import Config
 from zero_core.core.extension import Extensions
 from zero_core.core.facts import Facts, Filler
-from zero_core.core.grads import FlatGrads
-from zero_core.core.norms import norms_of
+from zero_core.core.grads import Arithmetic, FlatGrads
 from zero_core.layout.arithmetic import Layout
 from zero_core.optim.train_state import TrainState
 from zero_core.protocols import AccumulatingTier
@@ -77,6 +76,7 @@ class StepGradient:
         config: Config,
         facts: Facts,
         extensions: Extensions,
+        arithmetic: Arithmetic,
     ) -> None:
         self._extensions = extensions
         self.params_with_grad: set[int] = set()
@@ -89,7 +89,7 @@ class StepGradient:
         self._communicator = communicator
         self._train = train
         self._config = config
-        self._norm_kind = norms_of(config)
+        self._arithmetic = arithmetic
         self._is_scaled = config.loss_scaling.enabled
         self._is_checked = config.check_grad_overflow or self._is_scaled
         self.facts = facts
@@ -217,7 +217,7 @@ class StepGradient:
             if self._communicator.world_size > 1:
                 norms = {index: self._grads[index].covered_norm() for index in norms}
             square_sums = self._square_sums(norms)
-            self._norm_kind.finish(square_sums)
+            self._arithmetic.finish(square_sums)
             self._changed_square_sum = square_sums[0]
 
     def fill(self, facts: Facts) -> None:
@@ -234,7 +234,7 @@ class StepGradient:
         # In the order of the layout: that of the reductions may change from step to step.
         ordered = [norm for _, norm in sorted(norms.items())]
         squares = [self._on_device(call()).view(1) for _, call in sorted(self._tier_sums.items())]
-        return self._norm_kind.add_squares(ordered, squares)
+        return self._arithmetic.add_squares(ordered, squares)
 
     def _take_changes(self, changes: Mapping[int, Mapping[int, Tensor]]) -> bool:
         """Have the step use what was done to ``param.grad``. Return whether anything was."""
@@ -305,7 +305,7 @@ class StepGradient:
             return math.sqrt(self._square_sum)
         grads = [grads for _, grads in sorted(self._grads.items())]
         norms = [g.norm(p).to(self._device, torch.float64) for g in grads]
-        return self._norm_kind.over_ranks(norms, p, self._state.control)
+        return self._arithmetic.over_ranks(norms, p, self._state.control)
 
     def explain_skip(self) -> str:
         """Return why `decide` skips the step, before `clear`.
