@@ -54,9 +54,6 @@ class Blueprint:
         """Describe ``model``, which may be on the meta device and is not changed.
 
         Without ``is_training`` every parameter is frozen, and the optimizer has none.
-
-        Raises:
-            ConfigError: there is no optimizer, or the configuration does not fit the model.
         """
         leaf = config.zero_optimization.leaf_module
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
@@ -100,11 +97,7 @@ class Blueprint:
     def check_ranks_agree(
         self, control: ControlGroup, config: Config, extensions: Sequence[str] = ()
     ) -> None:
-        """Refuse a model, a configuration or ``extensions`` that are not the same on every rank.
-
-        Raises:
-            RankMismatchError: with the ranks that differ, and in what.
-        """
+        """Refuse a model, a configuration or ``extensions`` that are not the same on every rank."""
         model = {f"parameter {p.name}": f"{p}" for p in self.layout.params}
         model["order of parameters"] = _digest(repr([p.name for p in self.layout.params]))
         model["layout"] = _digest(repr(self.layout))

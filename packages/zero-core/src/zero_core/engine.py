@@ -30,10 +30,7 @@ from zero_core.checkpoint.patches.write import PatchWriter
 from zero_core.checkpoint.save import SaveOptions
 from zero_core.checkpoint.storage.location import Location, local_path, location_of
 from zero_core.core.extension import EndedStep, Extensions
-from zero_core.errors import (
-    RankMismatchError,
-    UnusedParameterError,
-)
+from zero_core.errors import RankMismatchError, UnusedParameterError
 from zero_core.object_methods import ObjectMethods
 from zero_core.protocols import MicroBatchLoss
 from zero_core.record.recorder import StepRecords, Subject

@@ -231,9 +231,6 @@ def check_is_free(model: nn.Module) -> None:
     """Refuse a model of which another engine owns a parameter: both would take its gradient.
 
     An engine that was freed without an end is ended here, if its hooks are still there.
-
-    Raises:
-        ConfigError: with the name of the first one.
     """
     for name, param in model.named_parameters():
         for ref in tuple(_alive):

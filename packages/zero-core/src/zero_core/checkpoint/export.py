@@ -58,9 +58,7 @@ def full_values(state: ShardedState, *, dtype: torch.dtype | None) -> dict[str, 
 
 
 def _entries(
-    state: ShardedState,
-    params: Iterable[tuple[ParamSpec, Tensor]],
-    dtype: torch.dtype | None,
+    state: ShardedState, params: Iterable[tuple[ParamSpec, Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     """Yield the state dict's parameters, each with its names.
 

@@ -30,10 +30,6 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
         value: numbers, strings, lists, tuples, mappings and tensors.
         where: name of the value, for messages.
         advice: for messages.
-
-    Raises:
-        CheckpointError: it holds anything else, or a tensor that is complex, quantized, sparse or
-            of over `MAX_NUMEL` elements.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -67,11 +63,7 @@ def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Restore the argument of `encode`.
-
-    Raises:
-        CheckpointCorruptError: it is not the result of `encode`.
-    """
+    """Restore the argument of `encode`."""
     try:
         return _decode(value)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:

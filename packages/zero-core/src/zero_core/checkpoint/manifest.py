@@ -295,12 +295,7 @@ def is_sealed(data: bytes) -> bool:
 
 
 def parse(data: bytes, where: object) -> Manifest:
-    """Return the checked manifest of its bytes. ``where`` is for messages.
-
-    Raises:
-        CheckpointError: it is of another format.
-        CheckpointCorruptError: it is not what was written.
-    """
+    """Return the checked manifest of its bytes. ``where`` is for messages."""
     _check_size(len(data), where)
     has_digest = _TAIL.search(data, max(len(data) - _TAIL_BYTES, 0)) is not None
     if has_digest and not is_sealed(data):
@@ -333,12 +328,7 @@ class _Kind(BaseModel):
 
 
 def read_manifest(place: Location) -> Manifest:
-    """Return the manifest of the checkpoint in folder ``place``.
-
-    Raises:
-        CheckpointError: it is of another format.
-        CheckpointCorruptError: it is not what was written.
-    """
+    """Return the manifest of the checkpoint in folder ``place``."""
     path = place / MANIFEST
     with open_regular(path, follows_links=False) as file:
         size = size_of(file)

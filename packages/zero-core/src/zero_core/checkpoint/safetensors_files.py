@@ -91,12 +91,7 @@ class StoredTensor:
     follows_links: bool = True
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return elements ``[first, last)`` of the flattened tensor, 1-D, in the file's dtype, CPU.
-
-        Raises:
-            CheckpointCorruptError: the tensor has no such elements, or the file is shorter than it
-                was.
-        """
+        """Return elements ``[first, last)`` of the flattened tensor, 1-D, as stored, on the CPU."""
         if not 0 <= first <= last <= math.prod(self.shape):
             raise CheckpointCorruptError(
                 f"{self.path} has {math.prod(self.shape)} elements where {first} to {last} are read"
@@ -123,12 +118,7 @@ class StoredTensor:
 
 
 def find_tensors(source: str | Path | Sequence[str | Path]) -> dict[str, StoredTensor]:
-    """Return the tensors by name of a file, several files, or a Hugging Face folder.
-
-    Raises:
-        CheckpointError: there is no such file, or a tensor is in two of them.
-        CheckpointCorruptError: a file is not whole.
-    """
+    """Return the tensors by name of a file, several files, or a Hugging Face folder."""
     found: dict[str, StoredTensor] = {}
     for path in model_files(source):
         for name, tensor in read_header(path).items():
@@ -169,12 +159,7 @@ def model_files(source: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def read_header(path: Location, *, follows_links: bool = True) -> dict[str, StoredTensor]:
-    """Return the tensors by name of one file. For ``follows_links`` see `open_regular`.
-
-    Raises:
-        CheckpointError: there is no such file, or a tensor has a dtype that torch lacks.
-        CheckpointCorruptError: it is not whole.
-    """
+    """Return the tensors by name of one file. For ``follows_links`` see `open_regular`."""
     with open_regular(path, follows_links=follows_links) as file:
         return read_open(file, path, follows_links=follows_links)[0]
 

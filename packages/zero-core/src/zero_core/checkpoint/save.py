@@ -338,9 +338,6 @@ def write_file(
 
     A sequence of 1-D tensors stands for their concatenation, which is not made. So do blocks of a
     state, each of which is read when it is written.
-
-    Raises:
-        CheckpointError: there is no room, or a file of that name.
     """
     path = folder / name
     try:
@@ -424,11 +421,7 @@ def frame_of(state: ShardedState) -> dict[str, Any]:
 
 
 def write_manifest(staging: Staging, content: Mapping[str, Any]) -> None:
-    """Check a manifest, and give it to the checkpoint under way.
-
-    Raises:
-        CheckpointError: it could not be loaded, or there is no room.
-    """
+    """Check a manifest, and give it to the checkpoint under way."""
     if staging.subfolder is not None:
         content = {**content, "subfolder": staging.subfolder}
     data = seal(content)

@@ -65,10 +65,6 @@ class InitialValues:
         """Refuse a model with unknown values.
 
         With ``has_pretrained`` a file gives the parameters and the persistent buffers.
-
-        Raises:
-            ConfigError: a tensor is on the meta device and nothing recorded it, or it was changed
-                after it was recorded; or its value is in the shards of another engine.
         """
         for path, module in self._model.named_modules():
             kept = set(module._buffers) - module._non_persistent_buffers_set

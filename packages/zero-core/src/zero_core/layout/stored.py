@@ -58,9 +58,6 @@ def components(name: str, param: Tensor) -> tuple[Component, ...]:
     """Return the tensors that hold the bytes of ``param``: see [Note: quantized parameters].
 
     That is ``param`` alone, at path "", if it is not quantized.
-
-    Raises:
-        ConfigError: it is of a class that cannot be sharded, with its ``name``.
     """
     if isinstance(param, PartitionedParam):
         return (Component("", param),)

@@ -37,11 +37,7 @@ class BaseOptimizer(torch.optim.Optimizer, ABC):
 
 
 def check_settings(betas: tuple[float, ...], **settings: float) -> None:
-    """Check hyperparameters.
-
-    Raises:
-        ValueError: a setting is negative, or a beta is outside [0, 1), by name.
-    """
+    """Check hyperparameters."""
     for name, value in settings.items():
         if not value >= 0.0:
             raise ValueError(f"{name} must not be negative, got {value}")

@@ -142,9 +142,6 @@ def split_groups(params: Sequence[Any], options: Mapping[str, Any]) -> list[dict
     """Split each group into its matrices and the rest, by the parameters' ``use_muon``.
 
     Of the ``options``, which are ``optimizer.params``, ``muon_lr`` and ``adam_lr`` win over ``lr``.
-
-    Raises:
-        ValueError: a parameter does not say whether it is a matrix.
     """
     groups = [g for g in params if isinstance(g, dict)]
     loose = [p for p in params if not isinstance(p, dict)]

@@ -43,11 +43,7 @@ class Accumulation:
         self.override: bool | None = None
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
-        """Refuse to save in the middle of a step, unless its part is ``or_dropped``.
-
-        Raises:
-            CheckpointError: a step is under way.
-        """
+        """Refuse to save in the middle of a step, unless its part is ``or_dropped``."""
         if self.count and not or_dropped:
             raise CheckpointError(
                 f"micro-step {self.micro_steps} is in the middle of an accumulation, of which "
@@ -55,12 +51,7 @@ class Accumulation:
             )
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of micro-steps per step.
-
-        Raises:
-            ValueError: it is below 1.
-            RuntimeError: a step is under way.
-        """
+        """Set the number of micro-steps per step."""
         if steps < 1:
             raise ValueError(f"gradient_accumulation_steps = {steps}: expected 1 or more")
         if self.count:
@@ -91,11 +82,7 @@ class Accumulation:
         self.micro_steps, self.count = global_steps * self.steps, 0
 
     def divide(self, loss: Tensor, over: int | None) -> Tensor:
-        """Divide ``loss`` by ``over`` micro-steps. None stands for `steps`.
-
-        Raises:
-            ValueError: ``over`` is below 1.
-        """
+        """Divide ``loss`` by ``over`` micro-steps. None stands for `steps`."""
         steps = self.steps if over is None else over
         if steps < 1:
             raise ValueError(f"over = {over}: expected a number of micro-steps, 1 or more")
@@ -263,12 +250,7 @@ class TrainState:
         }
 
     def check(self, saved: Mapping[str, Any], without: Collection[str] = ()) -> None:
-        """Refuse a ``saved`` state, checked by `check_progress`, that could not be loaded here.
-
-        Raises:
-            CheckpointError: the schedule's state is not one that the engine's can go on from.
-            CheckpointCorruptError: it is not what `state_dict` returned for such an optimizer.
-        """
+        """Refuse a ``saved`` state, checked by `check_progress`, that could not be loaded here."""
         if "optimizer" not in without:
             self._check_hyperparameters(saved["param_groups"])
         if "lr_scheduler" not in without:
@@ -352,11 +334,7 @@ class TrainState:
 
 
 def check_progress(saved: Mapping[str, Any]) -> None:
-    """Refuse what `TrainState.state_dict` returns for no optimizer and no schedule.
-
-    Raises:
-        CheckpointCorruptError: with the place.
-    """
+    """Refuse what `TrainState.state_dict` returns for no optimizer and no schedule."""
     for name in ("global_steps", "micro_steps", "skipped_steps"):
         if not _is_count(saved.get(name)):
             raise CheckpointCorruptError(f"progress.{name} is {saved.get(name)!r:.100}")

@@ -122,9 +122,6 @@ class WholeTier(FlatTier):
 
         An error of the optimizer is raised on the ranks that it has one on. The others wait for the
         new values, until the collectives' timeout.
-
-        Raises:
-            CollectiveError: another rank did not take part.
         """
         self._downloads.order_before_update()
         offered = self._starts_of(self._pieces[index].start for index in active)

@@ -190,9 +190,6 @@ def trace_step(
     keyword or positional arguments of one micro-batch, ``units`` names and modules, the root first.
     With ``torch_autocast`` activations count in fp32, and with them the casts of weights that stay
     to backward.
-
-    Raises:
-        ConfigError: the forward does not run on the meta device.
     """
 
     def to_meta(value: Any, dtype: torch.dtype | None = config.compute_dtype) -> Any:

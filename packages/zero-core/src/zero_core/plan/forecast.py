@@ -87,11 +87,7 @@ class Forecast:
         links: Links,
         buffer_bytes: int,
     ) -> None:
-        """Compute the layout and every size on the meta device, besides the model's buffers.
-
-        Raises:
-            ConfigError: a package does not serve a setting.
-        """
+        """Compute the layout and every size on the meta device, besides the model's buffers."""
         self._layout = drawn.layout
         self._config = config
         self._links = links

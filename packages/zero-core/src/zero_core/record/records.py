@@ -245,11 +245,7 @@ class RecordFile:
     """
 
     def __init__(self, folder: Path, rank: int, max_bytes: int) -> None:
-        """Open the file in ``folder``, after the records of earlier starts.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Open the file in ``folder``, after the records of earlier starts."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE.format(rank=rank)
         self._max_bytes = self._limit = max_bytes

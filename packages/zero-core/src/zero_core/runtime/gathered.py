@@ -98,12 +98,7 @@ class GatheredParams:
     def some_params(
         self, params: Iterable[nn.Parameter], modifier_rank: int | None
     ) -> Iterator[nn.Module]:
-        """Gather ``params`` within.
-
-        Raises:
-            ValueError: one of them is not the engine's.
-            RankMismatchError: they are to be changed, and other ranks gather others.
-        """
+        """Gather ``params`` within."""
         self._passes.forward.end_interrupted()
         wanted = list(params)
         if modifier_rank is not None:
@@ -170,11 +165,7 @@ class GatheredParams:
                 p.tensor.copy_(p.param.data)
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
-        """Refuse changes within a context that only reads, of which nothing would be left.
-
-        Raises:
-            RuntimeError: with the names of the parameters.
-        """
+        """Refuse changes within a context that only reads, of which nothing would be left."""
         specs, cures = self._state.layout.params, self._state.cures
         changed = [
             specs[p.slot.param].name
@@ -262,11 +253,7 @@ class _Edit:
     def __init__(
         self, state: ShardedState, edits: Edits, rank: int, params: Sequence[_FullParam]
     ) -> None:
-        """Remember the values on ``rank``. Takes their memory there once more.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
+        """Remember the values on ``rank``. Takes their memory there once more."""
         if not 0 <= rank < state.control.world_size:
             raise ValueError(
                 f"modifier_rank = {rank}: expected a rank below {state.control.world_size}"
@@ -280,11 +267,7 @@ class _Edit:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Broadcast the values of ``rank``. Every rank must call it.
-
-        Raises:
-            ValueError: a parameter was given another shape, on all ranks.
-        """
+        """Broadcast the values of ``rank``. Every rank must call it."""
         self._state.quiesce()  # others may still be gathering the old values
         if not self._params:
             return

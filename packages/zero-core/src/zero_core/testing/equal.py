@@ -128,13 +128,7 @@ def cover(
     return sorted(chosen, key=str)
 
 
-def check(
-    row: Row,
-    variant: Variant,
-    folder: Path,
-    *,
-    is_simulated: bool = True,
-) -> None:
+def check(row: Row, variant: Variant, folder: Path, *, is_simulated: bool = True) -> None:
     """Run both sides of a row, and compare losses, skipped steps and values bit by bit.
 
     ``is_simulated``: ranks are threads of this process, else processes.

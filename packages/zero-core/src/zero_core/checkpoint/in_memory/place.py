@@ -34,9 +34,6 @@ class Place:
         """Open the folder for the checkpoints of ``directory``.
 
         ``path``: given by the user, who removes it; None is the launcher's.
-
-        Raises:
-            CheckpointError: the folder cannot be made, or is in use for another engine.
         """
         self._locks: list[int] = []
         try:

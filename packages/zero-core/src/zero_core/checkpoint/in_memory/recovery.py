@@ -150,11 +150,7 @@ def _needed(state: ShardedState, reader: Reader) -> set[str]:
 
 
 def _fetch(
-    state: ShardedState,
-    reader: Reader,
-    place: Path,
-    lacking: list[str],
-    sources: Mapping[str, int],
+    state: ShardedState, reader: Reader, place: Path, lacking: list[str], sources: Mapping[str, int]
 ) -> None:
     """Have every rank get the files of ``place`` that it lacks from ranks that have them."""
     control, slot = state.control, Slot(place)

@@ -60,11 +60,7 @@ class MemoryCheckpoints(Extension):
         ranks: Ranks,
         per_node: int,
     ) -> None:
-        """Prepare. `open` gives the folder. Every rank must call it.
-
-        Raises:
-            ConfigError: the ranks cannot send memory of the host to another node.
-        """
+        """Prepare. `open` gives the folder. Every rank must call it."""
         self._ring: Ring | None = None  # sends copies to the next node
         if settings.copies and per_node < ranks.size:
             if ranks.has_own_device and backend_on(ranks.group, torch.device("cpu")) is None:

@@ -98,10 +98,6 @@ class ReceivedPatch:
         """Refuse a receiver ``what`` that the patch does not apply to.
 
         ``known``: the version that is kept with it. ``given`` by the caller, another one counts.
-
-        Raises:
-            PatchGapError: the receiver is too old.
-            CheckpointError: its version is not known, is another engine's, or is newer.
         """
         document = self.document
         if document.since is None:
@@ -198,13 +194,7 @@ class ReceivedPatch:
 
 @contextmanager
 def open_patch(patch: WeightPatch | bytes | str | Path) -> Iterator[ReceivedPatch]:
-    """Open a patch and check it.
-
-    Raises:
-        ValueError: a `WeightPatch` of another rank than 0.
-        CheckpointError: it is none.
-        CheckpointCorruptError: it is damaged.
-    """
+    """Open a patch and check it."""
     source = patch.source if isinstance(patch, WeightPatch) else patch
     if source is None:
         raise ValueError("the patch is on rank 0: apply it there, or send its bytes or file")

@@ -122,9 +122,6 @@ class Aside:
         """Remove what killed saves left in the folder of checkpoints, then make and lock this one.
 
         One of the ranks calls it.
-
-        Raises:
-            CheckpointError: another program saves the same tag there.
         """
         remove_stale(self.folder.parent)
         is_lost = False
@@ -201,9 +198,6 @@ def _open_locked(folder: Path) -> tuple[int, bool | None]:
     Returns:
         The descriptor, and whether it is locked. False: another program has the lock, or the name
         is another folder's by now. None: the file system has no locks.
-
-    Raises:
-        FileNotFoundError: another program removes it.
     """
     is_locked: bool | None = True
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -21,11 +21,7 @@ Staging = Aside | Upload
 
 
 def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
-    """Return the location that a user has given: a path, or a URL such as ``s3://bucket/run``.
-
-    Raises:
-        CheckpointError: it is a URL that fsspec cannot open, or one that went through `Path`.
-    """
+    """Return the location that a user has given: a path, or a URL such as ``s3://bucket/run``."""
     if isinstance(place, RemotePath):
         return place
     text = os.fspath(place)
@@ -42,11 +38,7 @@ def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:
 
 
 def local_path(place: str | os.PathLike[str] | RemotePath, what: str) -> Path:
-    """Return the path of this machine that a user has given for ``what``.
-
-    Raises:
-        CheckpointError: it is a URL.
-    """
+    """Return the path of this machine that a user has given for ``what``."""
     found = location_of(place)
     if not isinstance(found, Path):
         raise CheckpointError(f"{place} is a URL, and {what} needs a folder of this machine")

@@ -223,13 +223,7 @@ class Upload:
 
 
 def open_url(url: str) -> RemotePath:
-    """Return the path of ``url``.
-
-    Raises:
-        CheckpointError: fsspec, or what it needs for this protocol, is not installed; it does not
-            know the protocol; or that does not replace an object as a whole.
-        CheckpointFailedError: opening it failed.
-    """
+    """Return the path of ``url``."""
     protocols = {part.partition("://")[0].lower() for part in url.split("::")}
     if protocols & _IN_PLACE:
         raise CheckpointError(

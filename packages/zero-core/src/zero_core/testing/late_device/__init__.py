@@ -44,11 +44,7 @@ _loaded: list[int] = []  # the number of devices, once they are there
 
 
 def load(num_devices: int = 4) -> None:
-    """Register ``num_devices`` devices. Again with the same number: nothing.
-
-    Raises:
-        RuntimeError: it was loaded with another number, or there is no C++ compiler.
-    """
+    """Register ``num_devices`` devices. Again with the same number: nothing."""
     if _loaded:
         if _loaded[0] != num_devices:
             raise RuntimeError(
