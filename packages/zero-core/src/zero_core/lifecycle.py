@@ -33,21 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 class LeftShard(NamedTuple):
-    """This rank's elements of one parameter of an engine that has ended.
+    """This rank's elements of one parameter of an engine that has ended."""
 
-    Attributes:
-        param: the parameter, or a component of a quantized one.
-        spec: its form: ``spec.to_values`` makes the value of all elements.
-        control: the ranks that share it.
-        spans: which of its elements each rank has; they do not overlap.
-        values: this rank's, in the engine's memory: bytes if ``spec.is_opaque``.
-    """
-
-    param: Tensor
-    spec: ParamSpec
-    control: ControlGroup
-    spans: list[tuple[int, int]]
-    values: Tensor
+    param: Tensor  # the parameter, or a component of a quantized one
+    spec: ParamSpec  # its form: ``spec.to_values`` makes the value of all elements
+    control: ControlGroup  # the ranks that share it
+    spans: list[tuple[int, int]]  # which of its elements each rank has; they do not overlap
+    values: Tensor  # this rank's, in the engine's memory: bytes if ``spec.is_opaque``
 
 
 class Removable(Protocol):

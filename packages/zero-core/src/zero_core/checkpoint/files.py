@@ -145,10 +145,6 @@ class Reader:
 
     Each chunk of a file is checked before its first use: a file that is missing, or is not what was
     written, is a `CheckpointCorruptError`.
-
-    Attributes:
-        folder: the checkpoint's.
-        manifest: its manifest.
     """
 
     def __init__(self, place: Location, manifest: Manifest) -> None:

@@ -102,27 +102,21 @@ class Save:
 
     Making one takes what is small; every rank must do so. `write` does the rest, at once or in
     another thread.
-
-    Attributes:
-        state: frozen values are read from it as long as `write` runs.
-        snapshot: its trainable segments' states.
-        directory: folder of all checkpoints. Where ranks have folders of their own, a load needs
-            all files in one folder.
-        previous: this rank's files of the last save.
-        version: of the states: one that they had before stands for the same values. None: not
-            known.
-        known: this rank's files, once the checkpoint is complete.
     """
 
-    state: ShardedState
-    snapshot: Snapshot
+    state: ShardedState  # frozen values are read from it as long as `write` runs
+    snapshot: Snapshot  # its trainable segments' states
+    # folder of all checkpoints. Where ranks have folders of their own, a load needs all files in
+    # one folder
     directory: Location
     tag: str
     progress: TrainState
     client_state: Mapping[str, Any]
     options: SaveOptions
-    previous: Mapping[str, KnownFile]
+    previous: Mapping[str, KnownFile]  # this rank's files of the last save
+    # of the states: one that they had before stands for the same values. None: not known
     version: int | None
+    # this rank's files, once the checkpoint is complete
     known: dict[str, KnownFile] = field(default_factory=dict)
 
     @property

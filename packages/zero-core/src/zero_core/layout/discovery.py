@@ -47,19 +47,12 @@ _read: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = WeakKeyDictionary
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized parameter of the model: [Note: quantized parameters] in `stored`.
-
-    Attributes:
-        param: the parameter.
-        name: its first name.
-        components: its components.
-        numbers: theirs.
-    """
+    """A quantized parameter of the model: [Note: quantized parameters] in `stored`."""
 
     param: nn.Parameter
     name: str
     components: tuple[Tensor, ...]
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # theirs
 
     @property
     def is_plain(self) -> bool:

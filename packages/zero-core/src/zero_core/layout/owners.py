@@ -29,19 +29,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Whole:
-    """A trainable parameter, and who has which part of it.
+    """A trainable parameter, and who has which part of it."""
 
-    Attributes:
-        param: its number in the layout.
-        segment: index of its segment.
-        owner: the rank that updates it.
-        shares: its parts by rank, in order. One if it is not divided.
-    """
-
-    param: int
-    segment: int
-    owner: int
-    shares: tuple[Share, ...]
+    param: int  # its number in the layout
+    segment: int  # index of its segment
+    owner: int  # the rank that updates it
+    shares: tuple[Share, ...]  # its parts by rank, in order. One if it is not divided
 
     @property
     def numel(self) -> int:

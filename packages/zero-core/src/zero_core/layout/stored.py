@@ -38,15 +38,10 @@ _NO_METADATA = (nn.Module, Enum, type, FunctionType, MethodType, ModuleType)
 
 
 class Component(NamedTuple):
-    """A plain tensor of a parameter.
+    """A plain tensor of a parameter."""
 
-    Attributes:
-        path: its attribute as seen from the parameter, "" for the parameter's own memory.
-        tensor: the object that the parameter holds.
-    """
-
-    path: str
-    tensor: Tensor
+    path: str  # its attribute as seen from the parameter, "" for the parameter's own memory
+    tensor: Tensor  # the object that the parameter holds
 
 
 def is_storage_dtype(dtype: torch.dtype) -> bool:

@@ -49,16 +49,12 @@ from zero_core.protocols import ChangeWatcher, ParamStore
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Turns and copies of a step, kept while its arguments are alike.
+    """Turns and copies of a step, kept while its arguments are alike."""
 
-    Attributes:
-        key: the active pieces, and starts and lengths of the offers.
-        turns: the turns.
-        copies: start, master weights and parameter shard, where a shard is other memory.
-    """
-
+    # the active pieces, and starts and lengths of the offers
     key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
     turns: list[Turn]
+    # start, master weights and parameter shard, where a shard is other memory
     copies: list[tuple[int, Tensor, Tensor]]
 
 

@@ -24,22 +24,15 @@ _NO_OWN = "the schedule that was saved is not used: the engine has none" + _MEAN
 
 
 class Accumulation:
-    """Counter of micro-steps.
-
-    Attributes:
-        steps: micro-steps per step.
-        micro_steps: micro-steps that have ended.
-        count: those of the current step that have ended; 0 between two steps.
-        override: whether the current micro-step is the last one of its step. None: the count
-            decides.
-    """
+    """Counter of micro-steps."""
 
     def __init__(self, steps: int, num_parts: int = 1) -> None:
         """``num_parts``: the ranks among which `divide` divides a loss besides."""
-        self.steps = steps
+        self.steps = steps  # micro-steps per step
         self._num_parts = num_parts
-        self.micro_steps = 0
-        self.count = 0
+        self.micro_steps = 0  # micro-steps that have ended
+        self.count = 0  # those of the current step that have ended; 0 between two steps
+        # whether the current micro-step is the last one of its step. None: the count decides
         self.override: bool | None = None
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
@@ -98,28 +91,24 @@ class LossScaler:
     ``min_loss_scale``.
 
     Attributes:
-        is_dynamic: whether the scale changes.
         scale: factor on the loss; 1 without fp16.
-        is_applied: whether a loss of the current micro-step has been scaled.
-        config: the settings.
-        hysteresis_left: overflows from now on of which the last one halves the scale.
-        steps_since_overflow: steps without overflow since the last one, or since the start.
-        growth_delay: of these, how many come before the first window. DeepSpeed has one.
     """
 
     def __init__(self, config: Fp16Config) -> None:
         self.config = config
-        self.is_dynamic = config.enabled and config.loss_scale == 0.0
+        self.is_dynamic = config.enabled and config.loss_scale == 0.0  # whether the scale changes
         if not config.enabled:
             self.scale = 1.0
         elif self.is_dynamic:
             self.scale = max(2.0**config.initial_scale_power, config.min_loss_scale)
         else:
             self.scale = config.loss_scale
-        self.is_applied = False
+        self.is_applied = False  # whether a loss of the current micro-step has been scaled
+        # overflows from now on of which the last one halves the scale
         self.hysteresis_left = config.hysteresis
+        # steps without overflow since the last one, or since the start
         self.steps_since_overflow = 0
-        self.growth_delay = 0
+        self.growth_delay = 0  # of these, how many come before the first window. DeepSpeed has one
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self.is_applied = True
@@ -166,17 +155,7 @@ class LossScaler:
 
 
 class TrainState:
-    """Counters, accumulation, loss scale, schedule and parameter groups of one training.
-
-    Attributes:
-        global_steps: optimizer steps so far, skipped ones included.
-        skipped_steps: steps skipped because a gradient was not finite.
-        num_drops: how often gradients were dropped, with or without a step.
-        accumulation: micro-steps of a step.
-        scaler: the loss scale.
-        lr_scheduler: stepped at each optimizer step that is taken, or None.
-        grad_norm: 2-norm of the last step's gradient, unscaled, before clipping, or None.
-    """
+    """Counters, accumulation, loss scale, schedule and parameter groups of one training."""
 
     def __init__(
         self,
@@ -187,16 +166,17 @@ class TrainState:
         rank: int,
     ) -> None:
         """Start at step 0. ``param_groups`` are the optimizer's own and are changed in place."""
-        self.global_steps = 0
-        self.skipped_steps = 0
-        self.num_drops = 0
+        self.global_steps = 0  # optimizer steps so far, skipped ones included
+        self.skipped_steps = 0  # steps skipped because a gradient was not finite
+        self.num_drops = 0  # how often gradients were dropped, with or without a step
         micro_steps, num_parts = config.gradient_accumulation_steps, 1
         if config.world_size_invariant:
             step_size = config.train_micro_batch_size_per_gpu * micro_steps
             num_parts = config.train_batch_size // step_size
-        self.accumulation = Accumulation(micro_steps, num_parts)
+        self.accumulation = Accumulation(micro_steps, num_parts)  # micro-steps of a step
         self.scaler = LossScaler(config.loss_scaling)
-        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler = lr_scheduler  # stepped at each optimizer step that is taken, or None
+        # 2-norm of the last step's gradient, unscaled, before clipping, or None
         self.grad_norm: float | None = None
         self._param_groups = param_groups
         self._steps_per_print = config.steps_per_print

@@ -52,21 +52,13 @@ def _flop_counter() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One call of an operator.
+    """One call of an operator."""
 
-    Attributes:
-        kind: its name without overload; that of attention is `ATTENTION` for all kernels.
-        dtype: name of the dtype that it computes in.
-        amount: see [Note: amounts].
-        is_product: whether the amount are operations.
-        nbytes: bytes that a product reads and writes.
-    """
-
-    kind: str
-    dtype: str
-    amount: int
-    is_product: bool
-    nbytes: int = 0
+    kind: str  # its name without overload; that of attention is `ATTENTION` for all kernels
+    dtype: str  # name of the dtype that it computes in
+    amount: int  # see [Note: amounts]
+    is_product: bool  # whether the amount are operations
+    nbytes: int = 0  # bytes that a product reads and writes
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator:
@@ -113,31 +105,24 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Trace:
-    """One micro-batch on the meta device: what it saves and what it computes.
+    """One micro-batch on the meta device: what it saves and what it computes."""
 
-    Attributes:
-        saved_bytes: bytes that autograd saves for backward, parameters and buffers not counted.
-        recomputed_bytes: those with activation checkpointing: a block saves its inputs alone, and
-            one block at a time what it saves else.
-        forward: calls of each operator in forward, by unit. What is computed between units counts
-            to the root before the first block, and to the last unit after it.
-        backward: those of backward, recomputation not included; None if it was not traced.
-        kept_bytes: of what is recomputed, inputs of blocks and what is saved in front of them.
-        border_bytes: the largest input of a block.
-        epilogue_bytes: of what is saved, that behind the blocks.
-        moved: bytes of each of a block's inputs that may wait in host memory, by unit.
-        freed_bytes: bytes that leave the device when inputs wait in host memory.
-    """
-
-    saved_bytes: int
+    saved_bytes: int  # bytes that autograd saves for backward, parameters and buffers not counted
+    # those with activation checkpointing: a block saves its inputs alone, and one block at a time
+    # what it saves else
     recomputed_bytes: int
+    # calls of each operator in forward, by unit. What is computed between units counts to the root
+    # before the first block, and to the last unit after it
     forward: Mapping[int, Counter[Operator]]
+    # those of backward, recomputation not included; None if it was not traced
     backward: Counter[Operator] | None
+    # of what is recomputed, inputs of blocks and what is saved in front of them
     kept_bytes: int = 0
-    border_bytes: int = 0
-    epilogue_bytes: int = 0
+    border_bytes: int = 0  # the largest input of a block
+    epilogue_bytes: int = 0  # of what is saved, that behind the blocks
+    # bytes of each of a block's inputs that may wait in host memory, by unit
     moved: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    freed_bytes: int = 0
+    freed_bytes: int = 0  # bytes that leave the device when inputs wait in host memory
 
     def nbytes(self, config: Config, *, is_accelerated: bool) -> int:
         """Return the bytes that a configuration saves on the device.
@@ -260,19 +245,14 @@ def _trace_backward(
 
 
 class _Place:
-    """The unit that a traced forward is in, and what autograd saves in each.
-
-    Attributes:
-        unit: its index.
-        weights: storages of parameters and buffers that are saved.
-        moved: bytes of each positional input of a block, which recomputation may keep in host
-            memory, by unit.
-    """
+    """The unit that a traced forward is in, and what autograd saves in each."""
 
     def __init__(self, modules: Sequence[nn.Module], known: set[int]) -> None:
         """``modules`` of the units, the root first. ``known``: storages of their values."""
-        self.unit = 0
-        self.weights: set[int] = set()
+        self.unit = 0  # its index
+        self.weights: set[int] = set()  # storages of parameters and buffers that are saved
+        # bytes of each positional input of a block, which recomputation may keep in host memory, by
+        # unit
         self.moved: dict[int, list[int]] = {}
         self._known = known
         self._blocks = {i: m for i, m in enumerate(modules) if m is not modules[0]}

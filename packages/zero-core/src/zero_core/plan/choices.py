@@ -149,17 +149,12 @@ def _choices(zero: ZeroConfig, links: Links) -> Iterator[tuple[str, dict[str, An
 
 @dataclass(frozen=True)
 class Placement:
-    """Keys that differ from the configuration. See [Note: placements].
+    """Keys that differ from the configuration. See [Note: placements]."""
 
-    Attributes:
-        words: the difference in words; empty for the configuration itself.
-        settings: ``(block, key, value)`` of ``zero_optimization``; "" is no block within it.
-        is_rounding: whether the numbers of a run change.
-    """
-
-    words: str = ""
+    words: str = ""  # the difference in words; empty for the configuration itself
+    # ``(block, key, value)`` of ``zero_optimization``; "" is no block within it
     settings: tuple[tuple[str, str, Any], ...] = ()
-    is_rounding: bool = False
+    is_rounding: bool = False  # whether the numbers of a run change
 
     @property
     def device(self) -> str | None:

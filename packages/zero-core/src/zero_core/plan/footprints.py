@@ -140,17 +140,11 @@ class TierFootprint(Protocol):
 
 @dataclass(frozen=True)
 class WholeFootprint:
-    """`TierFootprint` of `zero_core.optim.whole_tier` on the host, which has all or nothing.
+    """`TierFootprint` of `zero_core.optim.whole_tier` on the host, which has all or nothing."""
 
-    Attributes:
-        kept: bytes of host memory by kind.
-        on_device: bytes on the device by kind.
-        moved: bytes per step from the device to the host and back.
-    """
-
-    kept: Mapping[str, int]
-    on_device: Mapping[str, int]
-    moved: tuple[int, int]
+    kept: Mapping[str, int]  # bytes of host memory by kind
+    on_device: Mapping[str, int]  # bytes on the device by kind
+    moved: tuple[int, int]  # bytes per step from the device to the host and back
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
         return 1.0
@@ -239,14 +233,10 @@ class UploadFootprint(Protocol):
 
 
 class Footprints:
-    """Loads the closed forms of installed packages and notes which packages are missing.
-
-    Attributes:
-        missing: what is not counted and why, by distribution.
-    """
+    """Loads the closed forms of installed packages and notes which packages are missing."""
 
     def __init__(self) -> None:
-        self.missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}  # what is not counted and why, by distribution
 
     def collectives(
         self, config: Config, world_size: int, ranks_per_node: int, *, is_worst_case: bool = False

@@ -65,19 +65,7 @@ class MemoryUse:
 
 
 class Forecast:
-    """One configuration's bytes per rank, for any ratio of its optimizer state on the host.
-
-    Attributes:
-        collectives: closed forms of quantized collectives, if the configuration asks for them.
-        tier: closed forms of the offloaded state, if the configuration asks for it.
-        resting: segments whose shards rest off the device.
-        spans: ``(start, stop, segment)`` of each segment in what this rank updates.
-        gradients: how the gradient of each trainable segment is held, by its index.
-        tied: bytes of a micro-batch's gradient of each weight of the root that is tied, whose last
-            part ends a vertical backward. Empty for other schedules.
-        async_save_bytes: the most host memory of `Engine.async_save`: this rank's states once.
-        is_complete: whether every package that the configuration asks for is installed.
-    """
+    """One configuration's bytes per rank, for any ratio of its optimizer state on the host."""
 
     def __init__(
         self,
@@ -98,6 +86,7 @@ class Forecast:
         self._has_shared_memory = ranks_per_node == world_size and not is_accelerated
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
+        # segments whose shards rest off the device
         self.resting = offloaded_segments(drawn.layout, config, is_apart=is_apart)
         self._is_offloaded = zero.offload_optimizer.device != "none"
         memory = Memory(
@@ -110,6 +99,7 @@ class Forecast:
             offloaded=OffloadedSegments(self.resting, None) if self.resting else None,
         )
         owns_grads = self._is_offloaded and drawn.updates_slices
+        # how the gradient of each trainable segment is held, by its index
         self.gradients = {
             index: buffers.plan
             for index, buffers in memory.allocate_gradients(
@@ -117,6 +107,7 @@ class Forecast:
             ).items()
         }
         self._numel = drawn.layout.local_numel(is_sharded=memory.has_sharded_state)
+        # ``(start, stop, segment)`` of each segment in what this rank updates
         self.spans = [(*span, drawn.layout.segments[index]) for index, span in memory.spans.items()]
         self._whole_bytes: tuple[int, int] | None = None  # of a step, where it is; its messages
         if not drawn.updates_slices:
@@ -136,13 +127,17 @@ class Forecast:
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self._footprints = footprints
+        # closed forms of quantized collectives, if the configuration asks for them
         self.collectives = footprints.collectives(config, world_size, ranks_per_node)
+        # closed forms of the offloaded state, if the configuration asks for it
         self.tier = self._tier_footprint(drawn, memory, footprints)
+        # the most host memory of `Engine.async_save`: this rank's states once
         self.async_save_bytes = sum(
             s.shard_numel * (config.master_dtype(s.dtype).itemsize + self._state_bytes)
             for *_, s in self.spans
         )
         find_resting = footprints.param_tier(zero) if self.resting else None
+        # whether every package that the configuration asks for is installed
         self.is_complete = (
             (self.collectives is not None or zero.quantized_key is None)
             and (self.tier is not None or not self._is_offloaded)
@@ -150,6 +145,8 @@ class Forecast:
         )
         params = drawn.layout.params
         root = {slot.param for s in drawn.layout.units[0].segments for slot in s.slots}
+        # bytes of a micro-batch's gradient of each weight of the root that is tied, whose last part
+        # ends a vertical backward. Empty for other schedules
         self.tied = [
             p.numel * p.dtype.itemsize
             for n, p in enumerate(params)

@@ -98,17 +98,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings that differ between choices besides stage and ratio. See [Note: choices].
+    """Settings that differ between choices besides stage and ratio. See [Note: choices]."""
 
-    Attributes:
-        micro_batch: samples of a rank and micro-step.
-        is_recomputed: whether activations are recomputed.
-        placement: other keys of ``zero_optimization``.
-    """
-
-    micro_batch: int
-    is_recomputed: bool
-    placement: Placement = AS_CONFIGURED
+    micro_batch: int  # samples of a rank and micro-step
+    is_recomputed: bool  # whether activations are recomputed
+    placement: Placement = AS_CONFIGURED  # other keys of ``zero_optimization``
 
     def of(self, config: Config) -> Config:
         """Return the configuration changed to this."""
@@ -126,16 +120,7 @@ class Variant:
 
 
 class Planner:
-    """Forecasts of all choices, and the smallest that fits. See [Note: choices].
-
-    Attributes:
-        config: the configuration.
-        machine: the machine.
-        layout: of the parameters.
-        links: between the ranks.
-        given: variant of the configuration.
-        configured: the configuration as a choice.
-    """
+    """Forecasts of all choices, and the smallest that fits. See [Note: choices]."""
 
     def __init__(
         self,
@@ -148,7 +133,7 @@ class Planner:
         self._drawn = drawn
         self.config = config
         self.machine = machine
-        self.layout = drawn.layout
+        self.layout = drawn.layout  # of the parameters
         self._buffer_bytes = buffer_bytes
         self._inputs = inputs
         self._stage = config.zero_optimization.stage

@@ -33,13 +33,10 @@ class EngineParameter(nn.Parameter):
 
 
 class ModelCopies:
-    """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing.
+    """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing."""
 
-    Attributes:
-        engine: what is to live as long as the model: the modules refer to this object, and their
-            copies do not.
-    """
-
+    # what is to live as long as the model: the modules refer to this object, and their copies do
+    # not
     engine: object = None
 
     def __init__(self, state: ShardedState, handles: Sequence[Sequence[Any]]) -> None:

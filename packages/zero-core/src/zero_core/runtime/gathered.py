@@ -34,15 +34,11 @@ _SAME, _CHANGED, _RESHAPED = 0.0, 1.0, 2.0
 
 
 class _FullParam(NamedTuple):
-    """One parameter while it is gathered: that at ``position`` of ``flat``.
-
-    Attributes:
-        tensor: the values, in the parameter's shape, which it is a view of.
-    """
+    """One parameter while it is gathered: that at ``position`` of ``flat``."""
 
     flat: FlatParams
     position: int
-    tensor: Tensor
+    tensor: Tensor  # the values, in the parameter's shape, which it is a view of
 
     @property
     def param(self) -> Tensor:

@@ -35,24 +35,17 @@ _ALIGNMENT = 256
 
 
 class HostCopy:
-    """A tensor's values on the host. It returns its buffer when it is dropped.
-
-    Attributes:
-        values: in the buffer, in the tensor's shape and dtype.
-        last_copy: the copy down, or the last copy up.
-        fetched: the values on the device, until they are used.
-        is_fetched: whether they were fetched at all.
-    """
+    """A tensor's values on the host. It returns its buffer when it is dropped."""
 
     def __init__(
         self, copies: HostCopies, buffer: Tensor, values: Tensor, copied: torch.Event
     ) -> None:
         self._copies = copies
         self._buffer = buffer
-        self.values = values
-        self.last_copy = copied
-        self.fetched: Tensor | None = None
-        self.is_fetched = False
+        self.values = values  # in the buffer, in the tensor's shape and dtype
+        self.last_copy = copied  # the copy down, or the last copy up
+        self.fetched: Tensor | None = None  # the values on the device, until they are used
+        self.is_fetched = False  # whether they were fetched at all
 
     def __del__(self) -> None:
         self._copies.release(self._buffer, self.last_copy, self.fetched)
@@ -198,12 +191,11 @@ class _Call:
     """A block's call, whose inputs are fetched together.
 
     Attributes:
-        number: among all calls, from 0 on.
         stored: its inputs, in the order in which they were packed.
     """
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number = number  # among all calls, from 0 on
         self._stored: list[weakref.ref[HostCopy]] = []
 
     def add(self, stored: HostCopy) -> None:
@@ -222,11 +214,7 @@ class _Packed(NamedTuple):
 
 
 class HostInputs:
-    """Moves what is saved within `context` to the host, and back. [Note: two streams ...].
-
-    Attributes:
-        copies: what copies.
-    """
+    """Moves what is saved within `context` to the host, and back. [Note: two streams ...]."""
 
     def __init__(self, device: torch.device) -> None:
         """For inputs on ``device``, an accelerator. Others stay where they are."""

@@ -36,17 +36,11 @@ class _Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to the same memory that nothing orders.
+    """Two accesses to the same memory that nothing orders."""
 
-    Attributes:
-        address: of the first byte.
-        first: operation that is first in the trace, with its stream.
-        second: the other one.
-    """
-
-    address: int
-    first: str
-    second: str
+    address: int  # of the first byte
+    first: str  # operation that is first in the trace, with its stream
+    second: str  # the other one
 
     def __str__(self) -> str:
         return f"{self.second} is not ordered after {self.first} (memory at {self.address:#x})"
@@ -57,14 +51,11 @@ class HappensBefore:
 
     Streams, threads and events are named by any integers. Those of streams and of threads may
     coincide.
-
-    Attributes:
-        races: found so far, one for each pair of operations.
     """
 
     def __init__(self, ranges: Iterable[Range]) -> None:
         """Prepare for accesses to ``ranges`` of memory."""
-        self.races: list[Race] = []
+        self.races: list[Race] = []  # found so far, one for each pair of operations
         self._bounds = sorted({bound for a, numel in ranges for bound in (a, a + numel)})
         self._handler = EventHandler()
         self._numbers: dict[tuple[str, int], int] = {}

@@ -27,19 +27,12 @@ _LEFT_STEP = 1
 
 @dataclass
 class Interruption:
-    """An interruption at a call of a function of some packages, on this thread.
+    """An interruption at a call of a function of some packages, on this thread."""
 
-    Attributes:
-        moment: number of that call, from 1 on. 0: none.
-        is_signal: whether SIGINT is sent, and not KeyboardInterrupt raised in the function.
-        packages: names of the packages whose calls count.
-        num_calls: calls so far.
-    """
-
-    moment: int
-    is_signal: bool
-    packages: Sequence[str]
-    num_calls: int = 0
+    moment: int  # number of that call, from 1 on. 0: none
+    is_signal: bool  # whether SIGINT is sent, and not KeyboardInterrupt raised in the function
+    packages: Sequence[str]  # names of the packages whose calls count
+    num_calls: int = 0  # calls so far
 
     @contextmanager
     def armed(self) -> Iterator[None]:

@@ -52,19 +52,14 @@ TIMEOUT_S = 120.0
 
 
 class _Network:
-    """Mailboxes between the ranks, by sender, receiver and tag.
-
-    Attributes:
-        world_size: number of ranks.
-        failed: the rank that failed first.
-    """
+    """Mailboxes between the ranks, by sender, receiver and tag."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
-        self.world_size = world_size
+        self.world_size = world_size  # number of ranks
         self._timeout_s = timeout_s
         self._arrived = [threading.Condition() for _ in range(world_size)]
         self._boxes: dict[tuple[int, int, Any], deque[Tensor]] = defaultdict(deque)
-        self.failed: int | None = None
+        self.failed: int | None = None  # the rank that failed first
 
     def send(self, source: int, target: int, tag: Any, tensor: Tensor) -> None:
         with torch.inference_mode(False):

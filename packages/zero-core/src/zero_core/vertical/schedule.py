@@ -78,11 +78,7 @@ def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 class VerticalSchedule:
-    """Runs all micro-batches of a step. See the note at the top of this file.
-
-    Attributes:
-        handles: of the hooks on the blocks.
-    """
+    """Runs all micro-batches of a step. See the note at the top of this file."""
 
     def __init__(
         self,
@@ -134,7 +130,7 @@ class VerticalSchedule:
         # Backward: the micro-batch, and the unit that its gradients are of; the prologue's is the
         # root.
         self._turn: tuple[MicroBatch, Unit | None] | None = None
-        self.handles: list[Any] = []
+        self.handles: list[Any] = []  # of the hooks on the blocks
         for number, module in enumerate(modules):
             self._hook(number, module)
 

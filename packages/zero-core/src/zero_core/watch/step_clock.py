@@ -20,19 +20,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Span(NamedTuple):
-    """A part of a step.
+    """A part of a step."""
 
-    Attributes:
-        doing: the place, as of `zero_core.watch.place.Place.doing`.
-        waits_for: the collective that it waits for there, or an empty string.
-        start: seconds since the step began.
-        stop: seconds since then.
-    """
-
-    doing: str
-    waits_for: str
-    start: float
-    stop: float
+    doing: str  # the place, as of `zero_core.watch.place.Place.doing`
+    waits_for: str  # the collective that it waits for there, or an empty string
+    start: float  # seconds since the step began
+    stop: float  # seconds since then
 
 
 class MemoryMeter:
@@ -72,13 +65,10 @@ class MemoryMeter:
 
 
 class StepClock:
-    """Notes each change of a `Place`. It belongs to the thread that the place belongs to.
+    """Notes each change of a `Place`. It belongs to the thread that the place belongs to."""
 
-    Attributes:
-        trail: seconds since the step began, bytes held, and place, at each change of the place;
-            None where these are not noted.
-    """
-
+    # seconds since the step began, bytes held, and place, at each change of the place; None where
+    # these are not noted
     trail: list[tuple[float, int, str]] | None = None
 
     def __init__(self, device: torch.device, doing: str, memory: MemoryMeter) -> None:

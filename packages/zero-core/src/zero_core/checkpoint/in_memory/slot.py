@@ -63,13 +63,10 @@ class Slot:
 
     Its files are mapped: that takes half the time of writing to them. Memory is reserved before, as
     a write to a page for which there is none would end the process.
-
-    Attributes:
-        folder: its files.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder  # its files
         self._files: dict[str, Tensor] = {}
 
     def write(self, name: str, tensors: Mapping[str, Tensor | Blocks]) -> int:

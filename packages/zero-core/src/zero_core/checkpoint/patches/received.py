@@ -42,11 +42,10 @@ class ReceivedPatch:
 
     Attributes:
         document: its description.
-        name: for messages.
     """
 
     def __init__(self, file: IO[bytes], name: str) -> None:
-        self.name = name
+        self.name = name  # for messages
         self._file = file
         self._stored, metadata = read_open(file, Path(name))
         text = metadata.get(METADATA_KEY)

@@ -105,16 +105,13 @@ class Aside:
 
     Nothing of it counts before `commit`. `zero_core.checkpoint.storage.remote.Upload` has the same
     methods.
-
-    Attributes:
-        folder: for its files.
-        subfolder: its name within the checkpoint's folder, None as the files are in that itself.
     """
 
+    # its name within the checkpoint's folder, None as the files are in that itself
     subfolder: str | None = None
 
     def __init__(self, directory: Path, tag: str) -> None:
-        self.folder = directory / f".{tag}.saving"
+        self.folder = directory / f".{tag}.saving"  # for its files
         self._place = directory / tag
         self._descriptor: int | None = None
 

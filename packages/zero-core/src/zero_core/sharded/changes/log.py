@@ -102,18 +102,13 @@ class Marks:
 
 
 class ShardChanges:
-    """Changes of one shard in one version.
-
-    Attributes:
-        all: the changed positions.
-        far: those of them that may have moved by more than `NEAR` at once. None: all of them.
-        num_updates: how often a value may have changed.
-    """
+    """Changes of one shard in one version."""
 
     def __init__(self, numel: int) -> None:
-        self.all = Marks(numel)
+        self.all = Marks(numel)  # the changed positions
+        # those of them that may have moved by more than `NEAR` at once. None: all of them
         self.far: Marks | None = Marks(numel)
-        self.num_updates = 0
+        self.num_updates = 0  # how often a value may have changed
         self._starts: list[int] = []  # of what the last update has written, sorted
         self._stops: list[int] = []
 
@@ -161,15 +156,10 @@ class ShardChanges:
 
 @dataclass(frozen=True)
 class ChangedShard:
-    """Changes of one shard since a version.
+    """Changes of one shard since a version."""
 
-    Attributes:
-        near: mask of the positions that moved by `NEAR` at most in each of ``num_updates``.
-        far: mask of the other changed ones.
-    """
-
-    near: Tensor
-    far: Tensor
+    near: Tensor  # mask of the positions that moved by `NEAR` at most in each of ``num_updates``
+    far: Tensor  # mask of the other changed ones
     num_updates: int
 
 
@@ -177,7 +167,6 @@ class ChangeLog:
     """Writes compared shards, and remembers what changed. See the notes above.
 
     Attributes:
-        version: the newest version.
         oldest: the oldest version from which changes are known.
     """
 
@@ -200,7 +189,7 @@ class ChangeLog:
             num_versions: kept at most.
             max_bytes: of all positions; older versions are dropped. None: no limit.
         """
-        self.version = self.oldest = 0
+        self.version = self.oldest = 0  # the newest version
         self._shards = dict(shards)
         self._segments = [segment for _, segment in spans]
         self._starts = [start for start, _ in spans]
