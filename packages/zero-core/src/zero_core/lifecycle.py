@@ -162,10 +162,7 @@ class Ownership:
             return True
 
     def leave_values(self, full: Mapping[str, Tensor]) -> None:
-        """End with the ``full`` values by name in the parameters, and with buffers on the CPU.
-
-        Names are the layout's: components have theirs.
-        """
+        """End with ``full`` values by the layout's names in parameters, buffers on the CPU."""
         self._end()
         names = self.state.param_names
         for flat in self.state.params:

@@ -307,10 +307,7 @@ def _check_alike(kind: str, own: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def resume_rates(schedule: Schedule) -> None:
-    """Set the current rates of ``schedule``, where only its own state was loaded.
-
-    Rates belong to the optimizer's groups and are restored with its state.
-    """
+    """Set the rates of ``schedule``, which its state lacks, where that alone was loaded."""
     if isinstance(schedule, IterationSchedule):
         if schedule.last_batch_iteration >= 0:  # a new engine has the rates of -1 already
             schedule.step(schedule.last_batch_iteration)

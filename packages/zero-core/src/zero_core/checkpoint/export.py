@@ -85,11 +85,7 @@ def _entries(
 def _quantized_holders(
     state: ShardedState,
 ) -> dict[str, tuple[nn.Module, tuple[Quantized, ...], frozenset[str]]]:
-    """Find the modules that hold quantized parameters of more than their own memory.
-
-    Returns:
-        By the module's path: the module, these parameters, and the names of their components.
-    """
+    """Return each module with quantized parameters by path, these, and their components' names."""
     whole = {id(q.param): q for q in state.quantized if not q.is_plain}
     holders = {}
     for path, module in state.module.named_modules(remove_duplicate=False):
@@ -107,10 +103,7 @@ def _saved_by(
     state: ShardedState,
     values: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return what a module itself saves, without its other parameters and buffers.
-
-    ``values``: those of the components by name, on the CPU.
-    """
+    """Return what a module itself saves of ``quantized`` parameters, from ``values`` by name."""
     prefix = f"{path}." if path else ""
     components = {id(c): c for q in quantized for c in q.components}
     with access.opened(module._parameters.values()):

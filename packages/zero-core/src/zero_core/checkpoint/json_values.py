@@ -22,15 +22,7 @@ _TENSOR = "__tensor__"
 
 
 def encode(value: Any, where: str, advice: str = "leave it out") -> Any:
-    """Return ``value`` as JSON from which `decode` restores it exactly.
-
-    Mappings come back as dicts, tensors on the CPU.
-
-    Args:
-        value: numbers, strings, lists, tuples, mappings and tensors.
-        where: name of the value, for messages.
-        advice: for messages.
-    """
+    """Return ``value`` as JSON. `decode` restores it, mappings as dicts, tensors on the CPU."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -79,10 +79,7 @@ class _Header(BaseModel):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a file, whose elements are contiguous from byte ``start``.
-
-    For ``follows_links`` see `zero_core.checkpoint.storage.location.open_regular`.
-    """
+    """Tensor in a file, contiguous from byte ``start``. `open_regular` has ``follows_links``."""
 
     path: Location
     dtype: torch.dtype

@@ -305,11 +305,7 @@ def slices(state: ShardedState, tier: WholeTier, name: str) -> dict[str, Tensor]
 def whole_states(
     state: ShardedState, tier: WholeTier, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Add this rank's states of whole parameters to ``tensors``, those of their file.
-
-    Returns:
-        File and structure of each state, by the parameter's name.
-    """
+    """Add this rank's whole states to ``tensors``. Return file and structure of each, by name."""
     rank, found = state.control.rank, {}
     for param in tier.updated_params():
         spec = state.layout.params[param]
@@ -328,11 +324,7 @@ def own_scalars(state: ShardedState) -> dict[str, dict[str, float]]:
 def write_file(
     folder: Location, name: str, tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]]
 ) -> dict[str, dict[str, Any]]:
-    """Write a safetensors file so that it lasts, and return its size and checksums.
-
-    A sequence of 1-D tensors stands for their concatenation, which is not made. So do blocks of a
-    state, each of which is read when it is written.
-    """
+    """Write a safetensors file through to the disk. Return size and checksums. See `arrange`."""
     path = folder / name
     try:
         with entry(path).writing() as file:
@@ -345,10 +337,7 @@ def write_file(
 def _write_summed(
     tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]], file: IO[bytes] | None = None
 ) -> dict[str, Any]:
-    """Return size and checksums of a safetensors file, as the manifest has them.
-
-    Each block is appended to ``file`` while it is in the cache.
-    """
+    """Return size and checksums of a safetensors file, and append each block to ``file``."""
     size, crcs = 0, [0]
     header, _, values = arrange(tensors)
     for value in chain([torch.frombuffer(bytearray(header), dtype=torch.uint8)], values):

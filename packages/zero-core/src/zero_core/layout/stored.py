@@ -192,10 +192,7 @@ def unflatten(flat: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> T
 
 
 def to_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return the bytes of ``tensor``, 1-D, in the order of memory: a view where it is dense.
-
-    ``order``: its `dim_order`.
-    """
+    """Return the bytes of ``tensor``, 1-D, in ``order``, its `dim_order`: a view if it is dense."""
     return flatten(tensor.detach(), order).view(torch.uint8)
 
 

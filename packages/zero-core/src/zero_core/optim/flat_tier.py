@@ -120,10 +120,7 @@ class FlatTier:
         return torch.cat([part.cpu() for _, part in grads.parts(start, stop)])
 
     def wait_params(self, start: int, stop: int) -> None:
-        """Make the current stream wait for shards that are on their way to the host.
-
-        Others are updated on the stream that will read them.
-        """
+        """Make the current stream wait for shards that are on their way to the host."""
         self._downloads.wait(start, stop)
 
     def are_params_ready(self, start: int, stop: int) -> bool:

@@ -154,10 +154,7 @@ class Trace:
         return sum(page_locked_bytes(nbytes, number * times) for nbytes, number in sizes.items())
 
     def code_bytes(self) -> int:
-        """Return the bytes of code that a CPU compiles for matrix products in bf16.
-
-        oneDNN compiles a kernel for each shape, and keeps 1024 of them.
-        """
+        """Return the bytes of kernels that oneDNN compiles on a CPU: one per shape in bf16."""
         calls = set[Operator]().union(*self.forward.values(), self.backward or ())
         return _CODE_BYTES * sum(c.is_product and c.dtype == "bfloat16" for c in calls)
 

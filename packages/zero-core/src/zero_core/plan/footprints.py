@@ -241,13 +241,7 @@ class Footprints:
     def collectives(
         self, config: Config, world_size: int, ranks_per_node: int, *, is_worst_case: bool = False
     ) -> CollectivesFootprint | None:
-        """Return the footprint of the collectives, if they are asked for and zero-comm is there.
-
-        ``is_worst_case`` takes the most bytes where they depend on the weights' values.
-
-        Raises:
-            ConfigError: zero-comm does not serve a setting.
-        """
+        """Return the footprint of the collectives that are asked for, if zero-comm is there."""
         zero = config.zero_optimization
         if zero.quantized_key is None:
             return None
@@ -278,10 +272,7 @@ class Footprints:
         return found
 
     def uploaded_bytes(self, config: Config, uploaded: Mapping[torch.dtype, int]) -> int | None:
-        """Return the expected bytes of lossless differences of so many elements by dtype.
-
-        None without zero-comm.
-        """
+        """Return the expected bytes of lossless differences by dtype, None without zero-comm."""
         asked = "zero_optimization.offload_optimizer.lossless_upload"
         found: UploadFootprint | None = self._load("uploads", asked, "zero-comm")
         if found is None:

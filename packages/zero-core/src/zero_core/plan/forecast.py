@@ -238,17 +238,11 @@ class Forecast:
         return self._config.gradient_accumulation_steps if is_each else 1
 
     def bytes_in_file(self, ratio: float) -> int:
-        """Return the bytes of master weights and states on NVMe: an update reads and writes them.
-
-        As `memory`, 0 without the package that knows.
-        """
+        """Return the bytes of states on NVMe, read and written in a step. 0 if not known."""
         return 0 if self.tier is None else self.tier.file_bytes(ratio)
 
     def memory(self, ratio: float) -> MemoryUse:
-        """Return the bytes by kind with the first ``ratio`` of the optimizer state on the host.
-
-        Bytes of a package that is not installed are left out; see `is_complete`.
-        """
+        """Return the bytes with the first ``ratio`` of states on the host: see `is_complete`."""
         host: dict[str, int] = {}
         kept = {"master weights": 0, "optimizer states": 0}  # in this order
         if self.tier is not None:

@@ -176,10 +176,7 @@ class Planner:
         return self._forecast(variant_of(choice), choice.stage, choice.device)
 
     def _forecast(self, variant: Variant, stage: int, device: str) -> Forecast:
-        """Return the forecast of a stage with the optimizer state on a device.
-
-        Gradients go to the host with it.
-        """
+        """Return the forecast of a stage with optimizer state and gradients on a device."""
         config = self._changed(variant, stage, device)
         micro_steps = config.gradient_accumulation_steps
         how = (config.is_vertical, config.has_inputs_on_host, variant.placement)
@@ -272,10 +269,7 @@ class Planner:
         )
 
     def choices(self, variant: Variant, ratios: Sequence[float] = ()) -> Iterator[Choice]:
-        """Yield the choices of a variant: each stage with no offload, all, and the least that fits.
-
-        ``ratios`` are further ones, if the state can be divided.
-        """
+        """Yield each stage with no offload, all, the least that fits, and further ``ratios``."""
         can_offload, placement = self._can_offload(), variant.placement
         is_divisible = can_offload and self._drawn.updates_slices
         whole = [] if placement.needs_offload else [0.0]
@@ -416,10 +410,7 @@ def variant_of(choice: Choice) -> Variant:
 
 
 def _with_choice(config: Config, stage: int, device: str) -> Config:
-    """Return the configuration at another stage and with the optimizer state on ``device``.
-
-    Keys that the stage does not serve are dropped.
-    """
+    """Return ``config`` at another stage and device, without keys that are not served there."""
     zero = config.zero_optimization
     changes: dict[str, Any] = {
         "stage": stage,

@@ -40,10 +40,7 @@ class ModelCopies:
     engine: object = None
 
     def __init__(self, state: ShardedState, handles: Sequence[Sequence[Any]]) -> None:
-        """Replace the copying of the model and of every module in it, until `remove`.
-
-        ``handles``: lists of everything of the engine that is on the modules.
-        """
+        """Replace copying by the model's modules. ``handles``: lists of the engine's on them."""
         self._state = state
         self._handles = tuple(handles)
         self._modules = list(state.module.modules())

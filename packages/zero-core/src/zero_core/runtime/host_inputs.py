@@ -95,10 +95,7 @@ class _Buffers:
 
 
 def page_locked_bytes(nbytes: int, number: int, most: int = MAX_IN_PIECE) -> int:
-    """Return the bytes that torch page-locks for ``number`` buffers of ``nbytes``.
-
-    ``most``: those that are page-locked at a time, at most.
-    """
+    """Return the bytes that torch page-locks for ``number`` buffers, ``most`` at a time."""
     if not nbytes:
         return 0
     size = _aligned(nbytes)

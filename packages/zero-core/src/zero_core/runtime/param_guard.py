@@ -52,10 +52,7 @@ class ParamGuard:
     def __init__(
         self, model: nn.Module, values: Sequence[FlatParams], names: Mapping[int, str]
     ) -> None:
-        """Remember the parameters of ``model``, their memory and their places.
-
-        ``names`` are those of the parameters and components, by ``id``.
-        """
+        """Remember the model's parameters, memory and places, and ``names`` by ``id``."""
         self._model = model
         self._values = list(values)
         self._name_of_memory = names

@@ -220,10 +220,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return the cross entropy of [tokens, vocabulary] tile by tile, or None if it needs all.
-
-    Arguments are those of `torch.nn.functional.cross_entropy`.
-    """
+    """Return `functional.cross_entropy` of [tokens, vocabulary] by tiles, None if it needs all."""
     if not isinstance(input, TiledLogits) or isinstance(target, TiledLogits):
         return None
     is_legacy = (size_average, reduce) != (None, None)

@@ -240,10 +240,7 @@ class Segments:
         self.partial.prefetch(self._segments[number].params)
 
     def backward(self, number: int, loss: Tensor | None = None) -> None:
-        """Go backward through one segment, later ones first. Its graph is freed.
-
-        ``loss`` is what the epilogue computed.
-        """
+        """Go backward through one segment, later ones first. Its graph is freed."""
         segment = self._segments[number]
         self._segments[number] = _Segment(segment.start)
         self._entries.clear()  # the forward has ended

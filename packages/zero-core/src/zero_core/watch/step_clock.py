@@ -110,10 +110,7 @@ class StepClock:
             self._carried.append((what, started, perf_counter()))
 
     def launch(self, what: str) -> None:
-        """Note that the collective ``what`` starts. It is under way until it has been waited for.
-
-        Of a name that is launched again before, the first counts.
-        """
+        """Note that the collective ``what`` starts. Of starts without a wait the first counts."""
         if self._is_host:
             self._under_way.setdefault(what, perf_counter())
 
@@ -167,10 +164,7 @@ class StepMarks(NamedTuple):
         return [(what, start - begin, stop - begin) for what, start, stop in self.carried]
 
     def of_events(self, begun: torch.Event, ended: torch.Event) -> tuple[float, float]:
-        """Return start and stop of the work between two events, in seconds since the step began.
-
-        Wait for the second. On an accelerator alone.
-        """
+        """Return start and stop in the step of work between two events. Waits for the second."""
         begin = self.marks[0][2]
         assert isinstance(begin, torch.Event)
         ended.synchronize()

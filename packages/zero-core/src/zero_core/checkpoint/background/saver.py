@@ -68,10 +68,7 @@ class Saver:
     """Saves one engine's checkpoints. See [Note: a save beside training]."""
 
     def __init__(self, state: ShardedState, progress: TrainState, exchange: Exchange) -> None:
-        """Save ``state`` and ``progress``. Threads agree over ``exchange``, which nobody else uses.
-
-        Made in one order on all ranks.
-        """
+        """Made in one order on all ranks, whose threads alone agree over ``exchange``."""
         self._state = state
         self._progress = progress
         self._exchange = exchange
@@ -99,10 +96,7 @@ class Saver:
         on_pending: OnPending,
         max_bytes: int | None,
     ) -> PendingSave:
-        """Start to write a checkpoint beside training. Every rank must call it.
-
-        See `zero_core.Engine.async_save`.
-        """
+        """Start to write a checkpoint beside training, on all ranks: see `Engine.async_save`."""
         self._settle(on_pending)
         snapshot = Snapshot(self._state, self._watch, max_bytes)
         try:

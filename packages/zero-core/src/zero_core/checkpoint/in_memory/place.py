@@ -25,16 +25,10 @@ _WAIT_S = 15.0  # longer than the workers of a data loader take to notice the en
 
 
 class Place:
-    """A rank's use of ``folder``, of the copies that belong to one folder of checkpoints.
-
-    It lasts until `close` or the end of the process.
-    """
+    """A rank's use of the copies of a folder of checkpoints, until `close` or the process's end."""
 
     def __init__(self, path: str | None, directory: Location, rank: int) -> None:
-        """Open the folder for the checkpoints of ``directory``.
-
-        ``path``: given by the user, who removes it; None is the launcher's.
-        """
+        """Open the folder for ``directory``: in the user's ``path``, or the launcher's."""
         self._locks: list[int] = []
         try:
             root = self._open_of_launcher() if path is None else Path(path)

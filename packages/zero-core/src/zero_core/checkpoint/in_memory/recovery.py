@@ -67,10 +67,7 @@ def find_newest(state: ShardedState, folder: Path, last_step: int | None) -> Sna
 
 
 def open_snapshot(state: ShardedState, folder: Path, snapshot: Snapshot) -> Reader:
-    """Return a reader of a snapshot, of which this rank's host has what this rank needs.
-
-    Every rank must call it.
-    """
+    """Return a reader of a snapshot, and fetch the files that are not here, on all ranks."""
     control = state.control
     place = slot_folders(folder)[snapshot.serial % 2]
     here = {
@@ -105,10 +102,7 @@ def _merged(rows: Iterable[bytes]) -> dict[int, Any]:
 def _measure(
     place: Path, rank: int, marker: Mapping[str, Any], names: list[str], frame: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return size and checksums of a rank's files.
-
-    States that a rank without updates did not know are written before: zeros, as a save does.
-    """
+    """Return size and checksums of a rank's files, and write zeros for states it did not know."""
     dtypes = {param["name"]: param["dtype"] for param in frame["params"]}
     slot = Slot(place)
     for name in [name for name in names if name not in marker["states"]]:

@@ -92,10 +92,7 @@ class MemoryCheckpoints(Extension):
     # ------------------------------------------------------------------ making
 
     def open(self, directory: Location) -> None:
-        """Take the folder for copies of the training that is saved in ``directory``.
-
-        Every rank must call it.
-        """
+        """Take the folder for copies of what is saved in ``directory``. Every rank must call it."""
         self.remove()
         if self._path is None:
             check_launcher()
@@ -236,10 +233,7 @@ class MemoryCheckpoints(Extension):
     def newer_state(
         self, directory: Location, last_step: int | None
     ) -> Callable[[], dict[str, Any]] | None:
-        """Open the folder for ``directory``, and find the newest snapshot that is whole.
-
-        Returns what restores it, where shards and states may be written.
-        """
+        """Open the folder for ``directory``. Return what restores the newest whole snapshot."""
         self.open(directory)
         assert self._place is not None
         found = find_newest(self._state, self._place.folder, last_step)

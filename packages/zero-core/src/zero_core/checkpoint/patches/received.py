@@ -72,10 +72,7 @@ class ReceivedPatch:
                     self._content(tensor, piece)
 
     def apply(self, tensor: PatchedTensor, values: Tensor, *, is_trial: bool = False) -> None:
-        """Write the changes of ``tensor`` to ``values``, flattened.
-
-        ``is_trial``: write nothing, but check that it can be done.
-        """
+        """Write the changes of ``tensor`` to ``values``, flattened, or check it if ``is_trial``."""
         for piece in tensor.pieces:
             with self._named(tensor):
                 index, sent = self._content(tensor, piece)
@@ -94,10 +91,7 @@ class ReceivedPatch:
                 part[place] = new.to(values.device)
 
     def check_version(self, known: Version | None, given: int | None, what: str) -> None:
-        """Refuse a receiver ``what`` that the patch does not apply to.
-
-        ``known``: the version that is kept with it. ``given`` by the caller, another one counts.
-        """
+        """Refuse a receiver ``what`` of a wrong version: ``known`` from it, or ``given``."""
         document = self.document
         if document.since is None:
             return
@@ -130,10 +124,7 @@ class ReceivedPatch:
     def match(
         self, there: Sequence[tuple[str, _Value]], required: Mapping[str, _Value], what: str
     ) -> list[tuple[str, PatchedTensor, _Value]]:
-        """Return what the patch's tensors are written to, by names and values of a receiver.
-
-        ``required`` are values that a patch of all must have. ``what``: the receiver.
-        """
+        """Return what the tensors are written to. A patch of all must have those ``required``."""
         by_name = {name: tensor for tensor in self.document.tensors for name in tensor.names}
         found = [(name, by_name[name], value) for name, value in there if name in by_name]
         known = {tensor.names for _, tensor, _ in found}

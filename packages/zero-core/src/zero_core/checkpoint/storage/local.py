@@ -86,10 +86,7 @@ class LocalEntry:
         return False
 
     def discard(self) -> None:
-        """Remove a checkpoint's folder, which is none from the rename on.
-
-        The next save removes what is left under the hidden name if this is cut short.
-        """
+        """Remove a checkpoint's folder, hidden first: the next save removes what is left."""
         path = self._path
         hidden = path.with_name(f".{path.name.lstrip('.')}.{uuid.uuid4().hex}.saving")
         path.rename(hidden)
@@ -116,10 +113,7 @@ class Aside:
         self._descriptor: int | None = None
 
     def make(self) -> None:
-        """Remove what killed saves left in the folder of checkpoints, then make and lock this one.
-
-        One of the ranks calls it.
-        """
+        """Remove what killed saves left beside it, make and lock the folder. One rank calls it."""
         remove_stale(self.folder.parent)
         is_lost = False
         for _ in range(_TRIES):
@@ -152,10 +146,7 @@ class Aside:
             raise no_room(self.folder / MANIFEST, error, ADVICE) from error
 
     def commit(self, *, is_latest: bool) -> None:
-        """Rename the folder to the checkpoint's, whose old content stays readable until then.
-
-        ``is_latest``: make it the newest one, too.
-        """
+        """Rename the folder to the checkpoint's, whose old content stays readable until then."""
         place = self._place
         directory, old = place.parent, place.with_name(f".{place.name}.old")
         mark = directory / f".{LATEST}.{uuid.uuid4().hex}.saving"

@@ -287,10 +287,7 @@ class ChangeLog:
         return sum(m.nbytes for of in (*self._closed, self._open) for m in of.values())
 
     def changed(self, segment: int, since: int, numel: int) -> ChangedShard | None:
-        """Return which of a shard's ``numel`` elements changed after version ``since``.
-
-        None stands for no change.
-        """
+        """Return which of a shard's ``numel`` elements changed after version ``since``, or None."""
         assert since >= self.oldest, "checked by the caller, for all ranks"
         with self._lock:
             versions = chain(self._closed[since - self.oldest :], [self._open])
