@@ -125,19 +125,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Weight:
-    """Parameter of a checkpoint.
+    """Parameter of a checkpoint."""
 
-    Attributes:
-        names: its name and the names tied to it.
-        value: the whole value on the CPU, unrounded if it is trained, else in its own dtype.
-        dtype: compute dtype.
-        is_trainable: whether it is trained.
-    """
-
-    names: tuple[str, ...]
-    value: Tensor
-    dtype: torch.dtype
-    is_trainable: bool
+    names: tuple[str, ...]  # its name and the names tied to it
+    value: Tensor  # the whole value on the CPU, unrounded if it is trained, else in its own dtype
+    dtype: torch.dtype  # compute dtype
+    is_trainable: bool  # whether it is trained
 
 
 class Reader:

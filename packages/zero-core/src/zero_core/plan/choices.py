@@ -58,26 +58,18 @@ MOMENTS = {"bfloat16": "bf16 moments", "int8": "8-bit moments"}
 
 @dataclass(frozen=True)
 class TrafficChoice:
-    """One configuration of the traffic, per rank and optimizer step.
+    """One configuration of the traffic, per rank and optimizer step."""
 
-    Attributes:
-        name: "as configured", "plain", or what is turned on.
-        settings: keys of ``zero_optimization`` that make it, on top of the configuration.
-        traffic: its transfers; copies between a device and its host are left out. Expected ones,
-            where they depend on the weights' values.
-        within_node_bytes: bytes that a rank sends within its node.
-        between_nodes_bytes: bytes that a rank sends to other nodes.
-        most_between_nodes_bytes: the most that it may send to them.
-        kept_bytes: memory for it: secondary shards, messages and errors.
-    """
-
-    name: str
+    name: str  # "as configured", "plain", or what is turned on
+    # keys of ``zero_optimization`` that make it, on top of the configuration
     settings: Mapping[str, Any]
+    # its transfers; copies between a device and its host are left out. Expected ones, where they
+    # depend on the weights' values
     traffic: tuple[Traffic, ...]
-    within_node_bytes: int
-    between_nodes_bytes: int
-    most_between_nodes_bytes: int
-    kept_bytes: int
+    within_node_bytes: int  # bytes that a rank sends within its node
+    between_nodes_bytes: int  # bytes that a rank sends to other nodes
+    most_between_nodes_bytes: int  # the most that it may send to them
+    kept_bytes: int  # memory for it: secondary shards, messages and errors
 
 
 def traffic_choices(layout: Layout, config: Config, links: Links) -> tuple[TrafficChoice, ...]:
