@@ -106,9 +106,9 @@ class Ownership:
         return None if self.is_ended else self.state.param_names.get(id(param))
 
     def undo(self) -> None:
-        """Remove all that was put on the model so far, as the build has failed."""
+        """Remove all that was put on the model so far: of a failed build, or at the end."""
         self.is_ended = True
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # one that raises keeps none of the others
             while self.hooks:
                 stack.callback(self.hooks.pop(0).remove)
 
@@ -178,10 +178,7 @@ class Ownership:
         try:
             state.tier.wait_params(0, max((p.stop for p in state.pieces), default=0))
         finally:  # a tier whose step failed raises: the model is free for another engine
-            self.is_ended = True
-            with ExitStack() as stack:  # one that raises keeps none of the others
-                while self.hooks:
-                    stack.callback(self.hooks.pop(0).remove)
+            self.undo()
 
     def allow_empty_entries(self, advice: str) -> None:
         """Have ``state_dict`` give empty tensors: see `zero_core.ShardedModel`."""
@@ -217,10 +214,7 @@ def owner_of(param: nn.Parameter) -> object | None:
 
 
 def check_is_free(model: nn.Module) -> None:
-    """Refuse a model of which another engine owns a parameter: both would take its gradient.
-
-    An engine that was freed without an end is ended here, if its hooks are still there.
-    """
+    """Refuse a model with another engine's parameter. One that was freed is ended here."""
     for name, param in model.named_parameters():
         for ref in tuple(_alive):
             found = ref()

@@ -33,10 +33,7 @@ def full_state_dict(
 
 
 def _in_order(names: Sequence[str], saved: Iterable[str]) -> Iterator[str]:
-    """Yield the keys of the state dict: ``names``, and what modules ``saved`` besides.
-
-    That has names of its own, which follow those of the module's parameters and buffers.
-    """
+    """Yield ``names``, and behind those of a module what it ``saved`` besides."""
     extra: dict[str, list[str]] = {}
     paths = {name.rpartition(".")[0] for name in names}
     known = set(names)

@@ -219,10 +219,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def make_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: dict[str, str]
 ) -> bytes:
-    """Return the header of a file with these names, dtypes and shapes, in that order.
-
-    It is padded to whole elements. Put the widest elements first, so that all are aligned.
-    """
+    """Return the header of a file with these tensors in order, padded to whole elements."""
     facts: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     stop = 0
     for name, dtype, shape in tensors:
@@ -252,10 +249,7 @@ class Blocks(Protocol):
 def arrange(
     tensors: Mapping[str, Tensor | Blocks | Sequence[Tensor]],
 ) -> tuple[bytes, int, Iterator[Tensor]]:
-    """Return the header of a file, the bytes behind it, and the tensors that have them, in order.
-
-    A sequence of 1-D tensors stands for their concatenation, which is not made.
-    """
+    """Return header, further bytes, and tensors in order. A sequence is written as one tensor."""
     found: list[tuple[str, torch.dtype, Sequence[int], Iterable[Tensor]]] = []
     for key, values in tensors.items():
         parts = [values] if isinstance(values, Tensor) else values

@@ -154,11 +154,7 @@ class Save:
         state.control.together("checkpoint: prepare", prepare)
 
     def detach(self) -> None:
-        """Copy what steps may change before `write` has read it, beside the snapshot's states.
-
-        Those are states of whole parameters and of extensions, and frozen values that are not in
-        host memory.
-        """
+        """Copy what steps may change before `write` reads it, beside the snapshot's states."""
         state, rank = self.state, self.state.control.rank
         whole = self._tensors.get(file_name(WHOLE, rank), {})
         whole.update({key: t.detach().to("cpu", copy=True) for key, t in whole.items()})

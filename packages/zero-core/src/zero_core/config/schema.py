@@ -305,10 +305,7 @@ def explain(
 
 
 def _key_of(loc: _Path, kind: type[BaseModel], raw: Any) -> tuple[_Path, type[BaseModel] | None]:
-    """Return the path in ``raw`` of an error's ``loc``, and the block in which it ends.
-
-    What else is in a ``loc`` names members of unions. The last key may be a missing one.
-    """
+    """Return the path in ``raw`` of an error's ``loc``, which unions lengthen, and its block."""
     block: type[BaseModel] | None = None
     inner: type[BaseModel] | None = kind
     for depth, key in enumerate(loc):

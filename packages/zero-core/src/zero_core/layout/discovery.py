@@ -102,10 +102,7 @@ def note_reader(module: nn.Module, param: nn.Parameter, *, is_reader: bool = Tru
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """Selection of modules by configuration.
-
-    Classes are named with or without the Python module, and modules as in ``named_modules``.
-    """
+    """Selection of modules by class, with or without the Python module, or by name."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()

@@ -50,10 +50,7 @@ def assign_owners(layout: Layout, *, sliced: Collection[int] = ()) -> tuple[Whol
 
     Divided ones are assigned, largest first, to the rank that has the least so far among those with
     a part. The shares are those of stages 1 to 3: at stage 0 every rank has all of each parameter.
-
-    Args:
-        layout: of the model.
-        sliced: numbers of parameters that have no owner. Empty parameters have none either.
+    Those ``sliced``, by number, and empty ones have no owner.
     """
     load = [0] * layout.world_size
     found: dict[int, tuple[int, tuple[Share, ...]]] = {}

@@ -50,10 +50,7 @@ def is_storage_dtype(dtype: torch.dtype) -> bool:
 
 
 def components(name: str, param: Tensor) -> tuple[Component, ...]:
-    """Return the tensors that hold the bytes of ``param``: see [Note: quantized parameters].
-
-    That is ``param`` alone, at path "", if it is not quantized.
-    """
+    """Return the tensors that hold the bytes of ``param``, itself if it is not quantized."""
     if isinstance(param, PartitionedParam):
         return (Component("", param),)
     if inner_tensors(param) is not None:
@@ -176,10 +173,7 @@ def dim_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def flatten(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return the elements, 1-D, with the dimensions in ``order``: a view where it is dense so.
-
-    () stands for the order of the shape, here and in `unflatten`.
-    """
+    """Return the elements, 1-D, in ``order``, () for the shape's: a view if it is dense so."""
     return (tensor.permute(order) if order else tensor).reshape(-1)
 
 

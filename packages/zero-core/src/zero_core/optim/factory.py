@@ -67,11 +67,7 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 
 def elementwise_groups(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """Return the groups whose update the optimizer declares to be elementwise, by their number.
-
-    It declares them by ``is_elementwise_group(group)``, as `zero_core.optim.muon.Muon` does. In a
-    step it may be given slices of their parameters, 1-D.
-    """
+    """Return the numbers of the groups that the optimizer declares to be elementwise."""
     # foreign: an object of the user's
     declares = getattr(optimizer, "is_elementwise_group", lambda group: False)
     return frozenset(n for n, group in enumerate(optimizer.param_groups) if declares(group))

@@ -112,10 +112,7 @@ class Muon(BaseOptimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does.
-
-    Quintic Newton-Schulz iterations on a matrix of norm 1 or less bring singular values near 1.
-    """
+    """Orthogonalize ``matrix`` [rows, columns] in bf16, as `torch.optim.Muon` does."""
     rows, columns = matrix.shape
     a, b, c = _COEFFICIENTS
     x = matrix.bfloat16()

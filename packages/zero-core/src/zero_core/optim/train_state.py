@@ -394,10 +394,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_like(own: object, saved: object) -> bool:
-    """Whether ``saved`` can stand for ``own``: a number, a switch, text, a tensor, or several.
-
-    None stands for anything, and anything for None.
-    """
+    """Whether ``saved`` can stand for ``own``, of one kind. None stands for anything."""
     if own is None or saved is None:
         return True
     if isinstance(own, Tensor) or isinstance(saved, Tensor):

@@ -16,11 +16,7 @@ _ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece, or as much of it as one turn takes.
-
-    Attributes:
-        start, stop: its elements in the flat space.
-    """
+    """A piece, or as much of it as one turn takes: ``[start, stop)`` of the flat space."""
 
     piece: int  # its index
     start: int

@@ -212,17 +212,7 @@ def trace_step(
             "example_inputs, and add the activations yourself"
         ) from error
     casts = sum(cast_bytes.get(number, 0) for number in place.weights)
-    return Trace(
-        place.saved_bytes + casts,
-        place.recomputed_bytes + casts,
-        operators.take(),
-        _trace_backward(output, weights, operators),
-        place.kept_bytes,
-        place.border_bytes,
-        place.epilogue_bytes,
-        {unit: tuple(sizes) for unit, sizes in place.moved.items()},
-        place.freed_bytes,
-    )
+    return place.trace(casts, operators.take(), _trace_backward(output, weights, operators))
 
 
 def _trace_backward(
@@ -276,43 +266,31 @@ class _Place:
                 self._stay.add(number)
         return tensor
 
-    @property
-    def saved_bytes(self) -> int:
-        return sum(storage.nbytes() for _, storage in self._saved.values())
-
-    @property
-    def recomputed_bytes(self) -> int:
-        """Bytes where each block saves its inputs alone, and one at a time the rest."""
-        by_unit: Counter[int] = Counter()
+    def trace(
+        self,
+        casts: int,
+        forward: Mapping[int, Counter[Operator]],
+        backward: Counter[Operator] | None,
+    ) -> Trace:
+        """Return the bytes that were saved, with those of ``casts``, and the operators."""
+        inputs = [storage.nbytes() for storage in self._inputs.values()]
+        by_unit: Counter[int] = Counter()  # besides inputs
         for number, (unit, storage) in self._saved.items():
             if number not in self._inputs:
                 by_unit[unit] += storage.nbytes()
+        in_front = by_unit[0]
         of_blocks = [by_unit.pop(block, 0) for block in self._blocks]
-        inputs = sum(storage.nbytes() for storage in self._inputs.values())
-        return inputs + by_unit.total() + max(of_blocks, default=0)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of inputs of blocks, and of what is saved in front of all blocks."""
-        inputs = sum(storage.nbytes() for storage in self._inputs.values())
-        return inputs + sum(
-            storage.nbytes()
-            for number, (unit, storage) in self._saved.items()
-            if unit == 0 and number not in self._inputs
+        return Trace(
+            sum(storage.nbytes() for _, storage in self._saved.values()) + casts,
+            sum(inputs) + by_unit.total() + max(of_blocks, default=0) + casts,
+            forward,
+            backward,
+            kept_bytes=sum(inputs) + in_front,
+            border_bytes=max(inputs, default=0),
+            epilogue_bytes=sum(self._saved[number][1].nbytes() for number in self._epilogue),
+            moved={unit: tuple(sizes) for unit, sizes in self.moved.items()},
+            freed_bytes=sum(self._inputs[number].nbytes() for number in self._moved - self._stay),
         )
-
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes of inputs of blocks that nothing else keeps than the blocks."""
-        return sum(self._inputs[number].nbytes() for number in self._moved - self._stay)
-
-    @property
-    def border_bytes(self) -> int:
-        return max((storage.nbytes() for storage in self._inputs.values()), default=0)
-
-    @property
-    def epilogue_bytes(self) -> int:
-        return sum(self._saved[number][1].nbytes() for number in self._epilogue)
 
     @contextmanager
     def followed(self) -> Iterator[None]:

@@ -93,10 +93,7 @@ class DeviceStates:
         edits: Edits,
         extensions: Extensions,
     ) -> None:
-        """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`.
-
-        ``extensions`` are notified before states are written.
-        """
+        """Prepare. Besides ``memory``, those of ``holders`` take part that are `DeviceMemory`."""
         self.edits = edits
         self._extensions = extensions
         self._memory = memory

@@ -212,10 +212,7 @@ class GatheredParams:
     def _gather(
         self, unit: Unit, wanted: list[tuple[FlatParams, int]], copies: list[_FullParam]
     ) -> Iterator[_FullParam]:
-        """Gather the ``wanted`` parameters of ``unit``. Add to ``copies`` what was copied.
-
-        A unit that is offloaded may have segments that are kept: these are not copied.
-        """
+        """Gather the ``wanted`` parameters of ``unit``. Add those not kept to ``copies``."""
         is_needed = self._passes.is_needed(unit)
         copied = [not (is_needed or flat.is_kept) for flat, _ in wanted]
         # A copy of another context is held once more: that one may end before this one.

@@ -60,10 +60,7 @@ class _Buffers:
         self._num_calls = 0
 
     def acquire(self, nbytes: int, most: int) -> tuple[Tensor, torch.Event | None]:
-        """Borrow a buffer of ``nbytes`` or a few more, and the copy that its writer waits for.
-
-        ``most``: buffers of this size that are page-locked at a time, at most.
-        """
+        """Borrow a buffer of ``nbytes``, of ``most`` in a piece, and the copy to wait for."""
         size = _aligned(nbytes)
         self._num_calls += 1
         self._last_use[size] = self._num_calls
@@ -82,10 +79,7 @@ class _Buffers:
         self._free.setdefault(buffer.nbytes, []).append((buffer, last_copy))
 
     def _drop_idle(self) -> None:
-        """Drop sizes that nobody asks for any more, as of batches of another length.
-
-        Torch waits for copies under way before it uses the memory again.
-        """
+        """Drop sizes that nobody asks for any more. Torch waits for their copies under way."""
         # A copy, as autograd's threads return buffers at any time.
         last_use = list(self._last_use.items())
         for size, call in last_use:
@@ -185,11 +179,7 @@ class HostCopies:
 
 
 class _Call:
-    """A block's call, whose inputs are fetched together.
-
-    Attributes:
-        stored: its inputs, in the order in which they were packed.
-    """
+    """A block's call, whose ``stored`` inputs are fetched together."""
 
     def __init__(self, number: int) -> None:
         self.number = number  # among all calls, from 0 on

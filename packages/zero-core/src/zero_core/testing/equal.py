@@ -113,10 +113,7 @@ def cover(
 
 
 def check(row: Row, variant: Variant, folder: Path, *, is_simulated: bool = True) -> None:
-    """Run both sides of a row, and compare losses, skipped steps and values bit by bit.
-
-    ``is_simulated``: ranks are threads of this process, else processes.
-    """
+    """Compare both sides of a row bit by bit, on threads if ``is_simulated``, else processes."""
     run: Callable[..., object] = simulate if is_simulated else run_on_processes
     run(_compare, row.ranks, row, variant, folder, ranks_per_node=row.per_node)
 

@@ -187,10 +187,6 @@ def wait_of(record: TraceRecord, roots: Sequence[str]) -> str:
     """Return the line that waited, as ``file:line function``. Empty: no line of ``roots`` did.
 
     What an operator waits for by itself (a copy that blocks) is no wait of a line.
-
-    Args:
-        record: of any kind.
-        roots: folders of the sources of interest.
     """
     if record.kind not in _WAITS or record.name:
         return ""

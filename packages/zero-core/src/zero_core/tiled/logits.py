@@ -72,10 +72,7 @@ class TiledLogits(Tensor):
     def __new__(
         cls, hidden: Tensor, head: TileForward, tile_tokens: int, steps: tuple[_Call, ...] = ()
     ) -> Self:
-        """Return the logits ``head`` gives for ``hidden``, [..., features].
-
-        ``tile_tokens`` are the tokens of a tile; ``steps`` are applied to each tile.
-        """
+        """Return ``head``'s logits for ``hidden``, [..., features], with ``steps`` applied."""
         like = _apply(head(hidden[..., :0, :]), steps)  # of no token: its shape and dtype
         logits = Tensor._make_wrapper_subclass(
             cls,

@@ -153,11 +153,7 @@ class StepMarks(NamedTuple):
         ]
 
     def under_way(self) -> list[tuple[str, float, float]]:
-        """Return name, start and stop of each collective that was waited for in this step.
-
-        Seconds since the step began; one that the step before started has a negative start. There
-        are none on an accelerator.
-        """
+        """Return name, start and stop in the step of each collective it waited for, on a host."""
         begin = self.marks[0][2]
         if isinstance(begin, torch.Event):
             return []

@@ -42,10 +42,7 @@ class Snapshot(NamedTuple):
 
 
 def find_newest(state: ShardedState, folder: Path, last_step: int | None) -> Snapshot | None:
-    """Return the newest snapshot of which every slice is on some rank's host.
-
-    Every rank must call it. ``last_step`` of rank 0 is the last one that it may be of.
-    """
+    """Return the newest whole snapshot up to rank 0's ``last_step``. Every rank must call it."""
     own = [
         [m["serial"], m["attempt"], m["step"], m["world_size"], rank]
         for slot in slot_folders(folder)

@@ -38,11 +38,7 @@ _Value = TypeVar("_Value", Tensor, StoredTensor)
 
 
 class ReceivedPatch:
-    """An open patch.
-
-    Attributes:
-        document: its description.
-    """
+    """An open patch, described by ``document``."""
 
     def __init__(self, file: IO[bytes], name: str) -> None:
         self.name = name  # for messages

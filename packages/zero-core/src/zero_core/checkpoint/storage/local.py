@@ -98,11 +98,7 @@ class LocalEntry:
 
 
 class Aside:
-    """A checkpoint under way: its folder is locked until it is renamed or removed.
-
-    Nothing of it counts before `commit`. `zero_core.checkpoint.storage.remote.Upload` has the same
-    methods.
-    """
+    """A checkpoint under way, as `Upload` is one: its folder is locked to `commit` or `remove`."""
 
     # its name within the checkpoint's folder, None as the files are in that itself
     subfolder: str | None = None

@@ -50,10 +50,7 @@ def entry(place: Location) -> LocalEntry | RemotePath:
 
 
 def open_regular(place: Location, *, follows_links: bool = True) -> IO[bytes]:
-    """Open a regular file for reading. A pipe or a device neither blocks nor never ends.
-
-    Raises `CheckpointError` if there is none, `CheckpointCorruptError` if it cannot be read.
-    """
+    """Open a regular file for reading. A pipe or a device neither blocks nor never ends."""
     return entry(place).open(follows_links=follows_links)
 
 

@@ -164,11 +164,7 @@ class ChangedShard:
 
 
 class ChangeLog:
-    """Writes compared shards, and remembers what changed. See the notes above.
-
-    Attributes:
-        oldest: the oldest version from which changes are known.
-    """
+    """Writes compared shards, and remembers what changed since version ``oldest``."""
 
     def __init__(
         self,
