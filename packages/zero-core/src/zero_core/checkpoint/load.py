@@ -115,7 +115,6 @@ def check_fits(
                 f"{place}: its optimizer updated whole parameters, and {state.optimizer} of this "
                 "engine updates slices: was is_elementwise declared since?" + _HINT
             )
-    if "optimizer" not in without:
         saved_states = {name for name in manifest.states if name.startswith(PREFIX)}
         if differing := sorted((saved_states ^ state.extension_states().keys()) - set(without)):
             does = "has" if differing[0] in saved_states else "lacks"

@@ -302,15 +302,14 @@ class DeviceTier(FlatTier):
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         return self._flat[name].read(start, stop)
 
+    peek_state = read_state
+
     def watch_changes(self, watcher: ChangeWatcher) -> None:
         self._watcher = watcher
 
     def _announce(self, start: int, stop: int) -> None:
         if self._watcher is not None:
             self._watcher.before_change(start, stop)
-
-    def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        return self._flat[name].read(start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         self._announce(start, start + values.numel())

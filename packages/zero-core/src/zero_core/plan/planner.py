@@ -327,13 +327,6 @@ class Planner:
             return False
         return forecast.tier is not None
 
-    def _device_of(self, variant: Variant, stage: int, ratio: float) -> str:
-        if variant.placement.device is not None:
-            return variant.placement.device if ratio else "none"
-        if (stage, ratio) == (self._stage, self._ratio):
-            return self._device
-        return self._offloaded if ratio else "none"
-
     def _memory(self, variant: Variant, forecast: Forecast, ratio: float) -> MemoryUse:
         use, trace = forecast.memory(ratio), self.trace(variant.micro_batch)
         if trace is None:
@@ -349,7 +342,9 @@ class Planner:
         return MemoryUse({**use.device, **traced}, host)
 
     def choice(self, variant: Variant, stage: int, ratio: float) -> Choice:
-        device = self._device_of(variant, stage, ratio)
+        device = variant.placement.device or self._offloaded if ratio else "none"
+        if variant.placement.device is None and (stage, ratio) == (self._stage, self._ratio):
+            device = self._device
         forecast = self._forecast(variant, stage, device)
         use = self._memory(variant, forecast, ratio)
         return Choice(

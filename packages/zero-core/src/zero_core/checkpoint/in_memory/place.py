@@ -61,7 +61,13 @@ class Place:
         lock = _open(_BASE / f"zero-core-{user}.lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _remove_stale(user)
+            for other in _BASE.glob(f"zero-core-{user}-*"):  # those that no process uses any more
+                with suppress(OSError):  # another user's, or its keeper is removing it
+                    _check_is_own(other)
+                    users = _open(other / keeper.USERS)
+                    if _has_lock(users):
+                        shutil.rmtree(other, ignore_errors=True)
+                    os.close(users)
             root.mkdir(mode=0o700, exist_ok=True)
             _check_is_own(root)
             self._locks.append(_open(root / keeper.USERS))
@@ -137,17 +143,6 @@ def _has_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _remove_stale(user: int) -> None:
-    """Remove the folders that no process uses any more."""
-    for root in _BASE.glob(f"zero-core-{user}-*"):
-        with suppress(OSError):  # another user's, or its keeper is removing it
-            _check_is_own(root)
-            users = _open(root / keeper.USERS)
-            if _has_lock(users):
-                shutil.rmtree(root, ignore_errors=True)
-            os.close(users)
 
 
 def _start_keeper(root: Path, launcher: int, start: str) -> None:

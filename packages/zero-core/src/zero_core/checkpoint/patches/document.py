@@ -93,14 +93,6 @@ class WeightPatch:
     source: Path | bytes | None
 
 
-def positions_key(piece: Piece) -> str:
-    return f"{piece.number}.positions"
-
-
-def values_key(piece: Piece) -> str:
-    return f"{piece.number}.values"
-
-
 def crc_of(*tensors: Tensor) -> int:
     """Return the crc32 of the bytes of tensors, one after another."""
     crc = 0

@@ -23,8 +23,6 @@ from zero_core.checkpoint.patches.document import (
     Version,
     WeightPatch,
     crc_of,
-    positions_key,
-    values_key,
 )
 from zero_core.checkpoint.safetensors_files import DTYPES, StoredTensor, first_error, read_open
 from zero_core.checkpoint.storage.location import open_regular
@@ -151,9 +149,10 @@ class ReceivedPatch:
 
     def _content(self, tensor: PatchedTensor, piece: Piece) -> tuple[Tensor | slice, Tensor]:
         """Return the positions in a piece, and what was sent of their values."""
+        keys = f"{piece.number}.positions", f"{piece.number}.values"
         positions, sent = (
             stored.read_from(self._file, 0, math.prod(stored.shape))
-            for stored in (self._stored[positions_key(piece)], self._stored[values_key(piece)])
+            for stored in (self._stored[keys[0]], self._stored[keys[1]])
         )
         if crc_of(positions, sent) != piece.data_crc:
             raise ValueError("its checksum is wrong")

@@ -23,9 +23,7 @@ from zero_core.checkpoint.patches.document import (
     Piece,
     WeightPatch,
     crc_of,
-    positions_key,
     to_metadata,
-    values_key,
 )
 from zero_core.checkpoint.safetensors_files import dtype_name
 from zero_core.checkpoint.storage.local import no_room
@@ -153,8 +151,8 @@ class PatchWriter(Extension):
                     piece = Piece(next(numbers), *found[1:])
                     tensors.setdefault(tensor, []).append(piece)
                     try:
-                        buffer.add(positions_key(piece), positions)
-                        buffer.add(values_key(piece), values)
+                        buffer.add(f"{piece.number}.positions", positions)
+                        buffer.add(f"{piece.number}.values", values)
                     except OSError as error:
                         failure.append(no_room(path, error))
             except CheckpointError as error:  # of rank 0, past the last exchange: all must hear

@@ -13,11 +13,9 @@ from zero_core.errors import CheckpointError
 
 Location = Path | RemotePath
 """Path of this machine, or one that fsspec reaches. Both have pathlib's names."""
-_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+(::[a-z].*)?):(?P<slashes>/+)", re.IGNORECASE)
-
-
 Staging = Aside | Upload
 """A checkpoint under way."""
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+(::[a-z].*)?):(?P<slashes>/+)", re.IGNORECASE)
 
 
 def location_of(place: str | os.PathLike[str] | RemotePath) -> Location:

@@ -116,11 +116,6 @@ class ShardChanges:
     def nbytes(self) -> int:
         return self.all.nbytes + (0 if self.far is None else self.far.nbytes)
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether a position is marked."""
-        return self.all.is_marked
-
     def add(self, start: int, changed: Tensor, far: Tensor) -> None:
         """Mark what an update changed, by masks that begin at ``start``."""
         self._note_update(start, start + changed.numel())
@@ -244,7 +239,7 @@ class ChangeLog:
     def collect(self, params: Sequence[FlatParams]) -> bool:
         """Note which other shards changed. Return whether anything did since the last version."""
         self._collect(params)
-        return any(changes.is_changed for changes in self._open.values())
+        return any(changes.all.is_marked for changes in self._open.values())
 
     def _collect(self, params: Sequence[FlatParams]) -> None:
         for flat in params:
