@@ -30,29 +30,19 @@ LR, WEIGHT_DECAY = 1e-2, 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the equivalence grid.
+    """One point of the equivalence grid."""
 
-    Attributes:
-        stage: ZeRO stage.
-        dtype: "fp32", "bf16", or "fp16", whose first steps overflow the largest loss scale.
-        accumulation: micro-steps per step.
-        clipping: largest gradient norm; 0 is off.
-        is_local: whether micro-steps before the last run within ``no_sync``.
-        zero: further keys of ``zero_optimization``.
-        top: further keys of the configuration, and others for some.
-        num_backwards: backwards per micro-step, each of an equal part of the loss.
-        width: of the model; odd unless given.
-    """
-
-    stage: int = 0
+    stage: int = 0  # ZeRO stage
+    # "fp32", "bf16", or "fp16", whose first steps overflow the largest loss scale
     dtype: str = "fp32"
-    accumulation: int = 1
-    clipping: float = 0.0
-    is_local: bool = False
-    zero: Mapping[str, Any] = field(default_factory=dict)
+    accumulation: int = 1  # micro-steps per step
+    clipping: float = 0.0  # largest gradient norm; 0 is off
+    is_local: bool = False  # whether micro-steps before the last run within ``no_sync``
+    zero: Mapping[str, Any] = field(default_factory=dict)  # further keys of ``zero_optimization``
+    # further keys of the configuration, and others for some
     top: Mapping[str, Any] = field(default_factory=dict)
-    num_backwards: int = 1
-    width: int = 11
+    num_backwards: int = 1  # backwards per micro-step, each of an equal part of the loss
+    width: int = 11  # of the model; odd unless given
 
     def config(self) -> dict[str, Any]:
         return {
@@ -69,19 +59,12 @@ class Case:
 
 @dataclass
 class Trace:
-    """The comparable results of a run.
+    """The comparable results of a run."""
 
-    Attributes:
-        losses: of every micro-step, on this rank.
-        values: final values by name.
-        num_skipped: steps that were skipped as their gradient was not finite.
-        between_nodes_bytes: what this rank's engine sent to other nodes in the last step.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    values: dict[str, Tensor] = field(default_factory=dict)
-    num_skipped: int = 0
-    between_nodes_bytes: int = 0
+    losses: list[float] = field(default_factory=list)  # of every micro-step, on this rank
+    values: dict[str, Tensor] = field(default_factory=dict)  # final values by name
+    num_skipped: int = 0  # steps that were skipped as their gradient was not finite
+    between_nodes_bytes: int = 0  # what this rank's engine sent to other nodes in the last step
 
 
 def _batch_on(device: torch.device, step: int, micro: int, rank: int) -> dict[str, Any]:
@@ -225,17 +208,12 @@ def run_engine(
 
 
 class Gap(NamedTuple):
-    """Distance of an engine run from DDP and from the first stage of the same case.
+    """Distance of an engine run from DDP and from the first stage of the same case."""
 
-    Attributes:
-        loss: largest difference of a loss from DDP's on this rank.
-        value: largest difference of a final value from DDP's.
-        across_stages: largest difference of a loss or value from the first engine run of a case
-            that differs only in its stage and ``zero`` keys.
-    """
-
-    loss: float
-    value: float
+    loss: float  # largest difference of a loss from DDP's on this rank
+    value: float  # largest difference of a final value from DDP's
+    # largest difference of a loss or value from the first engine run of a case that differs only in
+    # its stage and ``zero`` keys
     across_stages: float
 
 

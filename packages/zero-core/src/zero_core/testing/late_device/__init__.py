@@ -150,24 +150,18 @@ def forget_contexts() -> None:
 
 @dataclass(frozen=True)
 class Counters:
-    """Work of a device since `reset_counters`.
+    """Work of a device since `reset_counters`."""
 
-    Attributes:
-        launches: jobs other than events, waits and overwritten free memory.
-        by_op: ``launches`` by operator, ``"aten::mm"`` say, or ``"copy up"``, ``"copy down"``.
-        bytes_read: of the tensors that the jobs read.
-        bytes_written: of the tensors that they wrote. What is updated in place counts once, here.
-        syncs: how often the host waited, by kind: ``"event"``, ``"stream"``, ``"device"``,
-            ``"item"`` (a value or shape that the host needs) and ``"copy"`` (not of pinned memory,
-            not ``non_blocking``, or not of the same dtype and contiguous).
-        stacks: kind and Python stack of each, innermost frame first, if they were asked for.
-    """
-
-    launches: int
+    launches: int  # jobs other than events, waits and overwritten free memory
+    # ``launches`` by operator, ``"aten::mm"`` say, or ``"copy up"``, ``"copy down"``
     by_op: dict[str, int]
-    bytes_read: int
-    bytes_written: int
+    bytes_read: int  # of the tensors that the jobs read
+    bytes_written: int  # of the tensors that they wrote. What is updated in place counts once, here
+    # how often the host waited, by kind: ``"event"``, ``"stream"``, ``"device"``, ``"item"`` (a
+    # value or shape that the host needs) and ``"copy"`` (not of pinned memory, not
+    # ``non_blocking``, or not of the same dtype and contiguous)
     syncs: dict[str, int]
+    # kind and Python stack of each, innermost frame first, if they were asked for
     stacks: list[tuple[str, str]]
 
 
