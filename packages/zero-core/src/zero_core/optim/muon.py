@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_core.optim.adam import corrected_update, moments_of
-from zero_core.optim.base import BaseOptimizer, check_settings
+from zero_core.optim.adam import BaseOptimizer, check_settings, corrected_update, moments_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7

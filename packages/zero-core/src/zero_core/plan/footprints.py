@@ -92,25 +92,14 @@ class CollectivesFootprintFactory(Protocol):
         ranks_per_node: int,
         learning_rate: float | None = None,
     ) -> CollectivesFootprint:
-        """Return the closed forms.
-
-        Args:
-            config: the resolved ``zero_optimization`` block.
-            world_size: number of ranks.
-            ranks_per_node: ranks of a node.
-            learning_rate: of the optimizer, for what depends on it; None for the most bytes.
-        """
+        """Return the closed forms, of the most bytes without a ``learning_rate``."""
 
 
 class TierFootprint(Protocol):
     """Bytes that one rank's state tier keeps and moves, for any ratio of elements on the host."""
 
     def planned_ratio(self, params: Sequence[tuple[str, int]]) -> float:
-        """Return the share of the elements that the configuration gives to the host.
-
-        Args:
-            params: name and number of elements of each trainable parameter of the whole model.
-        """
+        """Return the configured share on the host of ``(name, numel)`` of all trainable params."""
 
     def device_span(self, ratio: float) -> tuple[int, int]:
         """Return start and stop of the elements that the device keeps."""
@@ -119,11 +108,7 @@ class TierFootprint(Protocol):
         """Return the bytes of host memory by kind."""
 
     def device_bytes(self, ratio: float) -> dict[str, int]:
-        """Return the bytes on the device by kind.
-
-        On an accelerator the engine's own tier holds the device's part of the state: it is left
-        out here.
-        """
+        """Return the bytes on the device by kind, without those of the engine's own tier."""
 
     def undo_share(self, ratio: float) -> float:
         """Return the share of the host's elements for which the undo log has room."""
@@ -212,12 +197,7 @@ class ParamFootprintFactory(Protocol):
     def __call__(
         self, *, shards: Sequence[tuple[int, int, torch.dtype]], config: Mapping[str, Any]
     ) -> dict[str, int]:
-        """Return the host bytes by kind of parameter shards that rest off the device.
-
-        Args:
-            shards: ``(segment, numel, dtype)`` of each, in the order in which they are used.
-            config: the resolved ``zero_optimization`` block.
-        """
+        """Return the host bytes by kind of ``shards``, arguments of `ParamTierFactory`."""
 
 
 class UploadFootprint(Protocol):
@@ -226,10 +206,7 @@ class UploadFootprint(Protocol):
     def __call__(
         self, *, numel: int, dtype: torch.dtype, learning_rate: float | None = None
     ) -> int:
-        """Return the expected bytes of a lossless difference of ``numel`` parameters.
-
-        None as the learning rate counts the most bytes.
-        """
+        """Return a lossless difference's expected bytes, or the most without ``learning_rate``."""
 
 
 class Footprints:
