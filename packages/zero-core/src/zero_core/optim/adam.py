@@ -56,30 +56,13 @@ class Adam(BaseOptimizer):
     which is larger in the first steps. State of a parameter, as torch's: ``step`` (0-d, fp32),
     ``exp_avg`` and ``exp_avg_sq`` of its shape and dtype.
 
-    Args:
-        params: parameters or groups of them; dense.
-        lr: learning rate.
-        betas: decay of the first and second moment, in [0, 1).
-        eps: added to the denominator.
-        weight_decay: decoupled, or L2.
-        bias_correction: divide the moments by ``1 - beta ** step``.
-        decoupled_weight_decay: AdamW.
-        maximize: maximize the objective instead.
-        fused: torch's fused kernel, which reads ``step`` on the parameter's device.
-
-    Attributes:
-        is_elementwise: an element's update depends on that element alone.
-        has_host_kernel: an offloaded tier may compute it by a kernel.
-        update_rule: the name by which it finds that kernel.
-
-    Raises:
-        ValueError: a setting that is out of range, by name.
-        RuntimeError: in ``step``, a gradient is sparse.
+    Arguments are torch's, with ``bias_correction`` and, for AdamW, ``decoupled_weight_decay``.
+    ``fused`` is torch's fused kernel, which reads ``step`` on the parameter's device.
     """
 
-    is_elementwise: ClassVar[bool] = True
-    has_host_kernel: ClassVar[bool] = True
-    update_rule: ClassVar[str] = "adam"
+    is_elementwise: ClassVar[bool] = True  # an element's update depends on that element alone
+    has_host_kernel: ClassVar[bool] = True  # an offloaded tier may compute it by a kernel
+    update_rule: ClassVar[str] = "adam"  # the name by which it finds that kernel
 
     def __init__(
         self,

@@ -25,21 +25,9 @@ class Muon(BaseOptimizer):
     orthogonal by five Newton-Schulz iterations in bf16. The other groups are AdamW's. ``exp_avg``
     is ``m`` in the former, and the first moment in the latter.
 
-    Args:
-        params: groups of parameters, each with ``use_muon``.
-        lr: learning rate, of groups that have none of their own, as all that follows.
-        weight_decay: decoupled.
-        momentum: decay of ``m``.
-        nesterov: see above.
-        adjust_lr_fn: "original": ``factor = sqrt(max(1, rows / columns))``; "match_rms_adamw":
-            ``0.2 * sqrt(max(rows, columns))``.
-        betas: AdamW's.
-        eps: AdamW's.
-        use_muon: whether the parameters are matrices.
-
-    Raises:
-        ValueError: a setting that is out of range, by name, or a parameter that is no matrix in a
-            group with ``use_muon``.
+    Settings are those of groups that have none of their own; ``betas`` and ``eps`` are AdamW's.
+    ``adjust_lr_fn`` "original": ``factor = sqrt(max(1, rows / columns))``; "match_rms_adamw":
+    ``0.2 * sqrt(max(rows, columns))``.
     """
 
     def __init__(

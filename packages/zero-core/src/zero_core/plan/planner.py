@@ -167,7 +167,16 @@ class Planner:
     # ------------------------------------------------------------- forecasts
 
     def _changed(self, variant: Variant, stage: int, device: str) -> Config:
-        return variant.of(_with_choice(self.config, stage, device))
+        """Return the configuration without keys that are not served at the ``stage``."""
+        zero = self.config.zero_optimization
+        changes: dict[str, Any] = {
+            "stage": stage,
+            "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
+        }
+        if stage != 3:
+            changes |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
+        zero = zero.model_copy(update=changes)
+        return variant.of(self.config.model_copy(update={"zero_optimization": zero}))
 
     def config_of(self, choice: Choice) -> Config:
         return self._changed(variant_of(choice), choice.stage, choice.device)
@@ -402,18 +411,6 @@ class Planner:
 
 def variant_of(choice: Choice) -> Variant:
     return Variant(choice.micro_batch, choice.is_recomputed, choice.placement)
-
-
-def _with_choice(config: Config, stage: int, device: str) -> Config:
-    """Return ``config`` at another stage and device, without keys that are not served there."""
-    zero = config.zero_optimization
-    changes: dict[str, Any] = {
-        "stage": stage,
-        "offload_optimizer": zero.offload_optimizer.model_copy(update={"device": device}),
-    }
-    if stage != 3:
-        changes |= {key: ZeroConfig.model_fields[key].default for key in STAGE_3_KEYS}
-    return config.model_copy(update={"zero_optimization": zero.model_copy(update=changes)})
 
 
 def ranks_of_node(world_size: int, ranks_per_node: int | None) -> int:

@@ -56,19 +56,11 @@ class BufferSync:
     def idle_forward(self) -> None:
         """Take part in what the other ranks' next forward broadcasts, without a forward here."""
         if self.handles:
-            self._enter_forward()
-            self._leave_forward()
+            self._pre_forward()
+            self._post_forward()
 
-    def _pre_forward(self, module: nn.Module, args: Any) -> None:
-        if not is_in_backward():  # no recomputation
-            self._enter_forward()
-
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not is_in_backward():
-            self._leave_forward()
-
-    def _enter_forward(self) -> None:
-        if not self._is_due:
+    def _pre_forward(self, *hook_args: Any) -> None:
+        if is_in_backward() or not self._is_due:  # a recomputation is no forward
             return
         for same in self._buffers.by_dtype().values():  # each time: a module may replace its own
             flat = torch.cat([buffer.detach().reshape(-1) for buffer, _ in same])
@@ -80,5 +72,6 @@ class BufferSync:
                 if is_here and self._control.rank != 0:
                     buffer.data.copy_(part.view_as(buffer))
 
-    def _leave_forward(self) -> None:
-        self._is_due = torch.is_grad_enabled() and self._backward.should_sync
+    def _post_forward(self, *hook_args: Any) -> None:
+        if not is_in_backward():
+            self._is_due = torch.is_grad_enabled() and self._backward.should_sync

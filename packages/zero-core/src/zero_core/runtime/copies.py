@@ -55,11 +55,6 @@ class ModelCopies:
             vars(module)[_KEY] = partial(self._copy, module)
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        self._check_has_values(module)
-        with self._taken_off():
-            return copy.deepcopy(module, memo)
-
-    def _check_has_values(self, module: nn.Module) -> None:
         self._state.refresh()
         for param in module.parameters():
             places = self._state.places_of.get(id(param), ())
@@ -70,6 +65,8 @@ class ModelCopies:
                     f"that a copy of the module would not either: copy within "
                     f"{self._state.cures.read}, on every rank"
                 )
+        with self._taken_off():
+            return copy.deepcopy(module, memo)
 
     @contextmanager
     def _taken_off(self) -> Iterator[None]:

@@ -137,7 +137,10 @@ class GatheredParams:
                 for read in self._reading:
                     read.update((key, known[key]) for key in read.keys() & known.keys())
             else:
-                self._keep_replaced(full)
+                for p in full:  # what replaced the memory of kept parameters is copied into it
+                    if p.flat.is_kept and p.param.data_ptr() != p.tensor.data_ptr():
+                        with torch.no_grad():
+                            p.tensor.copy_(p.param.data)
                 self._check_unwritten(lost, before)
         finally:
             self._reading = [read for read in self._reading if read is not before]
@@ -152,13 +155,6 @@ class GatheredParams:
         if not params or self._passes.is_running or not torch.is_grad_enabled():
             return nullcontext()
         return self._units.saved.watching_gathered(params, self, self._passes.backward)
-
-    @torch.no_grad()
-    def _keep_replaced(self, full: Sequence[_FullParam]) -> None:
-        """Copy what replaced the memory of kept parameters into it."""
-        for p in full:
-            if p.flat.is_kept and p.param.data_ptr() != p.tensor.data_ptr():
-                p.tensor.copy_(p.param.data)
 
     def _check_unwritten(self, full: Sequence[_FullParam], versions: Mapping[int, int]) -> None:
         """Refuse changes within a context that only reads, of which nothing would be left."""
@@ -291,7 +287,9 @@ class _Edit:
             is_same = torch.equal(spec.to_elements(now), spec.to_elements(before).to(now.device))
             return _SAME if is_same else _CHANGED
         # What replaced ``data`` may have another dtype and device.
-        return _CHANGED if bool(_differs(now.to(before), before).any()) else _SAME
+        now = now.to(before)
+        differs = (now != before) & ~(now.isnan() & before.isnan())
+        return _CHANGED if bool(differs.any()) else _SAME
 
     def _spread(self, index: int, *, is_changed: bool) -> None:
         full = self._params[index]
@@ -319,7 +317,3 @@ def _has_own_slice(full: _FullParam, spec: ParamSpec) -> bool:
     shard = flat.part_of(full.position, flat.read_shard())
     own = spec.to_elements(full.tensor)[start:stop].to(shard.device)
     return torch.equal(own.view(torch.uint8), shard.view(torch.uint8))
-
-
-def _differs(now: Tensor, before: Tensor) -> Tensor:
-    return (now != before) & ~(now.isnan() & before.isnan())

@@ -58,12 +58,7 @@ def load(num_devices: int = 4) -> None:
     torch._register_device_module(NAME, _module())  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend()
     _loaded.append(num_devices)
-    atexit.register(_drain)
-
-
-def _drain() -> None:
-    """Wait for all jobs: torch is torn down after this."""
-    torch.ops.late.drain()
+    atexit.register(torch.ops.late.drain)  # waits for all jobs: torch is torn down after this
 
 
 def _module() -> types.ModuleType:
