@@ -125,15 +125,13 @@ class Manifest(_Strict):
     segments: tuple[SavedSegment, ...]  # where their elements are
     scalars: dict[str, dict[str, _Number]]  # the numbers in the optimizer's state, by parameter
     whole_states: dict[str, WholeState] = {}  # states of whole parameters, by parameter
-    # ``random.getstate()`` of each rank
     python_rng: tuple[tuple[int, tuple[int, ...], float | None], ...]
     files: dict[str, FileFacts]  # size and checksums of each file
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 40)]  # bytes under one checksum
     progress: dict[str, Any]  # `zero_core.optim.train_state.TrainState.state_dict`, encoded
     client_state: dict[str, Any]  # the user's own, encoded
     has_frozen: bool = True  # whether values of frozen parameters were written
-    # folder beside the manifest that has the files. None: they are beside it
-    subfolder: str | None = None
+    subfolder: str | None = None  # folder of the files. None: they are beside the manifest
     sha256: str = ""
 
     @model_validator(mode="after")

@@ -106,18 +106,14 @@ class Save:
 
     state: ShardedState  # frozen values are read from it as long as `write` runs
     snapshot: Snapshot  # its trainable segments' states
-    # folder of all checkpoints. Where ranks have folders of their own, a load needs all files in
-    # one folder
-    directory: Location
+    directory: Location  # of all checkpoints: a load needs all ranks' files in one
     tag: str
     progress: TrainState
     client_state: Mapping[str, Any]
     options: SaveOptions
     previous: Mapping[str, KnownFile]  # this rank's files of the last save
-    # of the states: one that they had before stands for the same values. None: not known
-    version: int | None
-    # this rank's files, once the checkpoint is complete
-    known: dict[str, KnownFile] = field(default_factory=dict)
+    version: int | None  # of the states. Equal ones stand for equal values. None: not known
+    known: dict[str, KnownFile] = field(default_factory=dict)  # once it is complete
 
     @property
     def place(self) -> Location:

@@ -120,8 +120,7 @@ class _FormerParam:
 class FormerModel:
     """A model and its optimizer before a build: see [Note: a build is a transaction]."""
 
-    # of the engine's hooks and shards; None before there are any
-    ownership: Ownership | None = None
+    ownership: Ownership | None = None  # of the engine's hooks and shards, once there are any
 
     def __init__(
         self,

@@ -54,8 +54,7 @@ class ParamSpec:
     # its dimensions as they lie in memory, the slowest first, as of channels-last convolutions; ()
     # for the order of the shape. Its slot has the elements in this order
     order: tuple[int, ...] = ()
-    # number of the component that has the same memory under another object, or None
-    twin: int | None = None
+    twin: int | None = None  # component over the same memory by another object
 
     @property
     def numel(self) -> int:

@@ -51,11 +51,9 @@ from zero_core.protocols import ChangeWatcher, ParamStore
 class _Plan:
     """Turns and copies of a step, kept while its arguments are alike."""
 
-    # the active pieces, and starts and lengths of the offers
-    key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+    key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # active pieces; offers
     turns: list[Turn]
-    # start, master weights and parameter shard, where a shard is other memory
-    copies: list[tuple[int, Tensor, Tensor]]
+    copies: list[tuple[int, Tensor, Tensor]]  # start, masters and shard, if that is other memory
 
 
 class DeviceTier(FlatTier):

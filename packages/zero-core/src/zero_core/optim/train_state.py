@@ -32,8 +32,7 @@ class Accumulation:
         self._num_parts = num_parts
         self.micro_steps = 0  # micro-steps that have ended
         self.count = 0  # those of the current step that have ended; 0 between two steps
-        # whether the current micro-step is the last one of its step. None: the count decides
-        self.override: bool | None = None
+        self.override: bool | None = None  # whether this one ends its step. None: the count decides
 
     def check_ended(self, *, or_dropped: bool = False) -> None:
         """Refuse to save in the middle of a step, unless its part is ``or_dropped``."""
@@ -104,10 +103,8 @@ class LossScaler:
         else:
             self.scale = config.loss_scale
         self.is_applied = False  # whether a loss of the current micro-step has been scaled
-        # overflows from now on of which the last one halves the scale
-        self.hysteresis_left = config.hysteresis
-        # steps without overflow since the last one, or since the start
-        self.steps_since_overflow = 0
+        self.hysteresis_left = config.hysteresis  # overflows, of which the last halves the scale
+        self.steps_since_overflow = 0  # steps without overflow since the last one
         self.growth_delay = 0  # of these, how many come before the first window. DeepSpeed has one
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -176,8 +173,7 @@ class TrainState:
         self.accumulation = Accumulation(micro_steps, num_parts)  # micro-steps of a step
         self.scaler = LossScaler(config.loss_scaling)
         self.lr_scheduler = lr_scheduler  # stepped at each optimizer step that is taken, or None
-        # 2-norm of the last step's gradient, unscaled, before clipping, or None
-        self.grad_norm: float | None = None
+        self.grad_norm: float | None = None  # of the last step, unscaled, before clipping
         self._param_groups = param_groups
         self._steps_per_print = config.steps_per_print
         self._rank = rank

@@ -32,11 +32,8 @@ class Turn:
 
     parts: list[Part]  # in ascending order
     members: list[list[nn.Parameter]]  # their parameters by group
-    # ``[offer, start, stop]``: an offered gradient and its elements from the first of the turn's
-    # parts in it to the last
-    extents: list[list[int]]
-    # of each extent's parts and of the gaps between them, in order
-    sizes: list[list[int]] = field(default_factory=list)
+    extents: list[list[int]]  # ``[offer, start, stop]``: the turn's part of an offered gradient
+    sizes: list[list[int]] = field(default_factory=list)  # of extents' parts and gaps
     places: list[int] = field(default_factory=list)  # of each part among all ``sizes``
 
 

@@ -114,10 +114,8 @@ class Trace:
     # calls of each operator in forward, by unit. What is computed between units counts to the root
     # before the first block, and to the last unit after it
     forward: Mapping[int, Counter[Operator]]
-    # those of backward, recomputation not included; None if it was not traced
-    backward: Counter[Operator] | None
-    # of what is recomputed, inputs of blocks and what is saved in front of them
-    kept_bytes: int = 0
+    backward: Counter[Operator] | None  # without recomputation; None: not traced
+    kept_bytes: int = 0  # inputs of blocks, and what is saved in front of them
     border_bytes: int = 0  # the largest input of a block
     epilogue_bytes: int = 0  # of what is saved, that behind the blocks
     # bytes of each of a block's inputs that may wait in host memory, by unit
@@ -238,9 +236,7 @@ class _Place:
         """``modules`` of the units, the root first. ``known``: storages of their values."""
         self.unit = 0  # its index
         self.weights: set[int] = set()  # storages of parameters and buffers that are saved
-        # bytes of each positional input of a block, which recomputation may keep in host memory, by
-        # unit
-        self.moved: dict[int, list[int]] = {}
+        self.moved: dict[int, list[int]] = {}  # bytes of blocks' positional inputs, by unit
         self._known = known
         self._blocks = {i: m for i, m in enumerate(modules) if m is not modules[0]}
         self._last = max(len(modules) - 1, 0)

@@ -61,11 +61,8 @@ class TrafficChoice:
     """One configuration of the traffic, per rank and optimizer step."""
 
     name: str  # "as configured", "plain", or what is turned on
-    # keys of ``zero_optimization`` that make it, on top of the configuration
-    settings: Mapping[str, Any]
-    # its transfers; copies between a device and its host are left out. Expected ones, where they
-    # depend on the weights' values
-    traffic: tuple[Traffic, ...]
+    settings: Mapping[str, Any]  # keys of ``zero_optimization`` that make it
+    traffic: tuple[Traffic, ...]  # expected, without copies between a device and its host
     within_node_bytes: int  # bytes that a rank sends within its node
     between_nodes_bytes: int  # bytes that a rank sends to other nodes
     most_between_nodes_bytes: int  # the most that it may send to them
@@ -144,8 +141,7 @@ class Placement:
     """Keys that differ from the configuration. See [Note: placements]."""
 
     words: str = ""  # the difference in words; empty for the configuration itself
-    # ``(block, key, value)`` of ``zero_optimization``; "" is no block within it
-    settings: tuple[tuple[str, str, Any], ...] = ()
+    settings: tuple[tuple[str, str, Any], ...] = ()  # ``(block or , key, value)``
     is_rounding: bool = False  # whether the numbers of a run change
 
     @property

@@ -86,7 +86,6 @@ class Forecast:
         self._has_shared_memory = ranks_per_node == world_size and not is_accelerated
         kind = zero.offload_param.device
         is_apart = kind == "nvme" or (kind == "cpu" and is_accelerated)
-        # segments whose shards rest off the device
         self.resting = offloaded_segments(drawn.layout, config, is_apart=is_apart)
         self._is_offloaded = zero.offload_optimizer.device != "none"
         memory = Memory(
@@ -127,9 +126,7 @@ class Forecast:
         states = probe_states(make, drawn.groups, torch.device("cpu"), updated, shape)
         self._state_bytes = sum(dtype.itemsize for dtype in states.values())
         self._footprints = footprints
-        # closed forms of quantized collectives, if the configuration asks for them
         self.collectives = footprints.collectives(config, world_size, ranks_per_node)
-        # closed forms of the offloaded state, if the configuration asks for it
         self.tier = self._tier_footprint(drawn, memory, footprints)
         # the most host memory of `Engine.async_save`: this rank's states once
         self.async_save_bytes = sum(

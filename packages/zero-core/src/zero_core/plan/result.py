@@ -35,10 +35,8 @@ class Choice:
     micro_batch: int = 1  # samples of a rank and micro-step
     micro_steps: int = 1  # micro-steps of an optimizer step
     is_recomputed: bool = False  # whether activations are recomputed
-    # whether any of the last three, or the placement, differs from the configuration
-    is_varied: bool = False
-    # keys of ``zero_optimization`` that differ from the configuration
-    placement: Placement = AS_CONFIGURED
+    is_varied: bool = False  # from the configuration, in the last three or the placement
+    placement: Placement = AS_CONFIGURED  # keys that differ from the configuration
     file_bytes: int = 0  # bytes of states on NVMe
 
     def __str__(self) -> str:

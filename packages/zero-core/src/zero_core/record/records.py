@@ -46,12 +46,10 @@ class RunRecord:
     num_parameters: _Count  # elements of all parameters
     num_trainable: _Count  # those that are trained
     units: Sequence[str]  # names of the units, in forward order
-    # elements that this rank updates, by place: "device", "host". Padding counts
-    shares: Mapping[str, _Count]
+    shares: Mapping[str, _Count]  # elements updated by "device" and "host", padding too
     config: Mapping[str, Any]  # the resolved configuration
     environment: Mapping[str, Any]  # versions, device, cores, threads and memory
-    # its Hugging Face configuration, or empty
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)  # Hugging Face's, or empty
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,13 @@ class StepRecord:
     seconds: _Seconds  # its length
     is_taken: bool  # whether parameters were updated
     why_skipped: str  # parameters whose gradient is not finite, and the ranks whose batches did it
-    # mean over this rank's micro-steps, unscaled; None if the engine saw no loss
-    loss: float | None
+    loss: float | None  # mean over the micro-steps, unscaled; None if the engine saw none
     grad_norm: float | None  # 2-norm of the gradient over all ranks, unscaled, before clipping
     loss_scale: float  # after the step
     lr: Sequence[float]  # learning rate of each parameter group, as the step was taken with
     micro_steps: _Count  # of this step
     samples: _Count  # of this rank, by the configuration; none in an idle micro-step
-    # of the first tensor that the engine was called with, or empty
-    input_shape: Sequence[_Count] = ()
+    input_shape: Sequence[_Count] = ()  # of the first tensor given to the engine
     # seconds by place of the program, waits apart: "forward", "backward", "step", "outside", and
     # others by their names. Empty where no times were taken
     places: Mapping[str, _Seconds] = field(default_factory=dict)
@@ -88,8 +84,7 @@ class StepRecord:
     # bytes between nodes
     sent: Sequence[tuple[str, str, _Count, _Count, _Count]] = ()
     copied: tuple[_Count, _Count] = (0, 0)  # bytes to the host and from the host
-    # bytes that this rank holds after the step: on its device, or resident
-    memory_bytes: _Count = 0
+    memory_bytes: _Count = 0  # that this rank holds after the step
     peak_bytes: _Count = 0  # the most so far
 
 
@@ -105,10 +100,8 @@ class DetailRecord:
     spans: Sequence[tuple[str, str, _Seconds, _Seconds, bool]]
     # time, bytes and place at the step's begin, each change of the place, and its end
     memory: Sequence[tuple[_Seconds, _Count, str]]
-    # bytes in long-lived memory of the device by kind, after the step
-    kinds: Mapping[str, _Count] = field(default_factory=dict)
-    # bytes of optimizer state and copies of gradients in host memory, if it is kept there
-    host_kinds: Mapping[str, _Count] = field(default_factory=dict)
+    kinds: Mapping[str, _Count] = field(default_factory=dict)  # long-lived bytes on the device
+    host_kinds: Mapping[str, _Count] = field(default_factory=dict)  # bytes of states in host memory
 
 
 @dataclass(frozen=True)

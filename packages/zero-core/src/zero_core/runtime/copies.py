@@ -35,9 +35,7 @@ class EngineParameter(nn.Parameter):
 class ModelCopies:
     """Has `copy.deepcopy` of a module make a plain copy, or refuse to where values are missing."""
 
-    # what is to live as long as the model: the modules refer to this object, and their copies do
-    # not
-    engine: object = None
+    engine: object = None  # lives as long as the model, and not as its copies
 
     def __init__(self, state: ShardedState, handles: Sequence[Sequence[Any]]) -> None:
         """Replace copying by the model's modules. ``handles``: lists of the engine's on them."""

@@ -41,18 +41,14 @@ class Variant:
     """Keys of a configuration that change no bit."""
 
     zero: Mapping[str, Any] = field(default_factory=dict)  # what it adds to ``zero_optimization``
-    # what the configuration without it has there
-    base: Mapping[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Any] = field(default_factory=dict)  # what the other one has there
     top: Mapping[str, Any] = field(default_factory=dict)  # what it adds at the top
-    # what both configurations have at the top, beside the keys of a scenario
-    base_top: Mapping[str, Any] = field(default_factory=dict)
-    # what it adds to the arguments of ``build()``
-    further: Mapping[str, Any] = field(default_factory=dict)
+    base_top: Mapping[str, Any] = field(default_factory=dict)  # what both have at the top
+    further: Mapping[str, Any] = field(default_factory=dict)  # adds to arguments of ``build()``
     stages: Sequence[int] = (0, 1, 2, 3)  # ZeRO stages that serve it
     # numbers of ranks that serve it, and how many of them share a node
     ranks: Sequence[tuple[int, int]] = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
-    # of the model: by default even the shards of its gradients are worth quantizing
-    width: int = 33
+    width: int = 33  # of the model, with shards of gradients that are worth quantizing
     family: str = ""  # variants of one family share rows where `cover` is asked to: see there
 
 

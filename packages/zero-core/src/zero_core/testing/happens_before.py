@@ -201,12 +201,7 @@ def find_races(
     """Yield the races of a trace of the late device.
 
     Threads of one device take turns (a thread of autograd's works while its caller waits), except
-    for ``workers``.
-
-    Args:
-        trace: what `late_device.stop_trace` returned.
-        workers: numbers of threads that run beside the others.
-        without: positions in the trace of records to leave out: waits that are to be missed.
+    for ``workers``. Records at positions ``without``, waits that are to be missed, are left out.
     """
     devices: dict[int, int] = {}  # the first that each thread used
     for record in trace:

@@ -124,9 +124,6 @@ def check_left_anywhere(
     In turns by KeyboardInterrupt in the middle of everything and by SIGINT, and in turns with
     gradients dropped after it and without. The values are those of a training that was not
     interrupted, or, where nothing was dropped, a warning has named the call that drops them.
-
-    Raises:
-        AssertionError: with the moment at which it is not so.
     """
     never = Interruption(0, is_signal=False, packages=packages)
     expected, told = _train_left(config, folder, never, drops=False)

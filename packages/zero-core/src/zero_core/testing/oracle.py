@@ -33,14 +33,12 @@ class Case:
     """One point of the equivalence grid."""
 
     stage: int = 0  # ZeRO stage
-    # "fp32", "bf16", or "fp16", whose first steps overflow the largest loss scale
-    dtype: str = "fp32"
+    dtype: str = "fp32"  # "fp32", "bf16", or "fp16", whose first steps overflow
     accumulation: int = 1  # micro-steps per step
     clipping: float = 0.0  # largest gradient norm; 0 is off
     is_local: bool = False  # whether micro-steps before the last run within ``no_sync``
     zero: Mapping[str, Any] = field(default_factory=dict)  # further keys of ``zero_optimization``
-    # further keys of the configuration, and others for some
-    top: Mapping[str, Any] = field(default_factory=dict)
+    top: Mapping[str, Any] = field(default_factory=dict)  # and of the configuration
     num_backwards: int = 1  # backwards per micro-step, each of an equal part of the loss
     width: int = 11  # of the model; odd unless given
 
@@ -175,15 +173,7 @@ def run_ddp(case: Case, rank: int, steps: int, ranks: SimulatedRanks | None = No
 def run_engine(
     case: Case, rank: int, steps: int, *, resume_from: str | None = None, **build_kwargs: Any
 ) -> Trace:
-    """Train the same model on the same batches with the engine.
-
-    Args:
-        case: model and configuration.
-        rank: this rank, whose batches it takes.
-        steps: number of optimizer steps.
-        resume_from: folder of checkpoints that `Engine.resume` gets before the first step.
-        build_kwargs: passed on to `zero_core.build`.
-    """
+    """Train the same model on the same batches with the engine, resumed from a folder if given."""
     trace = Trace()
     device = find_ranks(None, None).device  # that the engine would choose
     engine = zero_core.build(make_model(case.width), case.config(), **build_kwargs)
@@ -212,9 +202,7 @@ class Gap(NamedTuple):
 
     loss: float  # largest difference of a loss from DDP's on this rank
     value: float  # largest difference of a final value from DDP's
-    # largest difference of a loss or value from the first engine run of a case that differs only in
-    # its stage and ``zero`` keys
-    across_stages: float
+    across_stages: float  # from the first engine run of an equal case at another stage
 
 
 def compare_with_ddp(

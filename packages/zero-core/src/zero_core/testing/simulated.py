@@ -263,17 +263,9 @@ def simulate(
 ) -> list[_T]:
     """Run ``program(ranks, *args)`` on simulated ranks and return their results in order.
 
-    Args:
-        program: gets the `SimulatedRanks` or `LateRanks` of its rank.
-        world_size: number of ranks.
-        args: passed on to every rank; ranks must not change them.
-        ranks_per_node: consecutive ranks that share a node; None: all.
-        device: ``"cpu"``, or ``"late"`` for ranks with a `zero_core.testing.late_device` each, in
-            a process of their own (`zero_core.testing.run_alone`).
-        timeout_s: longest wait for another rank.
-
-    Raises:
-        BaseException: of the rank that failed first.
+    ``ranks`` are `SimulatedRanks`, or `LateRanks` with ``device`` "late", which needs a process of
+    its own (`zero_core.testing.run_alone`). Ranks must not change ``args``. An error is that of the
+    rank that failed first.
     """
     per_node = ranks_per_node or world_size
     network: LateWorld | _Network = _Network(world_size, timeout_s)

@@ -50,13 +50,8 @@ def train_ddp(
 ) -> list[float]:
     """Train with `SimulatedDDP` and fused AdamW as `Case` has it, one micro-step per batch.
 
-    The reduced gradients of the micro-steps of a step are added up. Return the losses.
-
-    Args:
-        model: trained in place.
-        ranks: simulated.
-        batches: of this rank; None where it has no data.
-        accumulation: micro-steps of every step, or of each.
+    The reduced gradients of the micro-steps of a step, ``accumulation`` of every step or of each,
+    are added up. A batch is None where this rank has no data. Return the losses.
     """
     ddp = SimulatedDDP(model, ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -97,14 +92,8 @@ def check_like_ddp(
 ) -> None:
     """Train ``make()`` with the engine and with DDP, and compare losses and values.
 
-    Args:
-        ranks: simulated; with up to two of them `SimulatedDDP` has the bits of torch's DDP.
-        make: the model, drawn alike each time.
-        draw: inputs of (micro-step, rank), or None for a rank without data.
-        case: configuration of the engine, in fp32 and without clipping.
-        steps: optimizer steps.
-        atol: largest difference of a loss or a value. 0: the bits are compared.
-        build_kwargs: passed on to `zero_core.build`.
+    With up to two ranks `SimulatedDDP` has the bits of torch's DDP. ``draw`` returns the inputs of
+    (micro-step, rank), or None for a rank without data. ``case`` is in fp32 and without clipping.
     """
     batches = [draw(number, ranks.rank) for number in range(steps * case.accumulation)]
     model = make()

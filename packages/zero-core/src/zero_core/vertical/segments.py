@@ -48,8 +48,7 @@ class SegmentCrossing(Exception):
 
     def __init__(self, segment: int | None) -> None:
         super().__init__(segment)
-        # the number of the segment that made it, None for one of another micro-batch
-        self.segment = segment
+        self.segment = segment  # that made it, None: of another micro-batch
 
 
 @dataclass(eq=False, slots=True)

@@ -38,10 +38,8 @@ class MicroBatch:
         self.number = number  # in the step, from 0 on
         self.segments = Segments(partial)  # its graph
         self.next_block = 0  # number of the block that its forward is about to enter
-        # of random number generators, between its turns
-        self.states: tuple[Tensor, ...] | None = None
-        # loss and scaled loss, once its forward is done
-        self.results: tuple[Tensor, Tensor] | None = None
+        self.states: tuple[Tensor, ...] | None = None  # of random generators, between turns
+        self.results: tuple[Tensor, Tensor] | None = None  # loss and scaled loss
         self.is_done = False  # whether its forward has ended
         self._batch = batch
         self._loss_of = loss_of

@@ -23,13 +23,9 @@ class Place:
         self.doing = OUTSIDE  # such as "forward of unit 3 (blocks.2)"
         self.num_steps = 0  # steps that have ended
         self.waits_for = ""  # the collective that the host waits for, or an empty string
-        # increases with each change of the others. A rank in which it does not change is at one
-        # place
-        self.num_changes = 0
+        self.num_changes = 0  # grows with each change of the others
         self.clock: StepClock | None = None  # notes the times, while steps are recorded
-        # the change of values that is under way or was left in the middle, such as "step()", or an
-        # empty string
-        self.unfinished = ""
+        self.unfinished = ""  # change of values under way or left in the middle, as "step()"
 
     def enter(self, doing: str) -> None:
         self.doing = doing

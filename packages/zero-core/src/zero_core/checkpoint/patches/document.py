@@ -48,14 +48,11 @@ class Piece(NamedTuple):
 class PatchedTensor(_Part):
     """A parameter or buffer with changes."""
 
-    # in the model's state dict: several, if it is tied
-    names: Annotated[tuple[str, ...], Field(min_length=1)]
+    names: Annotated[tuple[str, ...], Field(min_length=1)]  # several, if it is tied
     shape: tuple[_Count, ...]  # of the whole
     dtype: str  # as in safetensors
     pieces: tuple[Piece, ...]  # in the order of their starts
-    # the order of its dimensions in which elements count, the slowest first; () for that of the
-    # shape
-    order: tuple[_Count, ...] = ()
+    order: tuple[_Count, ...] = ()  # of dimensions, the slowest first; () for the shape's
 
 
 class Document(_Part):
@@ -63,8 +60,7 @@ class Document(_Part):
 
     format: Literal[1] = 1  # of the file
     engine: str  # the engine that wrote it: versions of two engines have nothing in common
-    # the oldest version that it applies to. None: to any values, as it has all
-    since: _Count | None
+    since: _Count | None  # the oldest version that it applies to. None: any values
     version: _Count  # of a receiver afterwards
     tensors: tuple[PatchedTensor, ...]  # the changed ones
 

@@ -100,8 +100,7 @@ class LocalEntry:
 class Aside:
     """A checkpoint under way, as `Upload` is one: its folder is locked to `commit` or `remove`."""
 
-    # its name within the checkpoint's folder, None as the files are in that itself
-    subfolder: str | None = None
+    subfolder: str | None = None  # the files are in the folder itself
 
     def __init__(self, directory: Path, tag: str) -> None:
         self.folder = directory / f".{tag}.saving"  # for its files

@@ -106,8 +106,7 @@ class ShardChanges:
 
     def __init__(self, numel: int) -> None:
         self.all = Marks(numel)  # the changed positions
-        # those of them that may have moved by more than `NEAR` at once. None: all of them
-        self.far: Marks | None = Marks(numel)
+        self.far: Marks | None = Marks(numel)  # those moved by more than `NEAR` at once. None: all
         self.num_updates = 0  # how often a value may have changed
         self._starts: list[int] = []  # of what the last update has written, sorted
         self._stops: list[int] = []

@@ -148,16 +148,14 @@ class Counters:
     """Work of a device since `reset_counters`."""
 
     launches: int  # jobs other than events, waits and overwritten free memory
-    # ``launches`` by operator, ``"aten::mm"`` say, or ``"copy up"``, ``"copy down"``
-    by_op: dict[str, int]
+    by_op: dict[str, int]  # by operator, ``"aten::mm"`` say, or ``"copy up"``, ``"copy down"``
     bytes_read: int  # of the tensors that the jobs read
     bytes_written: int  # of the tensors that they wrote. What is updated in place counts once, here
     # how often the host waited, by kind: ``"event"``, ``"stream"``, ``"device"``, ``"item"`` (a
     # value or shape that the host needs) and ``"copy"`` (not of pinned memory, not
     # ``non_blocking``, or not of the same dtype and contiguous)
     syncs: dict[str, int]
-    # kind and Python stack of each, innermost frame first, if they were asked for
-    stacks: list[tuple[str, str]]
+    stacks: list[tuple[str, str]]  # kind and Python stack, innermost frame first
 
 
 def reset_counters(*, with_stacks: bool = False) -> None:
