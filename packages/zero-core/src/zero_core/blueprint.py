@@ -51,7 +51,7 @@ class Blueprint:
         *,
         is_training: bool = True,
     ) -> Blueprint:
-        """Describe ``model``, unchanged. Not ``is_training``: its parameters count as frozen."""
+        """Describe ``model``, which is not changed. Unless ``is_training`` it is all frozen."""
         leaf = config.zero_optimization.leaf_module
         found = discover(model, None if leaf is None else ModuleRule(**leaf.model_dump()))
         given = optimizer

@@ -106,13 +106,13 @@ class Save:
 
     state: ShardedState  # frozen values are read from it as long as `write` runs
     snapshot: Snapshot  # its trainable segments' states
-    directory: Location  # of all checkpoints: a load needs all ranks' files in one
-    tag: str
     progress: TrainState
-    client_state: Mapping[str, Any]
-    options: SaveOptions
     previous: Mapping[str, KnownFile]  # this rank's files of the last save
     version: int | None  # of the states. Equal ones stand for equal values. None: not known
+    directory: Location  # of all checkpoints: a load needs all ranks' files in one
+    tag: str
+    client_state: Mapping[str, Any]
+    options: SaveOptions
     known: dict[str, KnownFile] = field(default_factory=dict)  # once it is complete
 
     @property

@@ -62,7 +62,7 @@ _OWN = frozenset(vars(nn.Module()))  # parameters, buffers, hooks
 
 
 def _tensors_in_attributes(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return tensors of modules' attributes, in containers too, but parameters and buffers."""
+    """Return tensors in modules' attributes and containers, parameters and buffers left out."""
     found = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():

@@ -145,24 +145,10 @@ class Saver:
             wait([self._pending])
 
     def _take(
-        self,
-        snapshot: Snapshot,
-        directory: Location,
-        tag: str,
-        client_state: Mapping[str, Any],
-        options: SaveOptions,
+        self, snapshot: Snapshot, *asked: *tuple[Location, str, Mapping[str, Any], SaveOptions]
     ) -> Save:
-        return Save(
-            self._state,
-            snapshot,
-            directory,
-            tag,
-            self._progress,
-            client_state,
-            options,
-            self._known,
-            None if self._watch is None else self._watch.num_changes,
-        )
+        version = None if self._watch is None else self._watch.num_changes
+        return Save(self._state, snapshot, self._progress, self._known, version, *asked)
 
     def _run(self, pending: PendingSave, save: Save, snapshot: Snapshot) -> None:
         failure = None

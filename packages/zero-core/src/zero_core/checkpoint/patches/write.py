@@ -139,7 +139,17 @@ class PatchWriter(Extension):
                 for tensor, of in tensors.items()
             )
             document = Document(engine=engine, since=since, version=version, tensors=described)
-            return _finish(buffer, document, path, new)
+            if path is None:
+                file = io.BytesIO()
+                buffer.write_to(file, to_metadata(document))
+                return file.getvalue()
+            try:
+                with new.open("wb") as named:
+                    buffer.write_to(named, to_metadata(document))
+                new.replace(path)
+            except OSError as error:
+                raise no_room(path, error) from error
+            return path
 
         try:
             control.together("weight_patch: open", open_raw)
@@ -249,18 +259,3 @@ class PatchWriter(Extension):
                 pieces.append((number, Piece(0, first, last - first, kind, form, *crcs)))
                 parts += [tensor.to(self._state.device) for tensor in (positions, sent)]
         return pieces, parts
-
-
-def _finish(buffer: TensorBuffer, document: Document, path: Path | None, new: Path) -> Path | bytes:
-    """Write the file as ``new`` and give it its name, or return it."""
-    if path is None:
-        file = io.BytesIO()
-        buffer.write_to(file, to_metadata(document))
-        return file.getvalue()
-    try:
-        with new.open("wb") as named:
-            buffer.write_to(named, to_metadata(document))
-        new.replace(path)
-    except OSError as error:
-        raise no_room(path, error) from error
-    return path
