@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.launches import Launch, LoggedCollectives
 from torch import Tensor, nn
 
 import zero_core
@@ -27,7 +28,6 @@ from zero_core.testing import (
     simulate,
     spawn,
 )
-from zero_core.testing.training import Launch, LoggedCollectives
 
 WIDTH = 6
 

@@ -107,11 +107,7 @@ def _check_installed(group: str, name: str, asked_by: str, distribution: str) ->
 
 
 def call_factory(make: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a plug-in's factory makes.
-
-    Raises:
-        ConfigError: the ValueError of a factory that does not serve a setting.
-    """
+    """Return what a plug-in's factory makes."""
     try:
         return make(*args, **kwargs)
     except ValueError as error:

@@ -709,11 +709,7 @@ def for_evaluation(
     lr_scheduler: Schedule | ScheduleFactory | None,
     extensions: Sequence[Extension],
 ) -> Config:
-    """Return ``config`` without what only a training uses, and log which keys these are.
-
-    Raises:
-        ConfigError: an optimizer, a scheduler or extensions were given all the same.
-    """
+    """Return ``config`` without what only a training uses, and log which keys these are."""
     if optimizer is not None or lr_scheduler is not None or extensions:
         raise ConfigError(
             "build(is_training=False) uses no optimizer, no lr_scheduler and no extensions: leave "

@@ -120,7 +120,8 @@ def plan_gradient(
     every rank's part and adds them to the sum of the micro-steps before, one after another: that is
     the order of micro-batches for every W. Each is divided by the number of micro-batches before
     backward, and rounded to the dtype that is sent. A missing one is -0, which changes no bit of a
-    sum. `zero_core.extensions.invariance` has that sum and its norms. A tier would add the ranks' sum of a micro-step as one term: it adds nothing, and the sum
+    sum. `zero_core.extensions.invariance` has that sum and its norms.
+    A tier would add the ranks' sum of a micro-step as one term: it adds nothing, and the sum
     is in ``grad_shard``, also where a step has one micro-step, as fewer ranks have several.
     """
     has_peers = world_size > 1

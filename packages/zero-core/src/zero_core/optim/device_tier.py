@@ -49,17 +49,11 @@ from zero_core.protocols import ChangeWatcher, ParamStore
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Turns and copies of a step, kept while its arguments are alike.
+    """Turns and copies of a step, kept while its arguments are alike."""
 
-    Attributes:
-        key: the active pieces, and starts and lengths of the offers.
-        turns: the turns.
-        copies: start, master weights and parameter shard, where a shard is other memory.
-    """
-
-    key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+    key: tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # active pieces; offers
     turns: list[Turn]
-    copies: list[tuple[int, Tensor, Tensor]]
+    copies: list[tuple[int, Tensor, Tensor]]  # start, masters and shard, if that is other memory
 
 
 class DeviceTier(FlatTier):
@@ -162,10 +156,7 @@ class DeviceTier(FlatTier):
 
     @property
     def can_step_ahead(self) -> bool:
-        """Whether `step_ahead` can be called with the groups that the optimizer has now.
-
-        The kernels read ``found_inf``, and nothing of a step is done by the host.
-        """
+        """Whether the kernels read ``found_inf``, and the host does no part of a step."""
         has_states = bool(self._initial) and None not in self._initial.values()
         return has_states and self._store is None and takes_found_inf(self._optimizer)
 
@@ -193,10 +184,7 @@ class DeviceTier(FlatTier):
         self._ahead = list(active)
 
     def settle(self, *, is_void: bool) -> None:
-        """Count the update of `step_ahead`, or not if ``is_void``: then it changed nothing.
-
-        A second call for the same update has no effect.
-        """
+        """Count the update of `step_ahead`, once. If it ``is_void`` it changed nothing."""
         if is_void:
             for piece in self._ahead:
                 self._num_steps[piece] -= 1
@@ -265,10 +253,7 @@ class DeviceTier(FlatTier):
         return is_given or self._num_steps[part.piece] > 0
 
     def _take_grads(self, turn: Turn, factor: Tensor | float) -> list[Tensor]:
-        """Return the gradient of each part of a turn, widened into the common buffer if need be.
-
-        Nothing is kept of it: what is offered may be other memory in each step.
-        """
+        """Return the gradient of each part of a turn, widened if need be. It is not kept."""
         views: list[Tensor] = []
         place: Counter[torch.dtype] = Counter()
         for (offer, start, stop), sizes in zip(turn.extents, turn.sizes, strict=True):
@@ -316,15 +301,14 @@ class DeviceTier(FlatTier):
     def read_state(self, name: str, start: int, stop: int) -> Tensor:
         return self._flat[name].read(start, stop)
 
+    peek_state = read_state
+
     def watch_changes(self, watcher: ChangeWatcher) -> None:
         self._watcher = watcher
 
     def _announce(self, start: int, stop: int) -> None:
         if self._watcher is not None:
             self._watcher.before_change(start, stop)
-
-    def peek_state(self, name: str, start: int, stop: int) -> Tensor:
-        return self._flat[name].read(start, stop)
 
     def write_state(self, name: str, start: int, values: Tensor) -> None:
         self._announce(start, start + values.numel())
@@ -424,11 +408,7 @@ class DeviceTier(FlatTier):
             self._made.append((part, name))
 
     def _new_flat(self, name: str, dtype: torch.dtype) -> Chunked:
-        """Allocate zeros for state ``name``, one buffer per dtype.
-
-        Where all masters have one dtype the state has ``dtype``. Otherwise the optimizer is probed,
-        which costs a step.
-        """
+        """Allocate zeros for state ``name``, one buffer per dtype. Several cost a probe's step."""
         chunks = self._masters.chunks
         of_master = {master.dtype: dtype for _, master in chunks}
         if len(of_master) > 1:

@@ -77,10 +77,7 @@ def _collectives(
 def gather_calls(
     segment: Segment, links: Links, footprint: CollectivesFootprint | None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the calls of a segment's gather: (bytes within the node, bytes between nodes) each.
-
-    Those that run once for each version of the values, and those that run for each use.
-    """
+    """Return a gather's calls per version and per use: bytes within and between nodes."""
     numel, is_trainable = segment.shard_numel, segment.is_trainable
     gather = None
     if footprint is not None:
