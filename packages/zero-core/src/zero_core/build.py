@@ -34,7 +34,13 @@ from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
-from zero_core.extensions import attach_extensions, make_extensions, wrap_forwards
+from zero_core.extensions import (
+    Site,
+    attach_extensions,
+    check_extensions,
+    make_extensions,
+    wrap_forwards,
+)
 from zero_core.extensions.invariance import arithmetic_of
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.former import FormerModel
@@ -170,6 +176,7 @@ def build(
         torch.manual_seed(resolved.seed)
     if not is_training:
         resolved = for_evaluation(resolved, optimizer, lr_scheduler, extensions)
+    check_extensions(resolved)
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     initial = InitialValues(model)
@@ -410,11 +417,10 @@ def _make_engine(
     facts = Facts(communicator, ranks.device, *sizes, meter, joined.arithmetic)
     edits = Edits(state, facts)
     followers: list[Extension] = [edits]
+    site = Site(config, state, train, facts, ranks, joined.per_node)
     if is_training:  # their hooks run behind those of the passes
         attach_extensions(joined.extensions, state, ownership)
-        followers += make_extensions(
-            config, state, train, facts, ranks, joined.per_node, joined.extensions
-        )
+        followers += make_extensions(site, joined.extensions)
         followers.append(patches := PatchWriter(state))
     extensions = Extensions(followers)
     gradient = StepGradient(
@@ -432,7 +438,7 @@ def _make_engine(
     host_inputs = HostInputs(ranks.device) if is_apart else None
     installed: list[Removable] = [f for f in followers if f not in joined.extensions]
     installed += [handle for follower in followers for handle in follower.handles]
-    installed += wrap_forwards(config, passes, modules, host_inputs)
+    installed += wrap_forwards(site, passes, modules, host_inputs)
     installed += hooks.install(passes, modules)
     holders = held.tier, held.collectives, joined.transport
     device_states = DeviceStates(memory, passes, state, holders, edits, extensions)

@@ -283,7 +283,8 @@ class BackwardPass:
         if self._why_refused is not None:
             raise RuntimeError(self._why_refused)
         self._place.check_finished("a backward")
-        self._units.part_hooks.resume()
+        if not self._units.part_hooks.handles:
+            self._units.part_hooks.resume()
         self._units.drain()
         self._sink.begin_backward(is_new_round=self.should_sync and is_new)
         self.is_open = True

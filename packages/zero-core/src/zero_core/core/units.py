@@ -261,7 +261,8 @@ class UnitSet:
         ``flats``: whose values are meant; None: all.
         """
         with self._publishing:
-            self.part_hooks.resume()
+            if not self.part_hooks.handles:
+                self.part_hooks.resume()
             if flats is None:
                 self.ready.clear()
                 flats = [flat for unit in self.units for flat in unit.params]

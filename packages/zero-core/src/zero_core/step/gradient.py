@@ -143,8 +143,8 @@ class StepGradient:
             self._take_changes(changes)
         self.param_grads.close()
         self.reopen()
-        self.policy.check_unused("a further backward of the same step")
         if self.policy.begins_early:
+            self.policy.check_unused("a further backward of the same step")
             for before in self._extensions.before_early_update:
                 before()
         if self._is_scaled and not self._train.scaler.is_applied:
