@@ -43,6 +43,15 @@ def test_version_is_that_of_the_distribution() -> None:
         assert importlib.import_module(name).__version__ == importlib.metadata.version(name)
 
 
+def test_the_extra_all_has_every_extra_of_users() -> None:
+    found: dict[str, set[str]] = {}
+    for text in importlib.metadata.requires("zero-engine") or []:
+        what, _, extra = text.partition("; extra == ")
+        found.setdefault(extra.strip("'\""), set()).add(what)
+    assert found["all"] == found["hf"] | found["lightning"] | found["ray"]
+    assert found.keys() - {"", "bench"} == {"all", "hf", "lightning", "ray"}
+
+
 @pytest.mark.parametrize("verb", ["plan --layers=1", "doctor", "version"])
 def test_reports_are_json_on_request(verb: str) -> None:
     assert json.loads(run_here(*verb.split(), "--json"))

@@ -88,9 +88,6 @@ def _train(engine: Any, steps: range) -> list[float]:
     return losses
 
 
-# -------------------------------------------------------------------- going on
-
-
 def _go_on(rank: int, world_size: int, folder: str) -> None:
     for stage in (0, 2, 3):
         place = Path(folder, f"goes on {stage}")
@@ -153,9 +150,6 @@ def test_checkpoint_of_two_ranks_loads_on_one_and_on_three(tmp_path: Path) -> No
     spawn(_load, 3, str(tmp_path))
 
 
-# ------------------------------------------------------------------------ names
-
-
 def test_tag_and_latest_are_deepspeeds(tmp_path: Path) -> None:
     engine = _engine(2)
     _train(engine, range(2))
@@ -198,9 +192,6 @@ def test_small_tensors_of_client_state_and_scheduler_come_back(tmp_path: Path) -
     assert isinstance(engine.lr_scheduler, _Average)
 
 
-# ------------------------------------------------------ in the middle of a step
-
-
 def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
     accumulation = {"gradient_accumulation_steps": 2}
     for stage in (0, 2, 3):
@@ -240,9 +231,6 @@ def test_checkpoint_within_an_accumulation_warns_once(
     assert "after step 0 and in the middle of the next one" in caplog.text
 
 
-# ------------------------------------------------------------ DeepSpeed's own
-
-
 @pytest.mark.parametrize(
     "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
 )
@@ -259,9 +247,6 @@ def test_checkpoint_of_deepspeed_itself_is_told_with_the_way_over(
             engine.load_checkpoint(tmp_path, tag)
         with pytest.raises(CheckpointError, match=match):
             zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag)
-
-
-# --------------------------------------------------------------- what is left out
 
 
 def _saved(folder: Path, **options: Any) -> dict[str, Tensor]:
@@ -350,9 +335,6 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     assert torch.equal(found["frozen.weight"], own)
     assert torch.equal(found["embed.weight"], expected["embed.weight"])
     assert "frozen.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-
-
-# ------------------------------------------------------------------- whole models
 
 
 def _consolidate(rank: int, world_size: int, folder: str) -> None:

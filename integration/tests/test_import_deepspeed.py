@@ -140,9 +140,6 @@ def test_command_writes_what_the_engine_loads(
     assert "reading" in capfd.readouterr().err
 
 
-# ------------------------------------------------------------------------------ stage 0
-
-
 def _write_stage_0(folder: Path, module: dict[str, Tensor], optimizer: Any, **more: Any) -> None:
     folder.mkdir()
     folder.parent.joinpath("latest").write_text(folder.name)
@@ -213,9 +210,6 @@ def test_master_weights_that_round_to_several_parameters_are_refused(
         read_source(tmp_path / "t", ("ln0.weight",))
 
 
-# ------------------------------------------------------------------------------ what is there stays
-
-
 def _bytes_of(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -266,9 +260,6 @@ def test_second_import_leaves_latest_alone(
         write_source(source, tmp_path / "out", "first", None)
 
 
-# ------------------------------------------------------------------------------ malformed content
-
-
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
@@ -293,9 +284,6 @@ def test_malformed_values_are_refused_before_anything_is_written(
     with pytest.raises(CheckpointError, match=match):
         read_into(tmp_path / "saved", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-# ------------------------------------------------------------------------------ hostile files
 
 
 class _Call:

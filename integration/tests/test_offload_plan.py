@@ -147,8 +147,6 @@ def test_an_optimizer_of_whole_parameters_is_planned_on_the_device_or_on_the_hos
     assert {choice.ratio for choice in planned.choices} == {0.0, 1.0}  # nothing in between
 
 
-# ------------------------------------------------------------------------------------- placements
-
 DISK = "/nvme"
 
 

@@ -205,9 +205,6 @@ def test_rates_of_another_kind_of_machine_are_refused() -> None:
         planned(make_config(0), 1, calibration=calibration(), device_type="cpu")
 
 
-# ------------------------------------------------------------------------------------- placements
-
-
 def machine(cores: int | None, *, has_disk: bool = True) -> Calibration:
     once, rate = Curve(((1.0, 1e-5),)), Curve.of_rate
     curves = {
@@ -267,8 +264,6 @@ def test_a_disk_that_was_not_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="doctor --measure --disk FOLDER"):
         timed(placed_config(2), 2, calibration=machine(2, has_disk=False))
 
-
-# ------------------------------------------------------------------------------ vertical schedule
 
 VOCAB, NARROW, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
 GRADIENT_BYTES, INPUT_BYTES = VOCAB * NARROW * 4, ROWS * NARROW * 4
@@ -353,9 +348,6 @@ def test_step_that_gathers_bound_takes_one_pass_of_gathers(steps: int) -> None:
     )
     assert horizontal.lanes["gather"] == pytest.approx(steps * vertical.lanes["gather"])
     assert vertical.total_s < horizontal.total_s / (steps / 1.5)
-
-
-# ----------------------------------------------------------------------------------------- rates
 
 
 def test_a_rate_takes_its_latency_and_the_amount_over_the_rate() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 from conftest import run_program
 from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
@@ -204,12 +203,6 @@ def test_a_mistake_is_one_line_and_a_code(
         assert expected.replace("@", str(folder)) in done.stderr
         assert len(done.stderr.splitlines()) == 1, done.stderr
         assert done.stdout == ""
-
-
-def test_each_command_has_a_mistake_in_the_table() -> None:
-    commands = typer.main.get_command(app)
-    assert isinstance(commands, typer.core.TyperGroup)
-    assert set(commands.commands) <= {verb for verb, _, _ in LINES}
 
 
 @pytest.mark.parametrize("verb", ["plan --ranks 0", "verify @/none", "prune @ --keep-last 1"])

@@ -21,7 +21,7 @@ from zero_core.comm.topology import Ranks
 from zero_core.testing.models import make_model
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import run_on_processes
-from zero_core.testing.scenarios import LONG, SCENARIOS
+from zero_core.testing.scenarios import BY_NAME, SCENARIOS
 from zero_core.testing.simulated import simulate
 
 FOLDER = "FOLDER"
@@ -68,7 +68,7 @@ class Row:
     """One equality.
 
     Attributes:
-        scenario: what is done, by its name in `SCENARIOS` or `LONG`.
+        scenario: what is done, by its name in `SCENARIOS` or `BY_NAME`.
         variant: name of what is added.
         stage: ZeRO stage of both sides.
         dtype: of forward and backward: "fp32", "bf16" or "fp16".
@@ -160,7 +160,7 @@ def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
 
 
 def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Outcome:
-    scenario, more = {**SCENARIOS, **LONG}[row.scenario]
+    scenario, more = {**SCENARIOS, **BY_NAME}[row.scenario]
     folder.mkdir(exist_ok=True)
     zero = {**variant.base, **variant.zero}
     top = {**more, **variant.base_top, **variant.top}
