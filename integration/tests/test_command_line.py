@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import io
 import json
-from pathlib import Path
 
 import pytest
 from conftest import run_here
@@ -18,7 +17,6 @@ from zero_core.errors import (
     CollectiveError,
     ConfigError,
     RankMismatchError,
-    ZeroError,
 )
 from zero_engine.cli import main
 from zero_engine.launch.ranks import fail
@@ -69,9 +67,7 @@ def _completed(monkeypatch: pytest.MonkeyPatch, request: str, words: str = "") -
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands(
-    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shells_complete_commands(shell, monkeypatch, capsys):
     _completed(monkeypatch, f"source_{shell}")
     assert "_ZERO_ENGINE_COMPLETE=complete_" in capsys.readouterr().out
     if shell == "bash":
@@ -102,9 +98,7 @@ def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     ("kind", "code"),
     [(ConfigError, 2), (CheckpointError, 2), (CollectiveError, 1), (RankMismatchError, 1)],
 )
-def test_error_ends_a_rank_with_its_code_and_leaves_its_file(
-    kind: type[ZeroError], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_ends_a_rank_with_its_code_and_leaves_its_file(kind, code, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as ended:
         fail(kind("x"))

@@ -210,9 +210,7 @@ def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
             made.destroy()
 
 
-def test_checkpoint_within_an_accumulation_warns_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_within_an_accumulation_warns_once(tmp_path, caplog):
     engine = _engine(2, gradient_accumulation_steps=4)
     _train(engine, range(4))
     engine.save_checkpoint(tmp_path)
@@ -234,9 +232,7 @@ def test_checkpoint_within_an_accumulation_warns_once(
 @pytest.mark.parametrize(
     "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
 )
-def test_checkpoint_of_deepspeed_itself_is_told_with_the_way_over(
-    name: str, tmp_path: Path
-) -> None:
+def test_checkpoint_of_deepspeed_itself_is_told_with_the_way_over(name, tmp_path):
     (tmp_path / "global_step3").mkdir()
     (tmp_path / "global_step3" / name).write_bytes(b"")
     (tmp_path / "latest").write_text("global_step3")
@@ -267,9 +263,7 @@ def _saved(folder: Path, **options: Any) -> dict[str, Tensor]:
     ],
     ids=str,
 )
-def test_part_that_is_left_out_stays_as_it_was(
-    option: dict[str, bool], steps: int, rate: float, epoch: int, tmp_path: Path
-) -> None:
+def test_part_that_is_left_out_stays_as_it_was(option, steps, rate, epoch, tmp_path):
     expected = _saved(tmp_path)
     engine = _engine(3, seed=1)
     _train(engine, range(1))
@@ -284,9 +278,7 @@ def test_part_that_is_left_out_stays_as_it_was(
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
-def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(
-    kind: str, tmp_path: Path
-) -> None:
+def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(kind, tmp_path):
     first = _engine(0)
     first.core.lr_scheduler = _Average()
     first.save_checkpoint(tmp_path)
@@ -377,9 +369,7 @@ ON_TWO_RANKS = [
 
 
 @pytest.mark.parametrize(("world_size", "further"), [(1, []), (2, ON_TWO_RANKS)])
-def test_training_goes_on_and_models_become_whole_at_any_stage(
-    world_size: int, further: list[Any], tmp_path: Path
-) -> None:
+def test_training_goes_on_and_models_become_whole_at_any_stage(world_size, further, tmp_path):
     on_ranks(world_size, [_go_on, *further], str(tmp_path))
 
 

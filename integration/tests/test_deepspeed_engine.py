@@ -132,9 +132,7 @@ COSINE = {"total_num_steps": 20, "warmup_num_steps": 10}
         ("WarmupCosineLR", COSINE, (0.1, 0.2), [0, 0], None),
     ],
 )
-def test_warm_up_runs_from_its_first_rate_to_each_groups_own(
-    kind: str, params: dict[str, Any], rates: tuple[float, float], first: Any, later: Any
-) -> None:
+def test_warm_up_runs_from_its_first_rate_to_each_groups_own(kind, params, rates, first, later):
     model = net()
     groups = [{"params": model[2 * i].parameters(), "lr": lr} for i, lr in enumerate(rates)]
     settings = config(1, scheduler={"type": kind, "params": params})
@@ -152,9 +150,7 @@ def test_warm_up_runs_from_its_first_rate_to_each_groups_own(
     ("named", "offload", "kind"),
     [("Adam", "none", FusedAdam), ("AdamW", "cpu", DeepSpeedCPUAdam)],
 )
-def test_the_configurations_optimizer_is_of_deepspeeds_class(
-    named: str, offload: str, kind: type
-) -> None:
+def test_the_configurations_optimizer_is_of_deepspeeds_class(named, offload, kind):
     zero = {"stage": 2, "offload_optimizer": {"device": offload}}
     optimizer = {"type": named, "params": {"lr": 1e-2, "torch_adam": False}, "unknown": 3}
     engine = make(config=config(optimizer=optimizer, zero_optimization=zero))
@@ -322,9 +318,7 @@ CONSECUTIVE = (8, 8, 9, 9, 9, 9, 9, 10, 10, 10, 10, 9, 9, 9, 10, 10, 11, 11, 12)
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("is_consecutive", "scales"), [(False, DELAYED), (True, CONSECUTIVE)])
-def test_the_loss_scale_changes_when_deepspeeds_does(
-    stage: int, is_consecutive: bool, scales: tuple[int, ...]
-) -> None:
+def test_the_loss_scale_changes_when_deepspeeds_does(stage, is_consecutive, scales):
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
     engine = make(config=config(stage, fp16={**fp16, "consecutive_hysteresis": is_consecutive}))
     scaler = engine.optimizer.loss_scaler if stage else engine.optimizer.loss_scale_config

@@ -143,7 +143,5 @@ def _load(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_scripts_save_and_read_whole_models_and_load_them_without_the_engine(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_scripts_save_and_read_whole_models_and_load_them_without_the_engine(world_size, tmp_path):
     on_ranks(world_size, [_save, _load], str(tmp_path))

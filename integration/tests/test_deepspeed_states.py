@@ -275,9 +275,7 @@ ON_TWO_RANKS = [
 
 
 @pytest.mark.parametrize(("world_size", "further"), [(1, []), (2, ON_TWO_RANKS)])
-def test_values_are_those_of_torch_alone_and_a_step_uses_what_was_set(
-    world_size: int, further: list[Any]
-) -> None:
+def test_values_are_those_of_torch_alone_and_a_step_uses_what_was_set(world_size, further):
     on_ranks(world_size, [_reads, _writes, *further])
 
 
@@ -353,9 +351,7 @@ def test_given_optimizer_shows_the_state_until_the_engine_ends(stage: int) -> No
 
 
 @pytest.mark.parametrize(("stage", "is_refused"), [(1, True), (2, True), (3, False), (0, False)])
-def test_step_without_a_gradient_is_refused_where_unused_parameters_are(
-    stage: int, is_refused: bool
-) -> None:
+def test_step_without_a_gradient_is_refused_where_unused_parameters_are(stage, is_refused):
     zero = {"stage": stage, "ignore_unused_parameters": False}
     engine = _engine(stage, zero_optimization=zero)
     for is_used in (True, False):
@@ -371,9 +367,7 @@ def test_step_without_a_gradient_is_refused_where_unused_parameters_are(
             engine.step()
 
 
-def test_parameter_offload_below_stage_3_has_no_effect_and_a_note(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_parameter_offload_below_stage_3_has_no_effect_and_a_note(capsys):
     offload = {"device": "cpu", "pin_memory": True}
     engine = _engine(2, zero_optimization={"stage": 2, "offload_param": offload})
     _backward(engine)

@@ -353,9 +353,7 @@ def _fused(params: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("stage", "given"), [*itertools.product(range(4), _GIVEN)])
-def test_parameter_that_the_optimizer_has_is_frozen_and_unfrozen_as_in_torch(
-    stage: int, given: str
-) -> None:
+def test_parameter_that_the_optimizer_has_is_frozen_and_unfrozen_as_in_torch(stage, given):
     plain, model = net(), net()
     optimizer = _fused(plain.parameters())
     model[0].requires_grad_(False)
@@ -395,9 +393,7 @@ def test_channels_last_model_changes_engines_as_in_torch(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_zero_grad_within_an_accumulation_drops_its_part_and_says_so(
-    stage: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_zero_grad_within_an_accumulation_drops_its_part_and_says_so(stage, caplog):
     engine, other = make(config=config(stage, gradient_accumulation_steps=2)), net()
     optimizer = adamw(other)
     for number in range(2 * STEPS):
@@ -432,9 +428,7 @@ def test_empty_group_keeps_its_place_in_the_schedule(is_object: bool) -> None:
     check_values(engine, models[1])
 
 
-def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_at_stage_0_what_is_set_on_parameters_counts_in_step_without_a_backward(caplog):
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
     engine, masters = make(config=config(fp16=fp16)), net().half().float()
     optimizer = adamw(masters)

@@ -41,9 +41,7 @@ def test_missing_package_is_reported_with_its_cure(monkeypatch: pytest.MonkeyPat
     assert finding.advice == "pip install zero-comm"
 
 
-def test_optional_library_that_is_missing_is_a_note_and_a_broken_package_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_optional_library_that_is_missing_is_a_note_and_a_broken_package_is_missing(monkeypatch):
     monkeypatch.setitem(doctor.OPTIONAL, "a-library-of-few", "rare scripts")
     monkeypatch.setitem(doctor.PACKAGES, "cpu-adam", "a_module_that_is_not_there")
     found = by_name()
@@ -54,9 +52,7 @@ def test_optional_library_that_is_missing_is_a_note_and_a_broken_package_is_miss
     assert "ModuleNotFoundError" in broken.value
 
 
-def test_devices_of_ranks_and_a_single_hardware_queue_are_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_devices_of_ranks_and_a_single_hardware_queue_are_reported(monkeypatch):
     assert "device of a rank" not in by_name() or torch.accelerator.device_count() > 1
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -66,9 +62,7 @@ def test_devices_of_ranks_and_a_single_hardware_queue_are_reported(
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"].advice == "unset it, or set it to 8"
 
 
-def test_numa_nodes_are_listed_with_the_way_to_bind_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_numa_nodes_are_listed_with_the_way_to_bind_ranks(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_NODES", tmp_path)
     assert by_name()["NUMA nodes"].value == "the system lists none"
     for node, cpus in enumerate(("0-2,8", "4")):
@@ -91,9 +85,7 @@ def test_numa_nodes_are_listed_with_the_way_to_bind_ranks(
         (True, None, ["unlimited"]),
     ],
 )
-def test_locked_memory_says_what_it_means_for_pin_memory(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, limit: int | None, words: list[str]
-) -> None:
+def test_locked_memory_says_what_it_means_for_pin_memory(monkeypatch, has_gpu, limit, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(doctor, "locked_memory_limit_bytes", lambda: limit)
     finding = by_name()["lockable memory"]
@@ -120,9 +112,7 @@ def test_json_and_table_show_the_same_names() -> None:
         ({}, None),
     ],
 )
-def test_cpu_quota_of_a_container_counts(
-    files: dict[str, str], cores: int | None, tmp_path: Path
-) -> None:
+def test_cpu_quota_of_a_container_counts(files, cores, tmp_path):
     (tmp_path / "cpu").mkdir()
     without_quota = available_cores(tmp_path)
     for name, text in files.items():

@@ -270,9 +270,7 @@ def test_a_variant_changes_no_bit_in_200_steps(row: Row, tmp_path: Path) -> None
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_variant_changes_no_bit_on_processes(
-    variant: str, stage: int, dtype: str, tmp_path: Path
-) -> None:
+def test_a_variant_changes_no_bit_on_processes(variant, stage, dtype, tmp_path):
     row = Row("trains", variant, stage, dtype, 4, 2)
     check(row, VARIANTS[variant], tmp_path, is_simulated=False)
 

@@ -40,9 +40,7 @@ def test_exception_of_one_rank_is_named_in_the_last_line(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_error_of_a_rank_goes_before_what_its_peers_say_in_the_same_second(
-    first: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_of_a_rank_goes_before_what_its_peers_say_in_the_same_second(first, tmp_path, capsys):
     failures = {}
     for rank in (0, 1):
         line = "OSError: disk" if rank == first else "CollectiveError: rank 0 is gone"

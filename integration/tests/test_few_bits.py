@@ -65,9 +65,7 @@ def _compare_stages(ranks: SimulatedRanks) -> None:
 @pytest.mark.parametrize(
     ("world_size", "per_node"), [pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]
 )
-def test_quantized_gradients_give_the_same_bits_at_every_stage(
-    world_size: int, per_node: int
-) -> None:
+def test_quantized_gradients_give_the_same_bits_at_every_stage(world_size, per_node):
     simulate(_compare_stages, world_size, ranks_per_node=per_node)
 
 

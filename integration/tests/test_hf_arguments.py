@@ -90,9 +90,7 @@ def test_auto_is_filled_in_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
         ({"scheduler": {"params": {}}}, ("scheduler.type: Field required",)),
     ],
 )
-def test_all_that_does_not_fit_the_arguments_is_named(
-    given: dict[str, Any], messages: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_all_that_does_not_fit_the_arguments_is_named(given, messages, tmp_path):
     with pytest.raises(ConfigError) as caught:
         fill_config(given, _arguments(tmp_path))
     for text in messages:
@@ -160,9 +158,7 @@ def test_configured_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
     assert rates[0] < rates[-1] == 0.5
 
 
-def test_sharded_ddp_in_code_is_answered_with_the_way_over(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sharded_ddp_in_code_is_answered_with_the_way_over(capsys):
     show = tell_after(lambda *error: None)
     for word in ("sharded_ddp", "something_else"):
         with pytest.raises(TypeError, match=word) as caught:

@@ -193,9 +193,7 @@ def test_codes_are_those_of_the_kernels_definition() -> None:
         ("AdamW", {"device": "none", "state_dtype": "int8"}, "state_dtype needs device 'cpu'"),
     ],
 )
-def test_state_dtypes_that_are_not_served_are_refused_by_key(
-    optimizer: str, offload: dict[str, Any], match: str
-) -> None:
+def test_state_dtypes_that_are_not_served_are_refused_by_key(optimizer, offload, match):
     with pytest.raises(zero_core.ConfigError, match=match):
         zero_core.build(make_model(), make_config(optimizer, 1, "fp32", **offload))
 

@@ -5,7 +5,6 @@ That no share changes a bit is shown by rows of test_equalities.py.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,9 +38,7 @@ def _build(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_a_checkpoint_at_one_ratio_goes_on_at_any_share(
-    ranks: SimulatedRanks, tmp_path: Path
-) -> None:
+def test_a_checkpoint_at_one_ratio_goes_on_at_any_share(ranks, tmp_path):
     before, after, other = (
         [batch(step, 0, ranks.rank) for step in steps]
         for steps in (range(4), range(4, 8), range(20, 23))

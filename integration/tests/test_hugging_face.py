@@ -79,9 +79,7 @@ def test_deferred_and_loaded_models_are_ordinary_ones(tmp_path: Path, world_size
 
 
 @pytest.mark.parametrize("is_base", [True, False])
-def test_a_model_is_built_from_the_folder_of_its_base_or_its_own(
-    tmp_path: Path, is_base: bool
-) -> None:
+def test_a_model_is_built_from_the_folder_of_its_base_or_its_own(tmp_path, is_base):
     torch.manual_seed(1)
     saved = GPT2Model(lm_config("gpt2")) if is_base else make_lm("gpt2", seed=1)
     saved.save_pretrained(tmp_path)

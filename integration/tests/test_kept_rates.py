@@ -39,9 +39,7 @@ def planned(*options: str) -> tuple[dict[str, Any], str]:
     return json.loads(result.stdout), result.stderr
 
 
-def test_measured_rates_are_kept_beside_the_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_rates_are_kept_beside_the_output(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "measure_machine", lambda ranks, disk: rates_of_a_cpu())
     output = tmp_path / "rates.json"
     said = CliRunner().invoke(app, ["doctor", "--measure", f"--output={output}"]).output

@@ -43,9 +43,7 @@ def _fresh(folder: Path, size: str, **options: Any) -> RunSettings:
     return fresh_run({"size": size, "output": str(folder / "run"), **options}, Start.NEW)
 
 
-def test_states_go_to_files_where_memory_does_not_hold_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_go_to_files_where_memory_does_not_hold_them(tmp_path, monkeypatch):
     settings = _fresh(tmp_path, "60m")
     whole = preview(settings, 1)
     assert whole.settings.states == "memory"
@@ -99,9 +97,7 @@ def test_plan_is_shown_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr().out == ""
 
 
-def test_run_that_goes_on_keeps_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_run_that_goes_on_keeps_its_size(tmp_path, monkeypatch, capfd):
     options = {"size": "1m", "output": str(tmp_path / "run")}
     settings = fresh_run(options, Start.NEW)
     write_resolved(RunFolder.of(options), settings, config={})

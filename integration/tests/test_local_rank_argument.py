@@ -86,9 +86,7 @@ def _declares(script: Path) -> bool:
         ("import package", "from ..other import parser", "other/__init__.py"),
     ],
 )
-def test_option_may_be_declared_by_a_module_that_is_imported(
-    tmp_path: Path, script: str, package: str, file: str
-) -> None:
+def test_option_may_be_declared_by_a_module_that_is_imported(tmp_path, script, package, file):
     path = _write(tmp_path, script)
     if package:
         _write(tmp_path, package, "package/__init__.py")
@@ -116,18 +114,14 @@ def test_field_of_a_dataclass_is_an_option_of_hugging_faces_parser(tmp_path: Pat
     assert _declares(script)
 
 
-def test_module_is_found_as_python_finds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_is_found_as_python_finds_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = _write(tmp_path, DECLARES, "package/__main__.py")
     assert source_of("package", is_module=True) == Source(program, tmp_path)
     assert source_of("package.missing", is_module=True) is None
 
 
-def test_of_an_installed_module_its_own_package_alone_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_an_installed_module_its_own_package_alone_counts(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     _write(tmp_path, DECLARES, "unrelated.py")
     _write(tmp_path, "import unrelated, package.options", "package/__main__.py")

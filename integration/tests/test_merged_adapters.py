@@ -153,9 +153,7 @@ def _stored_in_8_bits() -> peft.PeftModel:
         ),
     ],
 )
-def test_what_cannot_be_merged_is_refused_by_name(
-    tmp_path: Path, make: Make, is_built: bool, message: str
-) -> None:
+def test_what_cannot_be_merged_is_refused_by_name(tmp_path, make, is_built, message):
     model = make()
     engine = zero_core.build(model, Case(0).config()) if is_built else None
     with pytest.raises(ConfigError, match=message):

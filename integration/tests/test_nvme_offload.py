@@ -74,9 +74,7 @@ def _load(
     ],
     ids=["nvme-cpu", "cpu-nvme", "nvme-none", "none-nvme"],
 )
-def test_checkpoints_cross_between_nvme_host_and_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Place, loaded: Place
-) -> None:
+def test_checkpoints_cross_between_nvme_host_and_device(tmp_path, monkeypatch, saved, loaded):
     monkeypatch.setattr(file_stepper, "BLOCK_NUMEL", BLOCK_NUMEL)
     found = simulate(_save, saved[2], tmp_path, saved)[0]
     simulate(_load, loaded[2], tmp_path, loaded, *found)

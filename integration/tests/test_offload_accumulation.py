@@ -144,9 +144,7 @@ def _held(ranks: SimulatedRanks, stage: int, accumulation: int, **further: Any) 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_the_device_holds_no_more_than_with_one_micro_step(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_the_device_holds_no_more_than_with_one_micro_step(ranks, stage):
     once, host_bytes, numel = _held(ranks, stage, 1)
     assert host_bytes == 2 * numel
     for accumulation, per_element in ((2, 4), (4, 8), (5, 6), (6, 6)):
@@ -163,9 +161,7 @@ def test_the_device_holds_no_more_than_with_one_micro_step(
     [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, on one
 )
 @on_ranks(2)
-def test_gradients_are_read_set_clipped_and_dropped(
-    ranks: SimulatedRanks, stage: int, ratio: float, name: str
-) -> None:
+def test_gradients_are_read_set_clipped_and_dropped(ranks, stage, ratio, name):
     config = _config(stage, "fp32", 4, ratio, check_grad_overflow=True)
     engine, fresh, plain = _build(config, ranks), _build(config, ranks), make_tower(3, WIDTH)
     for micro_step, rank in itertools.product(range(4), range(ranks.size)):
@@ -206,9 +202,7 @@ def _names_who(ranks: SimulatedRanks) -> None:
     torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
 
 
-def test_a_nan_of_one_micro_step_skips_the_step_and_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_nan_of_one_micro_step_skips_the_step_and_is_named(caplog):
     simulate(_names_who, 2)
     assert "batch of rank 1" in caplog.text
 

@@ -104,9 +104,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     [(1, "fp32"), pytest.param(2, "fp32", marks=pytest.mark.slow), (2, "bf16")],
 )
 @on_ranks()
-def test_a_step_moves_the_bytes_of_the_closed_form(
-    ranks: SimulatedRanks, dtype: str, micro_batches: int, tmp_path: Path
-) -> None:
+def test_a_step_moves_the_bytes_of_the_closed_form(ranks, dtype, micro_batches, tmp_path):
     """Nothing waits between two steps: forwards begin while states are updated."""
     found = {}
     for schedule, passes in (("horizontal", micro_batches), ("vertical", 1)):
@@ -123,9 +121,7 @@ def test_a_step_moves_the_bytes_of_the_closed_form(
     assert found["vertical"] == found["horizontal"]
 
 
-def test_the_system_moves_whole_blocks_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_system_moves_whole_blocks_of_the_disk(tmp_path, monkeypatch):
     """System calls move each block of a file rounded up, or in full where they bypass nothing."""
     moved = {"preadv": 0, "pwritev": 0}
 

@@ -144,9 +144,7 @@ def test_offload_waits_once_a_step_and_has_the_bits_of_the_cpu(world_size: int) 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(len(UPLOADS)))
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_lossless_uploads_have_the_bits_of_the_cpu_and_send_less(
-    world_size: int, number: int
-) -> None:
+def test_lossless_uploads_have_the_bits_of_the_cpu_and_send_less(world_size, number):
     run_alone(_run, world_size, UPLOADS[number : number + 1])
 
 

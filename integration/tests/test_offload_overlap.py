@@ -114,9 +114,7 @@ def _set_lr(engine: zero_core.Engine) -> None:
         (_set_lr, "settings between backward and step: too late"),
     ],
 )
-def test_what_an_update_in_backward_forbids_is_refused_with_the_cure(
-    call: Any, message: str
-) -> None:
+def test_what_an_update_in_backward_forbids_is_refused_with_the_cure(call, message):
     engine = _build_gated(GatedAdam(gate_at=-1), check_grad_overflow=False)
     engine.backward(engine(torch.ones(2, 8)))
     with pytest.raises(RuntimeError, match=message) as caught:
@@ -148,9 +146,7 @@ class Skipping(Chain):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_a_rank_whose_host_is_late_keeps_the_order_of_exchanges(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_a_rank_whose_host_is_late_keeps_the_order_of_exchanges(ranks, stage):
     kernel = SlowAdam() if ranks.rank else cpu_adam
     engine = _build(kernel, Skipping(), Case(stage, zero=HOST), ranks)
     train(engine, [torch.randn(4, 8) for _ in range(3)])
@@ -161,9 +157,7 @@ def test_a_rank_whose_host_is_late_keeps_the_order_of_exchanges(
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 3), (2, 3), (3, 1), (3, 3)])
 @on_ranks()
-def test_two_bytes_go_down_and_two_come_up_per_offloaded_parameter(
-    ranks: SimulatedRanks, stage: int, ratio: float
-) -> None:
+def test_two_bytes_go_down_and_two_come_up_per_offloaded_parameter(ranks, stage, ratio):
     zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
     engine = zero_core.build(Chain(), Case(stage, "bf16", zero=zero).config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier

@@ -44,9 +44,7 @@ def _edits(ranks: SimulatedRanks, accumulation: int, *, is_on_host: bool) -> tup
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_changes_count_as_on_the_device_where_the_tier_copies_gradients(
-    ranks: SimulatedRanks, accumulation: int
-) -> None:
+def test_changes_count_as_on_the_device_where_the_tier_copies_gradients(ranks, accumulation):
     found, expected = (_edits(ranks, accumulation, is_on_host=each) for each in (True, False))
     torch.testing.assert_close(found, expected)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import zero_core
 from zero_core import Engine, plugins
-from zero_core.testing import LR, Case, SimulatedRanks, batch, make_model, on_ranks
+from zero_core.testing import LR, Case, batch, make_model, on_ranks
 from zero_core.testing.training import assert_same
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -83,9 +83,7 @@ def _values(engine: Engine, rank: int, counts: tuple[int, ...] = (1, 1, 1)) -> A
 @pytest.mark.parametrize("name", OBJECTS)
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (3, "bf16")])
 @on_ranks(2)
-def test_an_object_has_the_bits_of_the_same_optimizer_by_name(
-    ranks: SimulatedRanks, name: str, stage: int, dtype: str
-) -> None:
+def test_an_object_has_the_bits_of_the_same_optimizer_by_name(ranks, name, stage, dtype):
     make, named = OBJECTS[name]
     engine = _of_object(make, stage, dtype, process_group=ranks)
     other = _build(stage, dtype, named=named, process_group=ranks)
@@ -106,9 +104,7 @@ def test_what_no_kernel_is_known_to_compute_is_torchs(make):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @on_ranks(2)
-def test_declared_micro_steps_add_up_where_none_are_configured(
-    ranks: SimulatedRanks, dtype: str
-) -> None:
+def test_declared_micro_steps_add_up_where_none_are_configured(ranks, dtype):
     """The tier keeps gradients, and the loop declares boundaries."""
     counts = (3, 1, 2)
 

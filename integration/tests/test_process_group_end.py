@@ -100,9 +100,7 @@ def test_rank_that_dies_does_not_keep_the_others_from_ending(tmp_path: Path) -> 
     assert done.returncode in (1, 9), done.stderr
 
 
-def test_timeout_is_the_environments_in_minutes_and_must_be_a_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_timeout_is_the_environments_in_minutes_and_must_be_a_number(monkeypatch):
     made: list[dict[str, object]] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_args, **options: made.append(options))
     # Engines of other tests of this process may have left one.

@@ -98,9 +98,7 @@ ONE_BLOCK = wide_blocks(1, 64)
 @pytest.mark.slow
 @given(topologies(), st.sampled_from(["cpu", "accelerator"]))
 @settings(max_examples=40, deadline=None)
-def test_two_phases_bring_every_shard_to_every_rank_once(
-    topology: tuple[int, int, int], device_type: str
-) -> None:
+def test_two_phases_bring_every_shard_to_every_rank_once(topology, device_type):
     ranks, per_node, partition = topology
     zero = {"zero_hpz_partition_size": partition}
     once = planned(ONE_BLOCK, ranks, per_node, zero, device_type=device_type)
@@ -138,9 +136,7 @@ def test_a_version_crosses_the_groups_once(partition: int) -> None:
     ("kind", "block_nbytes", "block_size"),
     [("int8", 258, 256), ("int4", 66, 128), ("e4m3", 130, 128), ("int4_difference", 130, 256)],
 )
-def test_messages_of_weights_travel_in_the_first_phase(
-    partition: int, kind: str, block_nbytes: int, block_size: int
-) -> None:
+def test_messages_of_weights_travel_in_the_first_phase(partition, kind, block_nbytes, block_size):
     """The last of the model's two blocks is gathered once and the other one twice."""
     ranks, per_node = 6, 2
     numel = 12 * 64 * 64 // ranks

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, on_ranks
+from zero_core.testing import Case, on_ranks
 from zero_core.testing.readers import AFTER, BEFORE, Watched, check_truth, read_everywhere
 
 SHARDED = "parameter blocks.1.inner.weight was read where stage 3 holds only"
@@ -18,9 +16,7 @@ EARLY = "parameter blocks.1.inner.weight was read between backward and step()"
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_each_reader_has_the_value_or_an_error_at_each_moment(
-    ranks: SimulatedRanks, stage: int, dtype: str, further: dict[str, Any]
-) -> None:
+def test_each_reader_has_the_value_or_an_error_at_each_moment(ranks, stage, dtype, further):
     offload = {"device": "cpu", "ratio": 0.5 if dtype == "bf16" else 1.0}
     is_early = bool(further)
     case = Case(stage, dtype, zero={"offload_optimizer": {**offload, **further}})

@@ -180,9 +180,7 @@ def _outside(rank: int, step: int) -> dict[str, Any]:
         (_outside, r"the program outside of the engine: 50 ms of each step", 0.05 / 0.15),
     ],
 )
-def test_the_first_sentence_names_the_cause_and_its_gain(
-    tmp_path: Path, changes: Any, words: str, gain: float | None
-) -> None:
+def test_the_first_sentence_names_the_cause_and_its_gain(tmp_path, changes, words, gain):
     sentence = first_sentence(read_run(_write(tmp_path, changes)))
     assert re.search(words, sentence), sentence
     if gain is not None:
@@ -246,9 +244,7 @@ def test_a_failed_run_says_which_rank_and_why(tmp_path: Path) -> None:
         (RuntimeError("a\nb\n"), False, ("failed", "RuntimeError: a")),
     ],
 )
-def test_an_end_is_that_of_the_context_or_of_the_engine(
-    error: BaseException, is_in_context: bool, end: tuple[str, str], tmp_path: Path
-) -> None:
+def test_an_end_is_that_of_the_context_or_of_the_engine(error, is_in_context, end, tmp_path):
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
     engine = zero_core.build(nn.Linear(2, 2), config)
     recording = engine.record(tmp_path)
@@ -365,9 +361,7 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
         ({"world_size": 0}, "run.world_size"),
     ],
 )
-def test_a_start_with_a_wrong_field_is_one_error(
-    tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
+def test_a_start_with_a_wrong_field_is_one_error(tmp_path, change, named):
     _write(tmp_path, num_ranks=1)
     (file,) = tmp_path.glob("steps-rank*.jsonl")
     first, *others = file.read_text(encoding="utf-8").splitlines()

@@ -49,9 +49,7 @@ def _partly_frozen() -> Tower:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_a_unit_that_rests_in_part_trains_on_after_it_was_gathered(
-    ranks: SimulatedRanks, tmp_path: Path
-) -> None:
+def test_a_unit_that_rests_in_part_trains_on_after_it_was_gathered(ranks, tmp_path):
     x = rows(0, 0)
     plain = _partly_frozen()
     optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.5)

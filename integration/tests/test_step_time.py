@@ -119,9 +119,7 @@ def test_communication_hides_behind_computation_where_it_is_shorter() -> None:
 
 
 @pytest.mark.parametrize("cores", [None, 2.0])
-def test_work_overlaps_between_resources_and_is_slowed_where_cores_are_missing(
-    cores: float | None,
-) -> None:
+def test_work_overlaps_between_resources_and_is_slowed_where_cores_are_missing(cores):
     schedule = Schedule(cores=cores)
     computed = schedule.add("main", "compute", "a", 2.0, cores=2.0)
     updated = schedule.add("host", "host", "b", 1.0, cores=2.0)

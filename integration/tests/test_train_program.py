@@ -129,9 +129,7 @@ def test_transformers_loads_model_and_tokenizer(finished_run: tuple[RunFolder, s
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_own_config_without_quantization_exports_the_computed_weights(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_own_config_without_quantization_exports_the_computed_weights(tmp_path, text_file):
     config = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
@@ -162,9 +160,7 @@ def test_program_is_called_by_the_packages_name() -> None:
     assert zero_engine.train.train is program.train
 
 
-def test_long_computation_is_named_without_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_computation_is_named_without_a_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(metrics, "QUIET_S", 0.1)
     place, folder = Place(), RunFolder(tmp_path)
     settings = RunSettings(steps=3)

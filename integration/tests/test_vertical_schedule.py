@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,9 +135,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 @on_ranks()
-def test_bits_are_the_same_with_offloaded_parameters_and_states(
-    ranks: SimulatedRanks, name: str, tmp_path: Path
-) -> None:
+def test_bits_are_the_same_with_offloaded_parameters_and_states(ranks, name, tmp_path):
     folder = str(tmp_path)
     zero = {
         "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0},

@@ -188,9 +188,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("verb", "arguments", "expected"), LINES)
-def test_a_mistake_is_one_line_and_a_code(
-    verb: str, arguments: str, expected: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_one_line_and_a_code(verb, arguments, expected, folder, monkeypatch):
     assert not dist.is_initialized()
     monkeypatch.chdir(folder.parent)  # where no run is
     before = {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*")}
@@ -265,9 +263,7 @@ def _end_by_a_checkpoint(folder: str, is_save: bool) -> None:
 
 
 @pytest.mark.parametrize(("is_save", "code"), [(True, 1), (False, 2)])
-def test_full_disk_may_pass_and_a_missing_checkpoint_does_not(
-    is_save: bool, code: int, tmp_path: Path
-) -> None:
+def test_full_disk_may_pass_and_a_missing_checkpoint_does_not(is_save, code, tmp_path):
     with pytest.raises(ProcessExitedException) as ended:
         run_alone(_end_by_a_checkpoint, str(tmp_path), is_save)
     assert ended.value.exit_code == code

@@ -48,9 +48,7 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
 # `faults/ranks/test_restarts.py` sends the signal to the train program itself.
 @pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (1, True), (2, False), (0, False)])
 @pytest.mark.parametrize("is_array", [True, False])
-def test_slurm_script_is_requeued_after_its_warning(
-    code: int, is_requeued: bool, is_array: bool, tmp_path: Path
-) -> None:
+def test_slurm_script_is_requeued_after_its_warning(code, is_requeued, is_array, tmp_path):
     program = f"#!/bin/bash\ntrap 'exit {code}' USR1\necho \"$@\" > $SLURM_NODEID.arguments\n"
     environment = slurm_job(tmp_path, program + "while true; do sleep 0.05; done\n")
     job_id = environment["SLURM_JOB_ID"]

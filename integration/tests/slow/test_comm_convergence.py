@@ -115,9 +115,7 @@ def test_model_learns_without_quantization(runs: dict[tuple[str, str], Run], dty
 
 
 @pytest.mark.parametrize(("dtype", "name"), [job for job in JOBS if job[1] in QUANTIZED])
-def test_held_out_loss_stays_near_the_unquantized_one(
-    runs: dict[tuple[str, str], Run], dtype: str, name: str
-) -> None:
+def test_held_out_loss_stays_near_the_unquantized_one(runs, dtype, name):
     run, plain = runs[dtype, name], runs[dtype, PLAIN]
     assert all(map(math.isfinite, run.curve))
     # The loss scale finds its height.

@@ -61,9 +61,7 @@ def _ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[dict[str, Any],
         "-e worker-1:1,2@worker-0 -H hosts --no_local_rank --save_pid",
     ],
 )
-def test_options_start_the_ranks_that_deepspeed_would(
-    script: Path, options: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_start_the_ranks_that_deepspeed_would(script, options, monkeypatch):
     monkeypatch.chdir(script.parent)
     port = str(free_port())
     done = run_forked(
@@ -91,9 +89,7 @@ def test_a_stale_file_of_the_process_number_is_replaced() -> None:
         path.rmdir()
 
 
-def test_nodes_without_ssh_are_parts_of_one_job(
-    script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_without_ssh_are_parts_of_one_job(script, monkeypatch):
     monkeypatch.chdir(script.parent)
     shared = ("--no_ssh", "--master_addr=127.0.0.1", "--master-port", str(free_port()), "--quiet")
     chosen = ("--hostfile", "hosts", "--include=worker-0:1@worker-1:0,3")
@@ -215,9 +211,7 @@ def test_run_on_one_machine_takes_a_free_port_and_no_host_file_of_deepspeeds(
         ("-H hosts -i worker-0:2", "worker-0 has no slot 2: it has 2"),
     ],
 )
-def test_option_that_cannot_be_served_says_what_to_do(
-    script: Path, options: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_option_that_cannot_be_served_says_what_to_do(script, options, message, monkeypatch):
     monkeypatch.chdir(script.parent)
     assert message in _refusal(*options.split(), script.name)
 
@@ -255,9 +249,7 @@ def test_filters_keep_the_order_of_hosts_and_slots() -> None:
         ("4,5,6,7", ["--num_gpus=2"], "4,5,6,7"),
     ],
 )
-def test_chosen_slots_are_the_devices_that_ranks_see(
-    visible: str, options: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chosen_slots_are_the_devices_that_ranks_see(visible, options, expected, monkeypatch):
     # There is no machine with four devices here; all that is asked of it is their number.
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))

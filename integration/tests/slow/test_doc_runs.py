@@ -24,7 +24,6 @@ from transformers import GPT2Config
 from benchmarks.harness.forked_python import forked_python
 from tests.support.doc_blocks import MODULES, PAGES, ROOT, Block, find_blocks
 from tests.support.lm_models import save_models
-from zero_engine.train.settings import RunFolder
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 READERS = {
@@ -155,9 +154,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", TO_RUN, ids=lambda page: f"{page.parent.name}-{page.stem}")
-def test_commands_of_a_page_run(
-    page: Path, material: Path, finished_run: tuple[RunFolder, str], tmp_path: Path
-) -> None:
+def test_commands_of_a_page_run(page, material, finished_run, tmp_path):
     folder = shutil.copytree(material, tmp_path / "reader", symlinks=True)
     text = "\n".join(TO_RUN[page])
     if "report runs/mine" in text and "train " not in text:

@@ -69,9 +69,7 @@ def test_script_and_its_children_find_deepspeed_as_one_module(seen: dict[str, An
         assert reason_to_refuse(name) in seen[use]
 
 
-def test_a_library_whose_release_is_not_known_is_imported_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_library_whose_release_is_not_known_is_imported_as_it_is(tmp_path, monkeypatch, caplog):
     place = tmp_path / "pytorch_lightning" / "strategies"
     place.mkdir(parents=True)
     for folder in (place.parent, place):
@@ -128,9 +126,7 @@ def test_process_without_the_hook_is_untouched() -> None:
     assert spec is None or "zero_engine" not in str(spec.origin)
 
 
-def test_torchrun_options_are_refused_for_a_program_that_starts_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_torchrun_options_are_refused_for_a_program_that_starts_ranks(monkeypatch):
     for name in ("PYTHONPATH", "PATH"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     with pytest.raises(ValueError, match=r"--nproc-per-node was given.*accelerate"):

@@ -335,16 +335,12 @@ def test_lightnings_own_deepspeed_strategy_trains_saves_and_goes_on(tmp_path: Pa
         ("missing.json", {}, "neither a file that exists"),
     ],
 )
-def test_what_the_trainer_decides_is_refused_in_the_configuration(
-    config: Any, options: dict[str, Any], key: str
-) -> None:
+def test_what_the_trainer_decides_is_refused_in_the_configuration(config, options, key):
     with pytest.raises(zero_core.ConfigError, match=key):
         ZeroStrategy(config, **options)
 
 
-def test_configuration_in_a_file_and_precisions_that_the_engine_lacks_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_configuration_in_a_file_and_precisions_that_the_engine_lacks_are_refused(tmp_path):
     path = tmp_path / "zero.json"
     path.write_text('{"gradient_clipping": 1.0, // the Trainer has it\n}', encoding="utf-8")
     with pytest.raises(zero_core.ConfigError, match=r"gradient_clipping = 1: leave it out"):
