@@ -230,6 +230,7 @@ CORE = {n: v for n, v in VARIANTS.items() if n not in EARLY or n == "undo log"}
         *cover(HOSTED, scenarios=("accumulates", "repeats backward"), dtypes=("fp32",)),
         *(Row("has edited gradients", "undo log", stage, "bf16", 2, 1) for stage in (0, 2)),
         Row("edits param.grad", "undo log", 0, "bf16", 2, 1),
+        *(Row("has edited gradients", name, 2, "fp32", 2, 1) for name in SHARES),
         *(Row("skips a step", name, 3, dtype, 2, 1) for name in UNSKIPPED for dtype in DTYPES),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""The files for clusters: SLURM's script runs here, the others are checked for their form."""
+"""The files for clusters: SLURM's script and Ray run here, others are checked for their form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import yaml
 from conftest import own_lines
 
 from benchmarks.harness.forked_python import forked_python
+from faults.harness import Program
 from faults.ranks.slurm_stand_ins import slurm_job
 from zero_core.extensions.heartbeat import VARIABLE
 from zero_engine.launch.started_ranks import rank_variables
@@ -194,3 +196,41 @@ def test_image_has_the_python_of_the_wheelhouse(has_wheel: bool, tmp_path: Path)
         assert f"--no-index --find-links={house}" in done.stdout
     else:
         assert "--build-arg PYTHON" in done.stderr
+
+
+pytest.importorskip("ray", reason="the optional ray is not installed")
+
+RAY_EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
+
+
+def _workers(program: Program) -> list[int]:
+    """Return the processes of Ray's workers, which are named after their class."""
+    found = []
+    for pid in program.descendants():
+        with suppress(OSError):  # it has ended meanwhile
+            if b"ray::RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def _weights(folder: Path) -> dict[str, bytes]:
+    last = folder / "checkpoints" / "step-64"
+    return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+
+
+def test_run_goes_on_with_the_same_bits_after_a_worker_was_killed(tmp_path: Path) -> None:
+    """The oracle is a run in which nothing happens."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    with Program(str(RAY_EXAMPLE), str(straight)) as program:
+        assert program.end() == 0, program.output
+    with Program(str(RAY_EXAMPLE), str(killed)) as program:
+        saved = killed / "checkpoints" / "latest"
+        program.wait_for(lambda: len(_workers(program)) == 2)
+        first = _workers(program)
+        program.wait_for(saved.exists)
+        os.kill(first[-1], signal.SIGKILL)
+        assert not (killed / "checkpoints" / "step-64").exists(), "it was killed too late"
+        program.wait_for(lambda: len({*_workers(program)} - {*first}) == 2)
+        assert program.end() == 0, program.output
+    assert len(_weights(straight)) > 0
+    assert _weights(killed) == _weights(straight)

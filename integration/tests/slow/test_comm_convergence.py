@@ -2,7 +2,7 @@
 
 ``nox -s bench -- comm_convergence`` trains all of it for 1000 steps and three seeds. This takes the
 same model and the same settings for fewer steps of one seed, on simulated ranks. In fp32,
-test_few_bits.py bounds how far quantized runs go from exact ones.
+test_messages.py bounds how far quantized runs go from exact ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ JOBS = [
 # What a fault does to the early steps (made by hand, seed 0): 4-bit codes of 2 bits, qgZ 18 and the
 # 4-bit mode 4.7; every block decoded with its neighbour's scale, qgZ 2.2 and the 4-bit mode 5.1; so
 # with qwZ, 57 to the held-out loss. An error that differences lose does not show in so few steps:
-# see test_few_bits.py.
+# see test_messages.py.
 HELD_OUT_BOUND = 2.0
 EARLY, EARLY_BOUND = slice(10, 30), 0.8
 LEARNED = 3.45
