@@ -20,12 +20,7 @@ from typer.testing import CliRunner
 
 import zero_core
 import zero_engine
-from zero_core.errors import (
-    CheckpointError,
-    CollectiveError,
-    ConfigError,
-    RankMismatchError,
-)
+from zero_core.errors import CheckpointError, CollectiveError, ConfigError, RankMismatchError
 from zero_engine import checkpoints, doctor
 from zero_engine.cli import app, main
 from zero_engine.launch.ranks import fail
@@ -148,7 +143,7 @@ def test_prune_shows_that_it_is_under_way(saved: Path, monkeypatch: pytest.Monke
     assert shown == ["looking for checkpoints"]
 
 
-def test_whole_checkpoint_is_verified_inspected_and_exported(saved: Path, tmp_path: Path) -> None:
+def test_whole_checkpoint_is_verified_inspected_exported_and_damage_told(saved, tmp_path):
     code, text, _ = _run("verify", saved, "--json")
     assert (code, json.loads(text)["is_whole"]) == (0, True)
     code, text, _ = _run("inspect", saved, "--tag", "step-0", "--json")
@@ -158,9 +153,6 @@ def test_whole_checkpoint_is_verified_inspected_and_exported(saved: Path, tmp_pa
     assert (code, set(load_file(tmp_path / "hf" / "model.safetensors"))) == (0, {"weight", "bias"})
     code, text, _ = _run("prune", saved, "--keep-last", 1, "--dry-run", "--json")
     assert (code, json.loads(text)["removed"]) == (0, [])
-
-
-def test_damage_is_code_1_and_one_line(saved: Path) -> None:
     path = saved / "best" / "buffers.safetensors"
     data = path.read_bytes()
     path.write_bytes(data + b"x")
@@ -222,16 +214,21 @@ def by_name() -> dict[str, doctor.Finding]:
     return {finding.name: finding for finding in doctor.examine()}
 
 
-def test_everything_is_found_where_everything_is_installed() -> None:
+def test_doctor_finds_everything_and_shows_the_same_names_as_json() -> None:
     found = by_name()
     for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "torch", "gloo"):
         assert found[name].state == "ok", found[name]
     for group in doctor.ENTRY_POINTS:
         assert found[group].state == "ok", found[group]
     assert found["CPU Adam"].value.split()[0] in {"scalar", "avx2", "avx512", "neon"}
+    findings = json.loads(run_here("doctor", "--json"))
+    assert {"topic", "name", "value", "state", "advice"} == set(findings[0])
+    table = run_here("doctor")
+    for finding in findings:
+        assert finding["name"] in table
 
 
-def test_missing_package_is_reported_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_missing_and_a_broken_package_and_an_optional_library(monkeypatch):
     real = importlib.metadata.version
 
     def version(name: str) -> str:
@@ -243,9 +240,6 @@ def test_missing_package_is_reported_with_its_cure(monkeypatch: pytest.MonkeyPat
     finding = by_name()["zero-comm"]
     assert finding.state == "missing"
     assert finding.advice == "pip install zero-comm"
-
-
-def test_optional_library_that_is_missing_is_a_note_and_a_broken_package_is_missing(monkeypatch):
     monkeypatch.setitem(doctor.OPTIONAL, "a-library-of-few", "rare scripts")
     monkeypatch.setitem(doctor.PACKAGES, "cpu-adam", "a_module_that_is_not_there")
     found = by_name()
@@ -256,7 +250,7 @@ def test_optional_library_that_is_missing_is_a_note_and_a_broken_package_is_miss
     assert "ModuleNotFoundError" in broken.value
 
 
-def test_devices_of_ranks_and_a_single_hardware_queue_are_reported(monkeypatch):
+def test_doctor_says_what_devices_and_their_allocator_need(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "device of a rank" not in by_name() or torch.accelerator.device_count() > 1
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -264,6 +258,12 @@ def test_devices_of_ranks_and_a_single_hardware_queue_are_reported(monkeypatch):
     expected = "8 devices: each rank takes the one of its LOCAL_RANK"
     assert found["device of a rank"].value == expected
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"].advice == "unset it, or set it to 8"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    advice = by_name()["device allocator"].advice
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in advice
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: True")
+    assert not by_name()["device allocator"].advice
 
 
 def test_numa_nodes_are_listed_with_the_way_to_bind_ranks(monkeypatch, tmp_path):
@@ -297,14 +297,6 @@ def test_locked_memory_says_what_it_means_for_pin_memory(monkeypatch, has_gpu, l
     assert (finding.state == "note") == (has_gpu and limit is not None)
 
 
-def test_json_and_table_show_the_same_names() -> None:
-    findings = json.loads(run_here("doctor", "--json"))
-    assert {"topic", "name", "value", "state", "advice"} == set(findings[0])
-    table = run_here("doctor")
-    for finding in findings:
-        assert finding["name"] in table
-
-
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
@@ -332,12 +324,3 @@ def test_memory_limit_of_a_container_counts(name: str, tmp_path: Path) -> None:
     assert memory_limit_bytes(tmp_path) == unlimited
     (tmp_path / name).write_text("1048576")
     assert memory_limit_bytes(tmp_path) == 1048576
-
-
-def test_segments_that_grow_are_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    advice = by_name()["device allocator"].advice
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in advice
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: True")
-    assert not by_name()["device allocator"].advice

@@ -85,7 +85,7 @@ def test_callables_make_optimizer_and_a_scheduler_which_has_the_arguments_of_ste
     assert engine.optimizer_name() == "function"  # DeepSpeed's answer, too
 
 
-def test_scheduler_over_the_given_optimizer_is_stepped() -> None:
+def test_scheduler_over_the_given_or_the_returned_optimizer_is_stepped() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -100,9 +100,6 @@ def test_scheduler_over_the_given_optimizer_is_stepped() -> None:
     assert scheduler.get_last_lr() == [1.0 / 3]
     assert shown is not None
     assert shown.param_groups is optimizer.param_groups
-
-
-def test_own_scheduler_over_the_returned_optimizer_does_not_warn() -> None:
     engine = make()
     scheduler = LambdaLR(engine.optimizer, lambda step: 0.5**step)
     for step in range(2):
@@ -147,8 +144,7 @@ def test_warm_up_runs_from_its_first_rate_to_each_groups_own(kind, params, rates
 
 
 @pytest.mark.parametrize(
-    ("named", "offload", "kind"),
-    [("Adam", "none", FusedAdam), ("AdamW", "cpu", DeepSpeedCPUAdam)],
+    ("named", "offload", "kind"), [("Adam", "none", FusedAdam), ("AdamW", "cpu", DeepSpeedCPUAdam)]
 )
 def test_the_configurations_optimizer_is_of_deepspeeds_class(named, offload, kind):
     zero = {"stage": 2, "offload_optimizer": {"device": offload}}

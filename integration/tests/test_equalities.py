@@ -121,10 +121,6 @@ def _few_bits(bits: Mapping[str, Any], base: Mapping[str, Any] = HOST, **zero: A
     return Variant(zero, base={**bits, **base}, stages=(3,), ranks=NODES, family="few bits")
 
 
-def _named(name: str) -> dict[str, Any]:
-    return {"optimizer": {"type": name, "params": OPTIMIZERS[name]}}
-
-
 EARLY = {
     "undo log": _early(),
     "undo log, too small": _early(undo_buffer_size=30_000),
@@ -136,8 +132,10 @@ EARLY = {
         {"offload_param": {"device": "cpu"}}, state_dtype="bfloat16"
     ),
     **{
-        f"undo log, {name}, ratio 0.3": _early(base_top=_named(name), ratio=0.3)
-        for name in OPTIMIZERS
+        f"undo log, {name}, ratio 0.3": _early(
+            base_top={"optimizer": {"type": name, "params": params}}, ratio=0.3
+        )
+        for name, params in OPTIMIZERS.items()
         if name != "AdamW"
     },
 }

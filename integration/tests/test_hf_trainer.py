@@ -288,11 +288,7 @@ def test_auto_is_filled_in_from_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "zero.json"
     path.write_text(json.dumps(given))
     args = _defaults(
-        tmp_path,
-        learning_rate=3e-4,
-        adam_beta2=0.95,
-        warmup_steps=5,
-        gradient_accumulation_steps=2,
+        tmp_path, learning_rate=3e-4, adam_beta2=0.95, warmup_steps=5, gradient_accumulation_steps=2
     )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(TrainingArguments, "world_size", 4)

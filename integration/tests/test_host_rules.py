@@ -331,9 +331,7 @@ def test_an_object_has_the_bits_of_the_same_optimizer_by_name(ranks, name, stage
 
 
 @pytest.mark.parametrize(
-    "make",
-    [Subclass, partial(TORCH.AdamW, amsgrad=True)],
-    ids=["a subclass", "amsgrad"],
+    "make", [Subclass, partial(TORCH.AdamW, amsgrad=True)], ids=["a subclass", "amsgrad"]
 )
 def test_what_no_kernel_is_known_to_compute_is_torchs(make):
     assert _kernels(_of_object(make, 1, "fp32")) == {False}

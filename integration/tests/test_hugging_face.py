@@ -170,13 +170,9 @@ def _adapted() -> Any:
     return model
 
 
-def _adapts(ranks: SimulatedRanks, stage: int) -> None:
-    check_like_ddp(ranks, _adapted, _inputs, Case(stage))
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_pefts_fp32_adapters_on_a_bf16_model_train_as_in_ddp(stage: int) -> None:
-    simulate(_adapts, 2, stage)
+    simulate(check_like_ddp, 2, _adapted, _inputs, Case(stage))
 
 
 VOCAB = 41
@@ -209,14 +205,11 @@ def _few_tokens(step: int, rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _follow(ranks: SimulatedRanks, name: str) -> None:
-    check_like_ddp(ranks, partial(_model, name), _few_tokens, Case(3), steps=2)
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_mixtures_of_transformers_follow_ddp(world_size, name):
-    simulate(_follow, world_size, name)
+    check = partial(check_like_ddp, steps=2)
+    simulate(check, world_size, partial(_model, name), _few_tokens, Case(3))
 
 
 def _offload(ranks: SimulatedRanks, name: str | None) -> None:

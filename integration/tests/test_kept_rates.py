@@ -59,18 +59,6 @@ def test_measured_rates_are_kept_beside_the_output(tmp_path, monkeypatch):
     assert kept_rates().calibration == rates_of_a_cpu()
 
 
-def test_a_bare_plan_takes_the_kept_rates_and_says_so() -> None:
-    keep(rates_of_a_cpu(), "rates.json")
-    content, said = planned()
-    assert content["configured"]["step_time"]["total_s"] > 0
-    assert f"times by the rates kept in {kept_path()}, measured then" in said
-    assert "1024 tokens a sample (--seq-length)" in said
-    assert len(said.strip().splitlines()) == 1
-    content, said = planned("--no-rates")
-    assert content["configured"]["step_time"] is None
-    assert not said
-
-
 @pytest.mark.parametrize(
     ("key", "which"), [("torch", "another torch"), ("processor", "another machine")]
 )
@@ -85,11 +73,20 @@ def test_rates_of_another_machine_are_not_taken(key: str, which: str) -> None:
     assert "zero-engine doctor --measure" in said
 
 
-def test_a_plan_without_kept_rates_says_how_to_measure() -> None:
+def test_a_bare_plan_takes_the_kept_rates_else_says_how_to_measure() -> None:
     content, said = planned()
     assert content["configured"]["step_time"] is None
     assert "no rates are kept" in said
     assert "zero-engine doctor --measure" in said
+    keep(rates_of_a_cpu(), "rates.json")
+    content, said = planned()
+    assert content["configured"]["step_time"]["total_s"] > 0
+    assert f"times by the rates kept in {kept_path()}, measured then" in said
+    assert "1024 tokens a sample (--seq-length)" in said
+    assert len(said.strip().splitlines()) == 1
+    content, said = planned("--no-rates")
+    assert content["configured"]["step_time"] is None
+    assert not said
 
 
 def test_rates_of_a_cpu_are_no_gpus() -> None:

@@ -291,14 +291,13 @@ class _Damaging(GradientMessages):
         return nbytes
 
 
-def _damaging_collectives(native: Any, **_: Any) -> Any:
-    return native.coded(_Damaging())
-
-
 def _reads_damaged_messages(ranks: SimulatedRanks) -> str:
     config = Case(stage=3, dtype="bf16").config()
     engine = zero_core.build(
-        make_model(CODED), config, collectives=_damaging_collectives, process_group=ranks
+        make_model(CODED),
+        config,
+        collectives=lambda native, **_: native.coded(_Damaging()),
+        process_group=ranks,
     )
     with pytest.raises(RuntimeError) as caught:
         micro_step(engine, 0)
@@ -379,10 +378,6 @@ def report_of(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> di
     }
 
 
-def train_served(ranks: Any) -> list[dict[str, Any]]:
-    return [report_of(config, ranks) for config in served_by(ranks.size)]
-
-
 def served_by(world_size: int) -> list[dict[str, Any]]:
     """Return configurations whose partition divides the ranks."""
     key = "zero_hpz_partition_size"
@@ -393,7 +388,11 @@ def served_by(world_size: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (3, 1), (2, 2)])
 def test_an_engine_sends_and_keeps_what_was_planned(world_size: int, ranks_per_node: int) -> None:
     served = served_by(world_size)
-    found = simulate(train_served, world_size, ranks_per_node=ranks_per_node)
+    found = simulate(
+        lambda ranks: [report_of(config, ranks) for config in served],
+        world_size,
+        ranks_per_node=ranks_per_node,
+    )
     plans = [
         zero_core.plan(make_net(), c, world_size, ranks_per_node=ranks_per_node, device_type="cpu")
         for c in served

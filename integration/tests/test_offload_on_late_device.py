@@ -52,10 +52,7 @@ def _case(
     params: str = "none",
     **offload: Any,
 ) -> Case:
-    zero = {
-        "offload_optimizer": {"device": "cpu", **offload},
-        "offload_param": {"device": params},
-    }
+    zero = {"offload_optimizer": {"device": "cpu", **offload}, "offload_param": {"device": params}}
     return Case(stage, dtype, accumulation, clipping, zero=zero, top=top or {}, width=width)
 
 

@@ -244,7 +244,7 @@ def test_what_cannot_be_undone_is_refused(tmp_path: Path) -> None:
         zero_core.plan(make_model(), config, 1, device_type="cpu")
 
 
-def test_with_a_size_of_the_log_steps_begin_in_backward(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_a_size_of_the_log_steps_begin_in_backward_else_after_the_decision(caplog):
     caplog.set_level("INFO", logger="zero_core.step.update")
     engine = build(config_of(clipping=1e-3, **BY_DEFAULT))
     assert "updated in backward, with" in caplog.text
@@ -253,9 +253,6 @@ def test_with_a_size_of_the_log_steps_begin_in_backward(caplog: pytest.LogCaptur
     engine.sharded_state.tier.wait_params(0, 1)
     assert count(engine, "undone")
     engine.close()
-
-
-def test_without_a_size_of_the_log_the_default_waits_for_the_decision() -> None:
     engine = build(config_of(update_in_backward=None))
     assert "undo log" not in engine.memory_report()
     engine.close()

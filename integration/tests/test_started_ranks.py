@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import command, environment, own_lines, run_forked, run_program
+from conftest import CAPTURED, command, environment, own_lines, run_forked, run_program
 
 from benchmarks.harness.forked_python import forked_python
 from tests.support.ports import free_port
@@ -59,12 +59,9 @@ def test_slurms_task_is_a_rank(environment: dict[str, str]) -> None:
     assert rank_variables(environment) == ranks | address
 
 
-def test_given_port_wins_over_the_one_of_slurms_job() -> None:
+def test_mpiruns_process_is_a_rank_and_a_given_port_wins_over_that_of_slurms_job() -> None:
     assert rank_variables(SLURM, port=29501)["MASTER_PORT"] == "29501"
     assert rank_variables({**SLURM, "MASTER_PORT": "77"}, port=29501)["MASTER_PORT"] == "77"
-
-
-def test_mpiruns_process_on_one_machine_is_a_rank() -> None:
     ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
     assert rank_variables(OPEN_MPI, port=1234) == ranks | address
@@ -140,7 +137,7 @@ def test_processes_of_one_starter_are_the_ranks_of_one_training(tmp_path: Path) 
         own = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
         words = [forked_python(), "-m", "zero_engine", "run", str(script)]
         more = {**environment(), **variables, **own}
-        done = subprocess.run(words, env=more, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(words, env=more, **CAPTURED)
         return "\n".join(own_lines(done.stdout))
 
     with ThreadPoolExecutor(2) as pool:

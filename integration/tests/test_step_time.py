@@ -30,19 +30,16 @@ NAMES = (
 )
 
 
-class Blocks(nn.Module):
+class Blocks(nn.Sequential):
     """Blocks of one size, whose operations and saved bytes are counted on paper."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS)
+        super().__init__(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS))
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
+        return super().forward(x).float().square().mean()
 
 
 def make_config(stage: int, *, micro_batch: int = 8, **further: Any) -> dict[str, Any]:
@@ -133,16 +130,13 @@ def test_work_overlaps_between_resources_and_is_slowed_where_cores_are_missing(c
     assert stops == pytest.approx([2.0, 3.0, 2.5, 4.0] if cores else [1.0, 2.0, 2.5, 3.5])
 
 
-def test_the_host_takes_what_is_needed_first_of_what_has_arrived() -> None:
+def test_the_host_takes_what_is_needed_first_or_was_added_first_and_no_circle() -> None:
     schedule = Schedule(cores=None)
     arrived = schedule.add("main", "compute", "backward", 1.0)
     late = schedule.add("host", "host", "5", 2.0, need=5)
     more = [schedule.add("host", "host", str(n), 1.0, [arrived], need=n) for n in (4, 1)]
     schedule.run()
     assert (late.stop, more[1].stop, more[0].stop) == (2.0, 3.0, 4.0)
-
-
-def test_of_what_is_needed_at_once_the_host_takes_what_was_added_first() -> None:
     # Addresses must not decide: a plan made twice is the same.
     schedule = Schedule(cores=None)
     arrived = schedule.add("main", "compute", "backward", 1.0)
@@ -150,9 +144,6 @@ def test_of_what_is_needed_at_once_the_host_takes_what_was_added_first() -> None
     schedule.work[1:] = later = sorted(later, key=id, reverse=True)
     schedule.run()
     assert [work.stop for work in later] == [2.0 + n for n in range(64)]
-
-
-def test_work_that_waits_for_itself_is_refused() -> None:
     schedule = Schedule(cores=None)
     first = schedule.add("main", "compute", "a", 1.0)
     first.after.append(schedule.add("main", "compute", "b", 1.0))
@@ -160,7 +151,7 @@ def test_work_that_waits_for_itself_is_refused() -> None:
         schedule.run()
 
 
-def test_the_fastest_that_fits_is_chosen_and_said_why() -> None:
+def test_the_fastest_that_fits_is_chosen_with_reasons_else_the_smallest() -> None:
     slow_link = Curve.of_rate(1e6)
     rates = calibration(
         matmul__float32=Curve.of_rate(1e9), gather__within=slow_link, reduce__within=slow_link
@@ -180,9 +171,6 @@ def test_the_fastest_that_fits_is_chosen_and_said_why() -> None:
     content = json.loads(found.to_json())
     assert content["configured"]["step_time"]["spans"]
     assert [table.title for table in found.tables()][-2] == "Predicted step"
-
-
-def test_of_choices_as_fast_the_one_with_the_least_memory_is_named() -> None:
     link = Curve.of_rate(1e6)
     rates = calibration(gather__within=link, reduce__within=link)
     found = planned(make_config(3), calibration=rates)
@@ -192,16 +180,13 @@ def test_of_choices_as_fast_the_one_with_the_least_memory_is_named() -> None:
     assert found.best.device_bytes == min(sizes) < max(sizes)
 
 
-def test_without_inputs_rates_say_nothing_and_the_smallest_change_that_fits_is_best() -> None:
+def test_rates_of_another_kind_of_machine_are_refused_and_of_no_use_without_inputs() -> None:
     limit = planned(make_config(3), example_inputs=None).configured.device_bytes
     config = make_config(0)
     plain = planned(config, example_inputs=None, device_memory=limit)
     found = planned(config, example_inputs=None, device_memory=limit, calibration=calibration())
     assert (found.best.stage, found.best.step_time) == (plain.best.stage, None)
     assert found.advice == plain.advice
-
-
-def test_rates_of_another_kind_of_machine_are_refused() -> None:
     with pytest.raises(ConfigError, match="calibration of an accelerator"):
         planned(make_config(0), 1, calibration=calibration(), device_type="cpu")
 
@@ -255,13 +240,10 @@ def test_a_placement_is_predicted_as_its_configuration(cores: int | None) -> Non
     assert late.total_s > found.step_time.total_s  # which updates in backward
 
 
-def test_shares_between_are_predicted_on_a_cpu() -> None:
+def test_shares_between_are_predicted_on_a_cpu_and_a_disk_only_if_measured() -> None:
     found = timed(placed_config(2), 2)
     shares = {c.ratio for c in found.choices if c.step_time is not None and not c.is_varied}
     assert shares == {0.0, 0.25, 0.5, 0.75, 1.0}
-
-
-def test_a_disk_that_was_not_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="doctor --measure --disk FOLDER"):
         timed(placed_config(2), 2, calibration=machine(2, has_disk=False))
 
@@ -351,21 +333,15 @@ def test_step_that_gathers_bound_takes_one_pass_of_gathers(steps: int) -> None:
     assert vertical.total_s < horizontal.total_s / (steps / 1.5)
 
 
-def test_a_rate_takes_its_latency_and_the_amount_over_the_rate() -> None:
+def test_a_rate_has_a_latency_its_points_are_joined_by_lines_and_the_first_name_counts() -> None:
     curve = Curve.of_rate(10e9, latency_s=5e-6)
     assert curve.seconds(20e9) == pytest.approx(2 + 5e-6)
     assert curve.seconds(1e4) == pytest.approx(6e-6)
     assert curve.seconds(0) == 0.0
-
-
-def test_points_are_joined_by_lines_and_continued_by_the_last_one() -> None:
     curve = Curve(((10, 1.0), (20, 3.0), (40, 4.0)))
     seconds = [curve.seconds(amount) for amount in (1, 10, 15, 20, 30, 40, 80)]
     assert seconds == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 6.0])
     assert [Curve(((10, 1.0),)).seconds(amount) for amount in (4, 40)] == [1.0, 4.0]
-
-
-def test_the_first_name_with_a_curve_is_taken() -> None:
     rates = Rates(1, 1, 1, {"memory.float32": Curve(((8, 2.0),))})
     assert rates.seconds(("gelu.float32", "memory.float32"), 16) == 4.0
     with pytest.raises(ConfigError, match=r"no rate called .matmul\.float32."):

@@ -18,14 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    STEPS,
-    TIME_LIMIT_S,
-    command,
-    environment,
-    refusal_of,
-    train_forked,
-)
+from conftest import STEPS, TIME_LIMIT_S, command, environment, refusal_of, train_forked
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import destroy_process_group, init_process_group
 
@@ -36,12 +29,7 @@ from zero_engine.train.launch import check_request, default_ranks
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.options import RunSettings, Start
 from zero_engine.train.run_lock import RunLock, belongs_to, launch_numbers, note_launch
-from zero_engine.train.settings import (
-    RunFolder,
-    read_resolved,
-    resumed_run,
-    write_resolved,
-)
+from zero_engine.train.settings import RunFolder, read_resolved, resumed_run, write_resolved
 
 TIMING = {"tokens_per_s", "memory_bytes"}
 

@@ -58,8 +58,8 @@ def _loss_of_exported_model(folder: RunFolder) -> float:
         return float(model(input_ids=windows, labels=windows).loss)
 
 
-def test_run_leaves_every_promised_file(finished_run: tuple[RunFolder, str]) -> None:
-    folder, _ = finished_run
+def test_run_leaves_its_files_figures_settings_and_losses(finished_run):
+    folder, output = finished_run
     kept = [f"step-{STEPS - back}" for back in (40, 20, 0)]  # of a save every 20 steps
     assert sorted(path.name for path in folder.checkpoint.iterdir()) == ["latest", *kept]
     assert (folder.checkpoint / "latest").read_text() == kept[-1]
@@ -68,6 +68,28 @@ def test_run_leaves_every_promised_file(finished_run: tuple[RunFolder, str]) -> 
     for picture in (folder.loss_plot, folder.memory_plot):
         assert picture.read_bytes().startswith(PNG_START), picture
     assert "written by the model" in folder.sample.read_text(encoding="utf-8")
+    (line,) = [line for line in output.splitlines() if line.startswith(f"step 50/{STEPS}")]
+    for figure in ("loss", "tokens/s", "MiB per rank", "lr", "scale"):
+        assert figure in line
+    assert "warning" not in output.lower()
+    resolved = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
+    engine, zero = resolved["engine"], resolved["engine"]["zero_optimization"]
+    assert (zero["stage"], zero["zero_quantized_weights"]) == (3, True)
+    assert zero["offload_optimizer"]["ratio"] == 0.5
+    assert zero["offload_optimizer"]["pin_memory"] is True  # a default
+    assert engine["train_batch_size"] == 8
+    assert engine["scheduler"]["params"]["total_num_steps"] == STEPS
+    run = (resolved["run"]["seed"], resolved["model"]["n_layer"], resolved["world_size"])
+    assert run == (0, 2, 2)
+    board = EventAccumulator(str(folder.tensorboard))
+    board.Reload()
+    logged = [event.value for event in board.Scalars("train/loss")]
+    losses = [entry["loss"] for entry in read_metrics(folder.metrics) if "loss" in entry]
+    assert logged == pytest.approx(losses)
+    assert len(losses) == STEPS
+    assert {"train/learning_rate", "train/tokens_per_s", "memory_mib/rank1", "held_out/loss"} <= (
+        set(board.Tags()["scalars"])
+    )
 
 
 def _open_each_its_own(rank: int, _world_size: int, folder: str) -> None:
@@ -89,8 +111,7 @@ def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path: Path) -> Non
     spawn(_open_each_its_own, 2, str(tmp_path))
 
 
-def test_a_report_reads_what_the_run_has_left(finished_run: tuple[RunFolder, str]) -> None:
-    """Held-out losses are as printed and those of steps as logged, and all ranks have ended."""
+def test_transformers_loads_the_model_and_a_report_reads_the_run(finished_run):
     folder, output = finished_run
     run = read_run(folder.root)
     printed = re.findall(r"step (\d+)/\d+  held-out loss ([\d.]+)", output)
@@ -100,43 +121,6 @@ def test_a_report_reads_what_the_run_has_left(finished_run: tuple[RunFolder, str
     assert dict(loss_series(run.ranks)) == pytest.approx(logged, rel=1e-6)
     assert [rank.end and rank.end.what for rank in run.ranks] == ["ended", "ended"]
     assert not run.failures
-
-
-def test_output_has_a_line_of_figures_and_no_warnings(finished_run: tuple[RunFolder, str]) -> None:
-    _, output = finished_run
-    (line,) = [line for line in output.splitlines() if line.startswith(f"step 50/{STEPS}")]
-    for figure in ("loss", "tokens/s", "MiB per rank", "lr", "scale"):
-        assert figure in line
-    assert "warning" not in output.lower()
-
-
-def test_resolved_config_spells_defaults_out(finished_run: tuple[RunFolder, str]) -> None:
-    resolved = json.loads(finished_run[0].resolved_config.read_text(encoding="utf-8"))
-    engine, zero = resolved["engine"], resolved["engine"]["zero_optimization"]
-    assert (zero["stage"], zero["zero_quantized_weights"]) == (3, True)
-    assert zero["offload_optimizer"]["ratio"] == 0.5
-    assert zero["offload_optimizer"]["pin_memory"] is True  # a default
-    assert engine["train_batch_size"] == 8
-    assert engine["scheduler"]["params"]["total_num_steps"] == STEPS
-    run = (resolved["run"]["seed"], resolved["model"]["n_layer"], resolved["world_size"])
-    assert run == (0, 2, 2)
-
-
-def test_tensorboard_reads_the_same_losses(finished_run: tuple[RunFolder, str]) -> None:
-    folder, _ = finished_run
-    board = EventAccumulator(str(folder.tensorboard))
-    board.Reload()
-    logged = [event.value for event in board.Scalars("train/loss")]
-    losses = [entry["loss"] for entry in read_metrics(folder.metrics) if "loss" in entry]
-    assert logged == pytest.approx(losses)
-    assert len(losses) == STEPS
-    assert {"train/learning_rate", "train/tokens_per_s", "memory_mib/rank1", "held_out/loss"} <= (
-        set(board.Tags()["scalars"])
-    )
-
-
-def test_transformers_loads_model_and_tokenizer(finished_run: tuple[RunFolder, str]) -> None:
-    folder, _ = finished_run
     # The program computed with weights rounded to 8 bits; the export is not rounded.
     losses = _held_out_losses(folder)
     assert losses[-1] < 0.9 * losses[0]
@@ -164,16 +148,13 @@ def test_own_config_without_quantization_exports_the_computed_weights(tmp_path, 
     assert resolved["engine"]["gradient_clipping"] == 0.0
 
 
-def test_default_text_is_the_standard_library() -> None:
+def test_default_text_is_the_standard_library_and_train_the_programs_name() -> None:
     from zero_engine.train.data import read_text
 
     text, root = read_text(None), Path(sysconfig.get_path("stdlib"))
     sources = [path.read_text(encoding="utf-8") for path in sorted(root.glob("[a-c]*.py"))]
     assert sum(source in text for source in sources) > len(sources) / 4  # the rest is cut off
     assert text == read_text(None)
-
-
-def test_program_is_called_by_the_packages_name() -> None:
     assert zero_engine.train.train is program.train
 
 
@@ -207,31 +188,15 @@ def windows(corpus: Corpus, micro_steps: range, *, world_size: int, size: int) -
     return torch.cat(batches)
 
 
-def test_batch_depends_on_nothing_before_it(folder: Path) -> None:
+def test_order_depends_on_the_seed_and_the_windows_number_alone(folder: Path) -> None:
     one, other = Corpus.open(folder, seed=3), Corpus.open(folder, seed=3)
     for step in range(5):
         one.batch(step, rank=0, world_size=2, micro_batch_size=4)
     expected = one.batch(5, rank=1, world_size=2, micro_batch_size=4)
     assert torch.equal(other.batch(5, rank=1, world_size=2, micro_batch_size=4), expected)
-
-
-def test_world_size_does_not_change_the_order(folder: Path) -> None:
     corpus = Corpus.open(folder, seed=0)
     alone = windows(corpus, range(6), world_size=1, size=4)
     assert torch.equal(windows(corpus, range(3), world_size=2, size=4), alone)
-
-
-def test_epoch_visits_every_window_once_and_the_next_in_another_order(folder: Path) -> None:
-    corpus = Corpus.open(folder, seed=0)
-    num_windows = len(corpus.train)
-    two = windows(corpus, range(2 * num_windows), world_size=1, size=1)
-    first, second = two[:num_windows], two[num_windows:]
-    assert not torch.equal(first, second)
-    for epoch in (first, second):
-        assert sorted(epoch.tolist()) == sorted(corpus.train.tolist())
-
-
-def test_seed_changes_the_order(folder: Path) -> None:
     batches = [
         Corpus.open(folder, seed=seed).batch(0, rank=0, world_size=1, micro_batch_size=8)
         for seed in (0, 1)
@@ -239,7 +204,14 @@ def test_seed_changes_the_order(folder: Path) -> None:
     assert not torch.equal(*batches)
 
 
-def test_held_out_text_is_not_trained_on(folder: Path) -> None:
+def test_epoch_visits_each_window_but_held_out_ones_once_and_the_next_in_another_order(folder):
+    corpus = Corpus.open(folder, seed=0)
+    num_windows = len(corpus.train)
+    two = windows(corpus, range(2 * num_windows), world_size=1, size=1)
+    first, second = two[:num_windows], two[num_windows:]
+    assert not torch.equal(first, second)
+    for epoch in (first, second):
+        assert sorted(epoch.tolist()) == sorted(corpus.train.tolist())
     corpus = Corpus.open(folder, seed=0)
     trained = {tuple(row) for row in corpus.train.tolist()}
     assert not trained & {tuple(row) for row in corpus.held_out.tolist()}
@@ -316,7 +288,7 @@ def test_files_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     assert per_param == pytest.approx(12, rel=0.01)
 
 
-def test_plan_is_shown_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_shown_before_a_run_which_keeps_its_size(tmp_path, capfd, monkeypatch):
     options = {"size": "1m", "output": str(tmp_path / "run")}
     assert plan_request(options, Start.NEW, 2) == {**options, "states": "memory"}
     shown = capfd.readouterr().out
@@ -324,9 +296,6 @@ def test_plan_is_shown_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "2 ranks take" in shown
     assert plan_request({"output": str(tmp_path)}, Start.NEW, 2) == {"output": str(tmp_path)}
     assert capfd.readouterr().out == ""
-
-
-def test_run_that_goes_on_keeps_its_size(tmp_path, monkeypatch, capfd):
     options = {"size": "1m", "output": str(tmp_path / "run")}
     settings = fresh_run(options, Start.NEW)
     write_resolved(RunFolder.of(options), settings, config={})

@@ -214,10 +214,7 @@ def test_a_mistake_is_json_where_a_report_would_be(verb: str, folder: Path) -> N
 
 @pytest.mark.parametrize(
     ("content", "match"),
-    [
-        (b" \n", "the file is empty"),
-        ("abc é".encode("latin-1"), r"not UTF-8 text \(byte 4"),
-    ],
+    [(b" \n", "the file is empty"), ("abc é".encode("latin-1"), r"not UTF-8 text \(byte 4")],
 )
 def test_data_that_cannot_be_read_is_refused(content: bytes, match: str, tmp_path: Path) -> None:
     path = tmp_path / "some.txt"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import own_lines
+from conftest import CAPTURED, own_lines
 
 from benchmarks.harness.forked_python import forked_python
 from faults.harness import Program
@@ -33,13 +33,7 @@ EXAMPLE = EXAMPLES / "fsdp2_quantized.py"
 def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     program = f'#!/bin/bash\nexec {shlex.quote(forked_python())} -m zero_engine "$@"\n'
     done = subprocess.run(
-        [tmp_path / "job.sh", EXAMPLE],
-        cwd=tmp_path,
-        env=slurm_job(tmp_path, program),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+        [tmp_path / "job.sh", EXAMPLE], cwd=tmp_path, env=slurm_job(tmp_path, program), **CAPTURED
     )
     assert done.returncode == 0, done.stderr
     assert "srun starts 2 tasks" in done.stderr
@@ -190,7 +184,7 @@ def test_image_has_the_python_of_the_wheelhouse(has_wheel: bool, tmp_path: Path)
     (install,) = re.findall(r"^RUN ((?:.*\\\n)*.*pip install(?:.*\\\n)*.*)$", text, re.M)
     command = re.sub(r"--mount=\S+|\\\n", " ", install).replace("/wheelhouse", str(house))
     stand_ins = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; pip() {{ echo pip "$@"; }}; '
-    done = subprocess.run([*bash, stand_ins + command], capture_output=True, text=True, check=False)
+    done = subprocess.run([*bash, stand_ins + command], **CAPTURED)
     assert (done.returncode == 0) is has_wheel
     if has_wheel:
         assert f"--no-index --find-links={house}" in done.stdout

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import TIME_LIMIT_S, TINY, environment
+from conftest import CAPTURED, TINY, environment
 from test_import_deepspeed import deepspeed_classes, write_stage_2
 from transformers import GPT2Config
 
@@ -170,10 +170,7 @@ def test_commands_of_a_page_run(page, material, finished_run, tmp_path):
             cwd=folder,
             env={**environment(), **own, "PYTHON_EXEC": _interpreter()},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIME_LIMIT_S,
-            check=False,
+            **CAPTURED,
         )
         assert done.returncode == 0, f"{_as_run(command)}\n{done.stdout}{done.stderr}"
         assert "Traceback" not in done.stderr, f"{_as_run(command)}\n{done.stderr}"

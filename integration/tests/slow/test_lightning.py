@@ -102,12 +102,9 @@ def _loader() -> DataLoader[Any]:
 
 
 def _trainer(strategy: Any, world_size: int, folder: Any, **options: Any) -> L.Trainer:
-    silent = (
-        "logger",
-        *(f"enable_{n}" for n in ("progress_bar", "model_summary", "checkpointing")),
-    )
+    shown = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger")
     settings = {"max_epochs": EPOCHS, "default_root_dir": folder, "strategy": strategy}
-    settings |= {**dict.fromkeys(silent, False), **options}
+    settings |= {**dict.fromkeys(shown, False), **options}
     return L.Trainer(accelerator="cpu", devices=world_size, **settings)
 
 
@@ -243,13 +240,8 @@ def _refuses(world_size: int, folder: Path) -> None:
 
 
 def _all_of(rank: int, world_size: int, folder: Path) -> None:
-    for program in (
-        _trains_in_16_bits,
-        _trains_by_hand_and_is_made_late,
-        _has_named_optimizer,
-        _fits_twice,
-        _refuses,
-    ):
+    by_hand = _trains_by_hand_and_is_made_late
+    for program in (_trains_in_16_bits, by_hand, _has_named_optimizer, _fits_twice, _refuses):
         program(world_size, folder)
 
 
