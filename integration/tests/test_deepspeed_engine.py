@@ -188,26 +188,17 @@ def test_facts_of_the_configuration_are_methods() -> None:
     }
     engine = make(config=settings)
     assert engine.config is settings
-    expected = {
-        "get_batch_info": (8, 2, 4),
-        "zero_optimization_stage": 3,
-        "zero_optimization_partition_weights": True,
-        "zero_gather_16bit_weights_on_model_save": True,
-        "optimizer_name": "adamw",
-        "gradient_clipping": 1.0,
-        "fp16_enabled": True,
-        "bfloat16_enabled": False,
-        "zero_reduce_bucket_size": 4096,
-        "zero_contiguous_gradients": False,
-        "zero_hpz_partition_size": 1,
-        "memory_breakdown": True,
-        "flops_profiler_enabled": True,
-        "flops_profiler_module_depth": 2,
-        "get_model_parallel_rank": 0,
-        "torch_autocast_enabled": False,
-        "dynamic_loss_scale_args": {"init_scale": 8, "scale_window": 7, "min_scale": 1}
-        | {"delayed_shift": 2, "consecutive_hysteresis": False},
-    }
+    scale = {"init_scale": 8, "scale_window": 7, "min_scale": 1}
+    scale |= {"delayed_shift": 2, "consecutive_hysteresis": False}
+    expected = {"get_batch_info": (8, 2, 4), "dynamic_loss_scale_args": scale}
+    expected |= {"gradient_clipping": 1.0, "zero_reduce_bucket_size": 4096}
+    expected |= {"zero_optimization_stage": 3, "zero_hpz_partition_size": 1}
+    expected |= {"optimizer_name": "adamw", "get_model_parallel_rank": 0}
+    expected |= {"flops_profiler_module_depth": 2, "flops_profiler_enabled": True}
+    on = ("fp16_enabled", "memory_breakdown", "zero_gather_16bit_weights_on_model_save")
+    off = ("bfloat16_enabled", "zero_contiguous_gradients", "torch_autocast_enabled")
+    expected |= dict.fromkeys((*on, "zero_optimization_partition_weights"), True)
+    expected |= dict.fromkeys(off, False)
     assert {name: getattr(engine, name)() for name in expected} == expected
     assert engine.communication_data_type == torch.float16
     for name, method in vars(Facts).items():
