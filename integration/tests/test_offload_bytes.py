@@ -232,12 +232,6 @@ def test_checkpoints_cross_between_nvme_host_and_device(tmp_path, monkeypatch, s
     simulate(_load, loaded[2], tmp_path, loaded, *found)
 
 
-def test_a_folder_that_does_not_exist_is_a_config_error() -> None:
-    zero = _offload("nvme", "/no/such/folder")
-    with pytest.raises(zero_core.ConfigError, match="'/no/such/folder' does not exist"):
-        zero_core.build(make_model(), Case(zero=zero).config())
-
-
 @pytest.mark.parametrize("state_dtype", ["float32", "int8"])
 @pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
 def test_a_plan_knows_the_file_and_that_memory_is_taken_for_buffers_alone(

@@ -1,11 +1,10 @@
-"""Parameters that rest on the host or in files: damage, restarts, gathers and ties of masters.
+"""Parameters that rest on the host or in files: restarts, gathers and ties of masters.
 
 That training and `gathered` change no bit is shown by rows of test_equalities.py.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from zero_core.testing import (
     train,
 )
 from zero_offload import create_param_tier
-from zero_offload.errors import StorageCorruptError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -48,22 +46,6 @@ def _engine(folder: Path, **keys: Any) -> tuple[zero_core.Engine, Any]:
     return zero_core.build(make_model(), config, param_tier=factory), made[0]
 
 
-def test_a_damaged_file_stops_the_forward_and_is_named(tmp_path: Path) -> None:
-    engine, tier = _engine(tmp_path, buffer_count=2)  # no shard stays in one from step to step
-    train(engine, BATCHES[:2])
-    engine.full_state_dict()  # waits for the update, and reads all shards
-    blocks = tier.file.blocks
-    descriptor = os.open(f"/proc/self/fd/{blocks.fileno()}", os.O_WRONLY)
-    tier.fetch(
-        2, torch.empty(blocks.block_bytes[tier.file.block_of(2)] // 2, dtype=torch.bfloat16)
-    ).wait()
-    os.pwrite(descriptor, b"\x7f" * 64, blocks.offset(tier.file.block_of(2)))
-    os.fsync(descriptor)
-    os.close(descriptor)
-    with pytest.raises(StorageCorruptError, match=str(tmp_path)):
-        train(engine, BATCHES[2:3])
-
-
 def test_a_run_on_a_file_resumes_from_its_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     engine, tier = _engine(tmp_path)
     train(engine, BATCHES[:3])
@@ -79,11 +61,6 @@ def test_a_run_on_a_file_resumes_from_its_checkpoint_bit_for_bit(tmp_path: Path)
     assert report["host parameters"] == 0
     assert report["file parameters"] > 0
     assert tier.file.blocks.bytes_read > 0
-
-
-def test_a_shard_that_exceeds_a_buffer_is_refused_by_the_configurations_key(tmp_path: Path) -> None:
-    with pytest.raises(zero_core.ConfigError, match=r"offload_param\.buffer_size = 100 elements"):
-        _engine(tmp_path, buffer_size=100)
 
 
 @on_ranks(2)
