@@ -92,7 +92,7 @@ def _reads(rank: int, world_size: int) -> None:
 
 
 def _writes(rank: int, world_size: int) -> None:
-    """What is set is in the engine's states, which zero-core's tests compare with DDP's."""
+    """Set states, and find them in the engine's. zero-core's tests compare those with DDP's."""
     for stage in (0, 2, 3):
         engine = _engine(stage, gradient_clipping=0.0)
         _backward(engine)

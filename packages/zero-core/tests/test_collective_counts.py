@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.launches import Launch, LoggedCollectives
 from torch import Tensor
 
 import zero_core
 from zero_core.testing import Case, SimulatedRanks, make_tower, on_ranks, rows
-from zero_core.testing.training import Launch, LoggedCollectives
 
 FORWARD = ["f0", "f1", "f2", "f3", "f4"]
 BACKWARD = ["b3", "b2", "b1"]  # gathers; the last block and the root are still there

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.launches import Launch, LoggedCollectives
 from torch import nn
 
 import zero_core
 from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate, train
-from zero_core.testing.training import Launch, LoggedCollectives
 
 
 def _build(ranks: SimulatedRanks, **case: Any) -> tuple[zero_core.Engine, list[Launch]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
+from support.launches import Launch, LoggedCollectives
 from torch import Tensor, nn
 
 import zero_core
@@ -22,7 +23,7 @@ from zero_core.testing import (
     simulate,
     train,
 )
-from zero_core.testing.training import Inputs, Launch, LoggedCollectives
+from zero_core.testing.training import Inputs
 
 SKIPPED = [{3}, {0, 2}, {1, 2}, {0, 1, 2, 3}]
 """By step: the blocks that the last rank calls without using them."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.launches import Launch, LoggedCollectives
 from torch import Tensor, nn
 
 import zero_core
@@ -16,7 +17,7 @@ from zero_core.comm.communicator import Communicator
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
 from zero_core.core.facts import Facts
-from zero_core.core.norms import PLAIN
+from zero_core.core.grads import Arithmetic
 from zero_core.testing import (
     LR,
     WEIGHT_DECAY,
@@ -27,7 +28,6 @@ from zero_core.testing import (
     simulate,
     spawn,
 )
-from zero_core.testing.training import Launch, LoggedCollectives
 
 WIDTH = 6
 
@@ -193,7 +193,7 @@ def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it() ->
 def _all_know_it(ranks: SimulatedRanks) -> None:
     control, meter = ranks.connect(), Meter()
     communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
-    facts = Facts(communicator, ranks.device, 1, 3, meter, PLAIN)
+    facts = Facts(communicator, ranks.device, 1, 3, meter, Arithmetic())
     left_out: set[int] = set()
 
     class Rank:

@@ -28,15 +28,20 @@ from zero_core.config import Config, load_config
 from zero_core.core import hooks
 from zero_core.core.extension import Extension, Extensions
 from zero_core.core.facts import Facts
-from zero_core.core.grads import FlatGrads
-from zero_core.core.norms import norms_of
+from zero_core.core.grads import Arithmetic, FlatGrads
 from zero_core.core.passes import Passes
 from zero_core.core.unit import Unit
 from zero_core.core.units import UnitSet
 from zero_core.engine import Engine
 from zero_core.errors import ConfigError
-from zero_core.extensions import attach_extensions, make_extensions, wrap_forwards
-from zero_core.extensions.invariance import check_invariance
+from zero_core.extensions import (
+    Site,
+    attach_extensions,
+    check_extensions,
+    make_extensions,
+    wrap_forwards,
+)
+from zero_core.extensions.invariance import arithmetic_of
 from zero_core.init.fill import adopt, adopt_buffers, check_values, fill
 from zero_core.init.former import FormerModel
 from zero_core.init.values import InitialValues
@@ -153,14 +158,13 @@ def build(
             model may then be on the meta device, but for buffers that are not in its state dict.
         attach: called with the engine before values move to its memory, for an adapter that adds to
             the engine and the model. If it raises, the build is undone.
-        extensions: follow the training, besides those of the configuration.
+        extensions: follow the training, besides the configuration's.
         is_training: False for a `ShardedModel`, which evaluates alone.
 
     Raises:
-        ConfigError: the configuration is wrong or does not fit the model, or the model is on the
-            meta device and its values are not known, or it has an engine that has not ended. Or the
-            optimizer is not served: its step needs a closure, it takes sparse gradients, or a
-            setting is for elementwise ones alone.
+        ConfigError: the configuration is wrong or does not fit the model; the model has values that
+            are not known, or an engine that has not ended; or the optimizer needs a closure or
+            sparse gradients, or a setting is for elementwise ones alone.
         CheckpointError: ``pretrained`` does not fit the model.
         MissingPartError: it asks for a package that is not installed.
         RankMismatchError: the ranks have different models or configurations.
@@ -171,6 +175,7 @@ def build(
         torch.manual_seed(resolved.seed)
     if not is_training:
         resolved = for_evaluation(resolved, optimizer, lr_scheduler, extensions)
+    check_extensions(resolved)
     check_is_free(model)
     drawn = Blueprint.draw(model, resolved, ranks.size, optimizer, is_training=is_training)
     initial = InitialValues(model)
@@ -193,39 +198,9 @@ def build(
             engine = made.engine
             if attach is not None:
                 attach(engine)
-            # From here on parameters' values move.
-            state, tier = held.state, held.tier
-            if pretrained is None:
-                is_rounded = joined.config.data_types.master_weights_from == "rounded"
-                fill(
-                    drawn.found,
-                    drawn.layout,
-                    state.params,
-                    tier,
-                    joined.control,
-                    initial,
-                    former,
-                    rounds_masters=is_rounded,
-                )
-            else:
-                load_pretrained(engine, pretrained)
-                for flat in state.params:
-                    adopt(flat, former)
-            if ranks.device.type != "cpu":
-                held.memory.reserve()
-                if isinstance(tier, ReservingTier):
-                    spans = held.memory.spans
-                    tier.reserve([(*spans[g.segment.index], g.plan.offered) for g in held.grads])
-            for extension in state.extensions:
-                extension.reset()
-            for follow in made.extensions.begun:
-                follow()
-            made.units.publish()  # what a tier has rounded otherwise
-            engine.publish()
-            for flat in state.params:
-                flat.forget_marks()
-            joined.control.place.enter(OUTSIDE)
-        for flat in state.params:
+            _move_values(joined, drawn, held, engine, initial, former, pretrained)
+            _begin(joined, held, made)
+        for flat in held.state.params:
             former.give_up(flat)
         release_free_pages()  # what the parameters' own storage left
         return engine
@@ -249,6 +224,7 @@ class _Joined:
     shared: SharedMemory | None
     transport: HostCollectives | DeviceCollectives
     extensions: Sequence[Extension]
+    arithmetic: Arithmetic
 
 
 def _join(
@@ -270,11 +246,22 @@ def _join(
     per_node = count_per_node(control, ranks)
     meter = Meter(Links(ranks.size, per_node, is_ring=ranks.device.type != "cpu"))
     shared = share_memory(control, ranks, per_node)
+    arithmetic = arithmetic_of(config)
     transport = make_transport(
-        ranks, per_node, shared, meter, is_sequential=config.world_size_invariant
+        ranks, per_node, shared, meter, is_sequential=arithmetic.is_sequential
     )
     config = config.on_nodes(per_node, ranks.size)
-    return _Joined(config, ranks, control, per_node, meter, shared, transport, extensions)
+    return _Joined(
+        config,
+        ranks,
+        control,
+        per_node,
+        meter,
+        shared,
+        transport,
+        extensions,
+        arithmetic,
+    )
 
 
 @dataclass(frozen=True)
@@ -305,8 +292,7 @@ def _lay_out(
     transport, shared = joined.transport, joined.shared
     used = make_collectives(collectives, transport, config, layout, joined.per_node)
     communicator = Communicator(used, joined.control, layout.describe_segments())
-    if config.world_size_invariant:
-        check_invariance(config, communicator, ranks)
+    joined.arithmetic.check(config, communicator, ranks)
     memory = Memory(
         found,
         layout,
@@ -319,7 +305,7 @@ def _lay_out(
         has_own_tier=state_tier is not None,
     )
     tier = make_state_tier(state_tier, memory, drawn, config, joined.control, joined.meter)
-    units = memory.make_units(tier, communicator)
+    units = memory.make_units(tier, communicator, joined.arithmetic)
     flats = (flat for unit in units for flat in unit.params)
     optimizer = drawn.optimizer
     state = ShardedState(
@@ -354,6 +340,51 @@ def _take_values(
     state.common_buffers.describe()  # the ranks' were compared; these are moved and cast
     state.common_buffers.confirm()
     initial.give_attributes()
+
+
+def _move_values(
+    joined: _Joined,
+    drawn: Blueprint,
+    held: _Held,
+    engine: ShardedModel,
+    initial: InitialValues,
+    former: FormerModel,
+    pretrained: str | Path | Sequence[str | Path] | None,
+) -> None:
+    """Give the engine its first values: the model's, or those of ``pretrained`` files."""
+    if pretrained is not None:
+        load_pretrained(engine, pretrained)
+        for flat in held.state.params:
+            adopt(flat, former)
+        return
+    fill(
+        drawn.found,
+        drawn.layout,
+        held.state.params,
+        held.tier,
+        joined.control,
+        initial,
+        former,
+        rounds_masters=joined.config.data_types.master_weights_from == "rounded",
+    )
+
+
+def _begin(joined: _Joined, held: _Held, made: _Made) -> None:
+    """Allocate what backwards borrow, and publish the first values."""
+    tier, memory = held.tier, held.memory
+    if joined.ranks.device.type != "cpu":
+        memory.reserve()
+        if isinstance(tier, ReservingTier):
+            tier.reserve([(*memory.spans[g.segment.index], g.plan.offered) for g in held.grads])
+    for extension in held.state.extensions:
+        extension.reset()
+    for follow in made.extensions.begun:
+        follow()
+    made.units.publish()  # what a tier has rounded otherwise
+    made.engine.publish()
+    for flat in held.state.params:
+        flat.forget_marks()
+    joined.control.place.enter(OUTSIDE)
 
 
 def _make_schedule(
@@ -397,17 +428,18 @@ def _make_engine(
     config, ranks, layout, meter = joined.config, joined.ranks, drawn.layout, joined.meter
     communicator, memory, state = held.communicator, held.memory, held.state
     sizes = len(layout.params), len(layout.units)
-    facts = Facts(communicator, ranks.device, *sizes, meter, norms_of(config))
+    facts = Facts(communicator, ranks.device, *sizes, meter, joined.arithmetic)
     edits = Edits(state, facts)
     followers: list[Extension] = [edits]
+    site = Site(config, state, train, facts, ranks, joined.per_node)
     if is_training:  # their hooks run behind those of the passes
         attach_extensions(joined.extensions, state, ownership)
-        followers += make_extensions(
-            config, state, train, facts, ranks, joined.per_node, joined.extensions
-        )
+        followers += make_extensions(site, joined.extensions)
         followers.append(patches := PatchWriter(state))
     extensions = Extensions(followers)
-    gradient = StepGradient(state, communicator, train, config, facts, extensions)
+    gradient = StepGradient(
+        state, communicator, train, config, facts, extensions, joined.arithmetic
+    )
     unit_set = UnitSet(
         held.units,
         communicator,
@@ -420,7 +452,7 @@ def _make_engine(
     host_inputs = HostInputs(ranks.device) if is_apart else None
     installed: list[Removable] = [f for f in followers if f not in joined.extensions]
     installed += [handle for follower in followers for handle in follower.handles]
-    installed += wrap_forwards(config, passes, modules, host_inputs)
+    installed += wrap_forwards(site, passes, modules, host_inputs)
     installed += hooks.install(passes, modules)
     holders = held.tier, held.collectives, joined.transport
     device_states = DeviceStates(memory, passes, state, holders, edits, extensions)

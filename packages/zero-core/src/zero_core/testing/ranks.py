@@ -63,10 +63,7 @@ def spawn(
 
 
 def run_on_processes(
-    program: Callable[..., object],
-    world_size: int,
-    *args: Any,
-    ranks_per_node: int | None = None,
+    program: Callable[..., object], world_size: int, *args: Any, ranks_per_node: int | None = None
 ) -> None:
     """Run ``program(ranks, *args)`` as `simulate` does, but on gloo ranks."""
     spawn(_run_program, world_size, program, *args, ranks_per_node=ranks_per_node)
@@ -111,11 +108,7 @@ def _run_rank(
     # When one rank fails, torch ends the others: each shows where it was.
     faulthandler.register(signal.SIGTERM, chain=True)
     dist.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=_LIMIT,
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_LIMIT
     )
     try:
         worker(rank, world_size, *args)
