@@ -47,11 +47,7 @@ OURS = "zero-engine"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 CHOICES = {"only", "again", "failed", "results", "page"}
 """Options that say which cases are run, not how."""
-LAUNCHERS = {
-    "deepspeed": TORCHRUN,
-    "ddp": TORCHRUN,
-    OURS: ("-m", "zero_engine", "run"),
-}
+LAUNCHERS = {"deepspeed": TORCHRUN, "ddp": TORCHRUN, OURS: ("-m", "zero_engine", "run")}
 """What starts the ranks of a side."""
 MODULES = {"deepspeed": "deepspeed", "ddp": "deepspeed", OURS: "zero_engine.deepspeed"}
 """The name of the module that a script imports as deepspeed."""

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -48,6 +49,8 @@ TINY = (
 )
 STEPS = 60
 TIME_LIMIT_S = 600
+CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 600, "check": False}
+"""How `subprocess.run` runs what may fail."""
 
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -1,4 +1,4 @@
-"""The smaller commands."""
+"""The smaller commands, and how each command ends."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import importlib
 import importlib.metadata
 import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from conftest import run_here
+import torch
+from conftest import own_lines, run_here, run_program
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from typer.testing import CliRunner
 
+import zero_core
 import zero_engine
-from zero_core.errors import (
-    CheckpointError,
-    CollectiveError,
-    ConfigError,
-    RankMismatchError,
-    ZeroError,
-)
-from zero_engine.cli import main
+from zero_core.errors import CheckpointError, CollectiveError, ConfigError, RankMismatchError
+from zero_engine import checkpoints, doctor
+from zero_engine.cli import app, main
 from zero_engine.launch.ranks import fail
+from zero_engine.launch.torchrun import _exit_code
+from zero_engine.machine import available_cores, memory_limit_bytes
 from zero_engine.progress import working
 from zero_engine.train.launch import rank_environment
 
@@ -43,6 +47,15 @@ def test_version_is_that_of_the_distribution() -> None:
         assert importlib.import_module(name).__version__ == importlib.metadata.version(name)
 
 
+def test_the_extra_all_has_every_extra_of_users() -> None:
+    found: dict[str, set[str]] = {}
+    for text in importlib.metadata.requires("zero-engine") or []:
+        what, _, extra = text.partition("; extra == ")
+        found.setdefault(extra.strip("'\""), set()).add(what)
+    assert found["all"] == found["hf"] | found["lightning"] | found["ray"]
+    assert found.keys() - {"", "bench"} == {"all", "hf", "lightning", "ray"}
+
+
 @pytest.mark.parametrize("verb", ["plan --layers=1", "doctor", "version"])
 def test_reports_are_json_on_request(verb: str) -> None:
     assert json.loads(run_here(*verb.split(), "--json"))
@@ -60,9 +73,7 @@ def _completed(monkeypatch: pytest.MonkeyPatch, request: str, words: str = "") -
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands(
-    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shells_complete_commands(shell, monkeypatch, capsys):
     _completed(monkeypatch, f"source_{shell}")
     assert "_ZERO_ENGINE_COMPLETE=complete_" in capsys.readouterr().out
     if shell == "bash":
@@ -93,9 +104,7 @@ def test_progress_is_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     ("kind", "code"),
     [(ConfigError, 2), (CheckpointError, 2), (CollectiveError, 1), (RankMismatchError, 1)],
 )
-def test_error_ends_a_rank_with_its_code_and_leaves_its_file(
-    kind: type[ZeroError], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_ends_a_rank_with_its_code_and_leaves_its_file(kind, code, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as ended:
         fail(kind("x"))
@@ -108,3 +117,210 @@ def test_threads_are_shared_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("zero_engine.train.launch.available_cores", lambda: 8)
     assert rank_environment(2)["OMP_NUM_THREADS"] == "4"
     assert rank_environment(16)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    engine = zero_core.build(nn.Linear(3, 2), config)
+    for tag in ("step-0", "best"):
+        engine.save_checkpoint(folder, tag)
+    engine.close()
+    return folder
+
+
+def _run(*words: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_prune_shows_that_it_is_under_way(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    monkeypatch.setattr(checkpoints, "working", lambda what: nullcontext(shown.append(what)))
+    assert _run("prune", saved, "--keep-last", 1, "--dry-run")[0] == 0
+    assert shown == ["looking for checkpoints"]
+
+
+def test_whole_checkpoint_is_verified_inspected_exported_and_damage_told(saved, tmp_path):
+    code, text, _ = _run("verify", saved, "--json")
+    assert (code, json.loads(text)["is_whole"]) == (0, True)
+    code, text, _ = _run("inspect", saved, "--tag", "step-0", "--json")
+    assert (code, json.loads(text)["elements"]) == (0, 8)
+    assert "best" in _run("inspect", saved)[1]
+    code, text, _ = _run("export", saved, tmp_path / "hf", "--dtype", "float16")
+    assert (code, set(load_file(tmp_path / "hf" / "model.safetensors"))) == (0, {"weight", "bias"})
+    code, text, _ = _run("prune", saved, "--keep-last", 1, "--dry-run", "--json")
+    assert (code, json.loads(text)["removed"]) == (0, [])
+    path = saved / "best" / "buffers.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data + b"x")
+    code, _, error = _run("verify", saved)
+    assert (code, error.count("\n")) == (1, 1)
+    assert "is damaged" in error
+    assert json.loads(_run("verify", saved, "--json")[1])["is_corrupt"] is True
+    path.write_bytes(data)
+
+
+FAILING = """
+import os, pathlib, subprocess, sys, time
+if os.environ["RANK"] == "0":
+    time.sleep(600)  # torchrun ends it
+subprocess.run([sys.executable, "-c", "raise KeyError('of a child')"], check=False)
+assert not pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).exists(), "a child wrote it"
+raise ValueError("batch 7 is empty\\nof 9")
+"""
+
+
+def test_exception_of_one_rank_is_named_in_the_last_line(tmp_path: Path) -> None:
+    script, error_file = tmp_path / "script.py", tmp_path / "error.json"
+    script.write_text(FAILING, encoding="utf-8")
+    done = run_program(
+        *("run", "--nproc-per-node=2", str(script)),
+        expected_code=1,
+        more={"TORCHELASTIC_ERROR_FILE": str(error_file)},
+    )
+    lines = own_lines(done.stderr)
+    assert lines[-1] == "rank 1 failed first, see above: ValueError: batch 7 is empty"
+    assert sum("failed first" in line for line in lines) == 1
+    assert lines.count("ValueError: batch 7 is empty") == 1, "the traceback is printed once"
+    message = json.loads(error_file.read_text(encoding="utf-8"))["message"]
+    assert message["message"] == "ValueError: batch 7 is empty\nof 9"
+    assert message["errorCode"] == 1
+    assert f'File "{script}", line 7' in message["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_error_of_a_rank_goes_before_what_its_peers_say_in_the_same_second(first, tmp_path, capsys):
+    failures = {}
+    for rank in (0, 1):
+        line = "OSError: disk" if rank == first else "CollectiveError: rank 0 is gone"
+        path = tmp_path / f"{rank}.json"
+        details = {"py_callstack": "...", "timestamp": "7"}
+        path.write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+        failures[rank] = ProcessFailure(rank, 10 + rank, 1, str(path))
+    assert _exit_code(ChildFailedError("script.py", failures)) == 1
+    assert capsys.readouterr().err == f"rank {first} failed first, see above: OSError: disk\n"
+
+
+def test_signal_is_named_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    failure = ProcessFailure(0, 10, -9, "no file")
+    assert _exit_code(ChildFailedError("script.py", {0: failure})) == 137
+    assert capsys.readouterr().err == "rank 0 was killed by SIGKILL\n"
+
+
+def by_name() -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.examine()}
+
+
+def test_doctor_finds_everything_and_shows_the_same_names_as_json() -> None:
+    found = by_name()
+    for name in ("zero-core", "zero-offload", "zero-comm", "cpu-adam", "torch", "gloo"):
+        assert found[name].state == "ok", found[name]
+    for group in doctor.ENTRY_POINTS:
+        assert found[group].state == "ok", found[group]
+    assert found["CPU Adam"].value.split()[0] in {"scalar", "avx2", "avx512", "neon"}
+    findings = json.loads(run_here("doctor", "--json"))
+    assert {"topic", "name", "value", "state", "advice"} == set(findings[0])
+    table = run_here("doctor")
+    for finding in findings:
+        assert finding["name"] in table
+
+
+def test_doctor_names_a_missing_and_a_broken_package_and_an_optional_library(monkeypatch):
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "zero-comm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    finding = by_name()["zero-comm"]
+    assert finding.state == "missing"
+    assert finding.advice == "pip install zero-comm"
+    monkeypatch.setitem(doctor.OPTIONAL, "a-library-of-few", "rare scripts")
+    monkeypatch.setitem(doctor.PACKAGES, "cpu-adam", "a_module_that_is_not_there")
+    found = by_name()
+    optional, broken = found["a-library-of-few"], found["cpu-adam"]
+    assert optional.state == "note"
+    assert optional.advice == "pip install a-library-of-few, for rare scripts"
+    assert broken.state == "missing"
+    assert "ModuleNotFoundError" in broken.value
+
+
+def test_doctor_says_what_devices_and_their_allocator_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "device of a rank" not in by_name() or torch.accelerator.device_count() > 1
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    found = by_name()
+    expected = "8 devices: each rank takes the one of its LOCAL_RANK"
+    assert found["device of a rank"].value == expected
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"].advice == "unset it, or set it to 8"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    advice = by_name()["device allocator"].advice
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in advice
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: True")
+    assert not by_name()["device allocator"].advice
+
+
+def test_numa_nodes_are_listed_with_the_way_to_bind_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_NODES", tmp_path)
+    assert by_name()["NUMA nodes"].value == "the system lists none"
+    for node, cpus in enumerate(("0-2,8", "4")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
+    finding = by_name()["NUMA nodes"]
+    assert finding.value == "0: CPUs 0-2,8; 1: CPUs 4"
+    assert (finding.state, "torchrun --numa-binding" in finding.advice) == ("note", True)
+    (tmp_path / "node2" / "cpulist").mkdir(parents=True)  # not readable, not even for root
+    finding = by_name()["NUMA nodes"]
+    assert finding.value.startswith("not readable: ")
+    assert finding.state == "note"
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "limit", "words"),
+    [
+        (False, 2**23, ["0.00781 GiB", "for a GPU only"]),
+        (True, 2**23, ["0.00781 GiB", "CUDA pins by itself"]),
+        (True, None, ["unlimited"]),
+    ],
+)
+def test_locked_memory_says_what_it_means_for_pin_memory(monkeypatch, has_gpu, limit, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(doctor, "locked_memory_limit_bytes", lambda: limit)
+    finding = by_name()["lockable memory"]
+    assert all(word in finding.value for word in words)
+    assert (finding.state == "note") == (has_gpu and limit is not None)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({}, None),
+    ],
+)
+def test_cpu_quota_of_a_container_counts(files, cores, tmp_path):
+    (tmp_path / "cpu").mkdir()
+    without_quota = available_cores(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert available_cores(tmp_path) == (cores or without_quota)
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_memory_limit_of_a_container_counts(name: str, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    unlimited = memory_limit_bytes(tmp_path)
+    (tmp_path / name).write_text("max")
+    assert memory_limit_bytes(tmp_path) == unlimited
+    (tmp_path / name).write_text("1048576")
+    assert memory_limit_bytes(tmp_path) == 1048576

@@ -1,10 +1,14 @@
-"""Checkpoints of the DeepSpeed engine: names, return values, parts left out, fp32 weights."""
+"""Checkpoints and whole models of the DeepSpeed engine, as scripts save and load them."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +19,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.support.facade import config, make, on_ranks
+from tests.support.facade import NO_PERSISTENCE, config, make, on_ranks
 from zero_core import CheckpointError
 from zero_core.testing import spawn
+from zero_core.testing.training import assert_same
 from zero_engine import deepspeed
 from zero_engine.deepspeed.checkpoint import clone_tensors_for_torch_save
 from zero_engine.deepspeed.utils import zero_to_fp32
+from zero_engine.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 
 
 class _Model(nn.Module):
@@ -68,15 +75,6 @@ def _engine(stage: int, seed: int = 0, mpu: Any = None, **more: Any) -> Any:
     return make(_Model(seed), config=settings, lr_scheduler=schedule, mpu=mpu)
 
 
-def _values(engine: Any) -> dict[str, Tensor]:
-    values: dict[str, Tensor] = engine.core.full_state_dict()
-    return values
-
-
-def _is_same(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def _train(engine: Any, steps: range) -> list[float]:
     losses = []
     for step in steps:
@@ -86,9 +84,6 @@ def _train(engine: Any, steps: range) -> list[float]:
         engine.step()
         losses.append(loss.item())
     return losses
-
-
-# -------------------------------------------------------------------- going on
 
 
 def _go_on(rank: int, world_size: int, folder: str) -> None:
@@ -131,7 +126,7 @@ def _load(rank: int, world_size: int, folder: str) -> None:
     _, client_state = engine.load_checkpoint(folder)
     assert client_state == {}
     expected = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
-    _is_same(dict(expected), _values(engine))
+    assert_same(dict(expected), engine.core.full_state_dict())
     engine.destroy()
     if world_size == 3:
         _save_on_some_ranks(rank, folder)
@@ -153,9 +148,6 @@ def test_checkpoint_of_two_ranks_loads_on_one_and_on_three(tmp_path: Path) -> No
     spawn(_load, 3, str(tmp_path))
 
 
-# ------------------------------------------------------------------------ names
-
-
 def test_tag_and_latest_are_deepspeeds(tmp_path: Path) -> None:
     engine = _engine(2)
     _train(engine, range(2))
@@ -173,9 +165,9 @@ def test_load_without_latest_and_save_without_a_key_do_nothing(tmp_path: Path) -
     engine = _engine(3)
     assert engine.save_16bit_model(tmp_path) is False, "nothing asks to gather"
     assert not list(tmp_path.iterdir())
-    before = _values(engine)
+    before = engine.core.full_state_dict()
     assert engine.load_checkpoint(tmp_path) == (None, None)
-    _is_same(_values(engine), before)
+    assert_same(engine.core.full_state_dict(), before)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         engine.load_checkpoint(tmp_path, tag="absent")
     for nowhere in ("", None):
@@ -193,12 +185,9 @@ def test_small_tensors_of_client_state_and_scheduler_come_back(tmp_path: Path) -
     _train(engine, range(2))
     engine.save_checkpoint(tmp_path, client_state=state)
     _, found = other.load_checkpoint(tmp_path)
-    _is_same(found, state)  # dtypes, too
-    _is_same(other.lr_scheduler.mean, torch.full((2,), 1.5))
+    assert_same(found, state)  # dtypes, too
+    assert_same(other.lr_scheduler.mean, torch.full((2,), 1.5))
     assert isinstance(engine.lr_scheduler, _Average)
-
-
-# ------------------------------------------------------ in the middle of a step
 
 
 def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
@@ -219,9 +208,7 @@ def _save_within_a_step(rank: int, world_size: int, folder: str) -> None:
             made.destroy()
 
 
-def test_checkpoint_within_an_accumulation_warns_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_within_an_accumulation_warns_once(tmp_path, caplog):
     engine = _engine(2, gradient_accumulation_steps=4)
     _train(engine, range(4))
     engine.save_checkpoint(tmp_path)
@@ -240,15 +227,10 @@ def test_checkpoint_within_an_accumulation_warns_once(
     assert "after step 0 and in the middle of the next one" in caplog.text
 
 
-# ------------------------------------------------------------ DeepSpeed's own
-
-
 @pytest.mark.parametrize(
     "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
 )
-def test_checkpoint_of_deepspeed_itself_is_told_with_the_way_over(
-    name: str, tmp_path: Path
-) -> None:
+def test_checkpoint_of_deepspeed_itself_is_told_with_the_way_over(name, tmp_path):
     (tmp_path / "global_step3").mkdir()
     (tmp_path / "global_step3" / name).write_bytes(b"")
     (tmp_path / "latest").write_text("global_step3")
@@ -261,14 +243,11 @@ def test_checkpoint_of_deepspeed_itself_is_told_with_the_way_over(
             zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag)
 
 
-# --------------------------------------------------------------- what is left out
-
-
 def _saved(folder: Path, **options: Any) -> dict[str, Tensor]:
     engine = _engine(3)
     _train(engine, range(3))
     engine.save_checkpoint(folder, **options)
-    values = _values(engine)
+    values = engine.core.full_state_dict()
     engine.destroy()
     return values
 
@@ -282,16 +261,14 @@ def _saved(folder: Path, **options: Any) -> dict[str, Tensor]:
     ],
     ids=str,
 )
-def test_part_that_is_left_out_stays_as_it_was(
-    option: dict[str, bool], steps: int, rate: float, epoch: int, tmp_path: Path
-) -> None:
+def test_part_that_is_left_out_stays_as_it_was(option, steps, rate, epoch, tmp_path):
     expected = _saved(tmp_path)
     engine = _engine(3, seed=1)
     _train(engine, range(1))
     weight = engine.module.embed.weight
     moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
     engine.load_checkpoint(tmp_path, **option)
-    _is_same(_values(engine), expected)
+    assert_same(engine.core.full_state_dict(), expected)
     found = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
     assert torch.equal(found, moment) == ("load_lr_scheduler_states" not in option)
     assert (engine.global_steps, engine.get_lr()) == (steps, [rate])
@@ -299,9 +276,7 @@ def test_part_that_is_left_out_stays_as_it_was(
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "StepLR"])
-def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(
-    kind: str, tmp_path: Path
-) -> None:
+def test_schedule_that_does_not_fit_is_refused_with_deepspeeds_advice(kind, tmp_path):
     first = _engine(0)
     first.core.lr_scheduler = _Average()
     first.save_checkpoint(tmp_path)
@@ -333,7 +308,7 @@ def _without_an_optimizer(rank: int, world_size: int, folder: str) -> None:
         for engine, options in ((other, {}), (student, {"load_module_only": True})):
             found = engine.load_checkpoint(folder, **options)
             assert found == (str(Path(folder, tag)), {"epoch": 3})
-            _is_same(_values(engine), dict(_Model(0).state_dict()))
+            assert_same(engine.core.full_state_dict(), dict(_Model(0).state_dict()))
             engine.destroy()
         teacher.destroy()
 
@@ -350,9 +325,6 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
     assert torch.equal(found["frozen.weight"], own)
     assert torch.equal(found["embed.weight"], expected["embed.weight"])
     assert "frozen.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-
-
-# ------------------------------------------------------------------- whole models
 
 
 def _consolidate(rank: int, world_size: int, folder: str) -> None:
@@ -382,22 +354,15 @@ def _consolidate(rank: int, world_size: int, folder: str) -> None:
 def _from_a_state_dict(rank: int, world_size: int, folder: str) -> None:
     engine, other = _engine(3, seed=rank), _Model(7)
     engine.load_module_state_dict({"module": other.state_dict()})
-    _is_same(_values(engine), dict(other.state_dict()))
+    assert_same(engine.core.full_state_dict(), dict(other.state_dict()))
     engine.destroy()
 
 
-ON_TWO_RANKS = [
-    _save_within_a_step,
-    _without_an_optimizer,
-    _consolidate,
-    _from_a_state_dict,
-]
+ON_TWO_RANKS = [_save_within_a_step, _without_an_optimizer, _consolidate, _from_a_state_dict]
 
 
 @pytest.mark.parametrize(("world_size", "further"), [(1, []), (2, ON_TWO_RANKS)])
-def test_training_goes_on_and_models_become_whole_at_any_stage(
-    world_size: int, further: list[Any], tmp_path: Path
-) -> None:
+def test_training_goes_on_and_models_become_whole_at_any_stage(world_size, further, tmp_path):
     on_ranks(world_size, [_go_on, *further], str(tmp_path))
 
 
@@ -406,7 +371,7 @@ def test_fp32_state_dict_of_a_checkpoint_is_read_without_ranks(tmp_path: Path) -
     state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     assert state.keys() == expected.keys()
     assert state["head.weight"] is state["embed.weight"]
-    _is_same(dict(state), expected)
+    assert_same(dict(state), expected)
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(_Model(5), tmp_path / "saved")
     assert torch.equal(model.frozen.weight, expected["frozen.weight"])
     small = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
@@ -440,3 +405,130 @@ def test_clones_do_not_share_their_buffer() -> None:
     assert found["a"][0].untyped_storage().nbytes() == 8
     assert found["b"][1] == "text"
     assert torch.equal(found["b"][0], flat[2:4])
+
+
+RATE = 1e-2
+
+
+def _gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 31, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 2}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **still))
+
+
+def _ids(rank: int) -> Tensor:
+    return torch.randint(0, 31, (1, 8), generator=torch.Generator().manual_seed(rank))
+
+
+def _trained_gpt2(world_size: int) -> dict[str, Tensor]:
+    """Return the weights after one step of plain torch on all ranks' batches."""
+    model = _gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for rank in range(world_size):
+        (model(_ids(rank), labels=_ids(rank)).loss / world_size).backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+def _gpt2_engine(stage: int, rank: int) -> Any:
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}
+    settings = config(
+        optimizer={"type": "SGD", "params": {"lr": RATE}},
+        zero_optimization={"stage": stage, **gathers, **NO_PERSISTENCE},
+    )
+    engine = make(_gpt2(), config=settings)
+    engine.backward(engine(_ids(rank), labels=_ids(rank)).loss)
+    engine.step()
+    return engine
+
+
+def _is_as(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@contextmanager
+def _logged(name: str) -> Iterator[list[str]]:
+    """Yield the warnings of a logger."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    yield told
+    logging.getLogger(name).removeHandler(handler)
+
+
+def _save_whole(rank: int, world_size: int, folder: str) -> None:
+    from accelerate import Accelerator
+
+    expected = _trained_gpt2(world_size)
+    for stage in (2, 3):
+        engine = _gpt2_engine(stage, rank)
+        # As in accelerate's documentation; Accelerator.get_state_dict() does this at stage 3.
+        state = engine._zero3_consolidated_16bit_state_dict()
+        assert (state is None) == (rank != 0)
+        place = Path(folder, f"saved-{stage}")
+        saves = {"is_main_process": rank == 0, "save_function": Accelerator.save}
+        engine.module.save_pretrained(place, **saves, state_dict=state)
+        if rank == 0:
+            _is_as(load_file(place / "model.safetensors"), expected)
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            whole = engine.module.state_dict()
+            assert whole.keys() == expected.keys()
+            _is_as(whole, expected)
+        with deepspeed.zero.GatheredParameters(engine.module.transformer.h[0].parameters()):
+            block = engine.module.transformer.h[0].state_dict(prefix="transformer.h.0.")
+            _is_as(block, expected)
+        if stage < 3 or world_size == 1:
+            _is_as(engine.module.state_dict(), expected)
+        else:  # as DeepSpeed's, of no elements; OpenRLHF reads the names on rank 0
+            with _logged("zero_core") as told:
+                names = engine.module.state_dict()
+                assert engine.module.state_dict().keys() == names.keys() == expected.keys()
+            assert {v.numel() for v in names.values()} == {0}
+            assert len(told) == (rank == 0)
+            for line in told:
+                assert "transformer.wte.weight" in line
+                assert "state_dict=accelerator.get_state_dict(model)" in line
+        engine.destroy()
+
+
+def _load_whole(rank: int, world_size: int, folder: str) -> None:
+    expected = _trained_gpt2(world_size)
+    for stage in (1, 3):
+        place = Path(folder, f"checkpoint-{stage}")
+        engine = _gpt2_engine(stage, rank)
+        engine.save_checkpoint(place)
+        zeros = [f"zero_pp_rank_{r}_mp_rank_00_" for r in range(world_size)]
+        names = {f"{zero}optim_states.pt" for zero in zeros}
+        names |= {f"{zero}model_states.pt" for zero in (zeros if stage == 3 else ["mp_rank_00_"])}
+        files = list((place / "global_step1").glob("*.pt"))
+        assert {path.name for path in files} == names
+        assert {json.loads(path.read_text())["values"] for path in files} == {"manifest.json"}
+        model = engine.module
+        if stage == 3:
+            with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+                _is_as(load_state_dict_from_zero_checkpoint(model, place).state_dict(), expected)
+            engine.backward(engine(_ids(rank), labels=_ids(rank)).loss)  # the engine stays
+        assert load_state_dict_from_zero_checkpoint(model, place) is model
+        _is_as(model.state_dict(), expected)
+        with pytest.raises(RuntimeError, match="engine that was ended"):
+            engine.step()
+        assert {p.grad is None for p in model.parameters()} == {True}
+        model(_ids(0), labels=_ids(0)).loss.backward()  # a plain model
+        assert {p.grad is None for p in model.parameters()} == {False}
+    with pytest.raises(CheckpointError, match="give the model whose engine saved it"):
+        load_state_dict_from_zero_checkpoint(torch.nn.Linear(2, 2), place)
+    model.extra = torch.nn.Linear(2, 2)
+    with _logged("zero_engine") as told:
+        load_state_dict_from_zero_checkpoint(model, place)
+    assert ["extra.weight, extra.bias" in line for line in told] == [True]
+    with deepspeed.zero.Init():
+        other = _gpt2()
+    _is_as(load_state_dict_from_zero_checkpoint(other, place).state_dict(), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_scripts_save_and_read_whole_models_and_load_them_without_the_engine(world_size, tmp_path):
+    on_ranks(world_size, [_save_whole, _load_whole], str(tmp_path))

@@ -46,7 +46,7 @@ def _told(**more: Any) -> str:
     return describe(settings, load_config(settings.core, world_size=1), 1)
 
 
-def test_a_configuration_comes_as_a_dict_a_file_a_text_or_base64(tmp_path):
+def test_a_configuration_comes_as_a_dict_a_text_base64_or_a_file_as_people_write_it(tmp_path):
     config = {**BASE, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}
     text = json.dumps(config)
     path = tmp_path / "ds.json"
@@ -56,9 +56,6 @@ def test_a_configuration_comes_as_a_dict_a_file_a_text_or_base64(tmp_path):
     assert found[0].raw is config
     assert all(one.core == found[0].core and one.raw == config for one in found)
     assert found[0].zero_stage == 2
-
-
-def test_a_file_may_have_comments_and_trailing_commas(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(
         '{ // as of Monday\n "train_batch_size": 4, # ranks * 2\n'
@@ -67,6 +64,9 @@ def test_a_file_may_have_comments_and_trailing_commas(tmp_path):
     settings = read(path)
     assert settings.core["train_batch_size"] == 4
     assert settings.monitors.wandb.project == "a // b, }"
+    path = tmp_path / "ds.hjson"
+    path.write_text("train_batch_size: 4\nzero_optimization: {\n  stage: 2\n}\n")
+    assert read(path).raw == {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,6 @@ def test_a_file_may_have_comments_and_trailing_commas(tmp_path):
 )
 def test_hjson_is_read_as_by_deepspeed(text, expected):
     assert parse_hjson(text, "it") == expected
-
-
-def test_braces_of_an_hjson_file_may_be_missing(tmp_path):
-    path = tmp_path / "ds.hjson"
-    path.write_text("train_batch_size: 4\nzero_optimization: {\n  stage: 2\n}\n")
-    assert read(path).raw == {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
 
 
 def _as_texts(value: Any, spelled: dict[bool, Iterator[Any]]) -> Any:
@@ -273,13 +267,23 @@ def test_key_without_effect_beside_another_one_is_told():
     assert unknown in _told(comms_logger={**logged, "prof_all": False})
 
 
-def test_an_unknown_key_at_the_top_is_told_and_one_in_a_checked_block_refused():
+def test_unknown_keys_and_misspelt_words_are_told_or_refused() -> None:
     settings = read({**BASE, "_comment": "x", "gradient_cliping": 2.0, "aio": {"depth": 8}})
     told = _notes(settings, warnings=True)
     assert set(told) == {"_comment", "gradient_cliping", "aio.depth"}
     assert "did you mean 'gradient_clipping'?" in told["gradient_cliping"]
     with pytest.raises(ConfigError, match="did you mean 'stage'"):
         load_config(_core(stag=1), world_size=1)
+    misspelt = read({"optimizer": {"type": "SGD", "param": {"lr": 0.1}}})
+    (text,) = _notes(misspelt, warnings=True).values()
+    assert "expected type and params" in text
+    block = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "cubic"}}
+    settings = read({**BASE, "scheduler": block})
+    assert list(_notes(settings, warnings=True)) == ["scheduler.params.warmup_type"]
+    # It is the logarithmic one, as in DeepSpeed.
+    assert settings.core["scheduler"]["params"] == {"warmup_num_steps": 4, "warmup_type": "log"}
+    with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):
+        read({"optimizer": {"type": "SGD", "params": {"fp32_optimizer_states": False}}})
 
 
 def test_the_block_of_activation_checkpointing_turns_nothing_on_by_itself():
@@ -382,19 +386,6 @@ def test_level_of_the_configuration_or_by_name_holds_whichever_is_last(loggers, 
     assert "too low" not in told
     for text in ("high enough", "a warning of this test", "a line of this test", "asked for"):
         assert told.count(text) == 1
-
-
-def test_misspelt_words_of_optimizer_and_schedule_are_warned_of() -> None:
-    misspelt = read({"optimizer": {"type": "SGD", "param": {"lr": 0.1}}})
-    (text,) = _notes(misspelt, warnings=True).values()
-    assert "expected type and params" in text
-    block = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "cubic"}}
-    settings = read({**BASE, "scheduler": block})
-    assert list(_notes(settings, warnings=True)) == ["scheduler.params.warmup_type"]
-    # It is the logarithmic one, as in DeepSpeed.
-    assert settings.core["scheduler"]["params"] == {"warmup_num_steps": 4, "warmup_type": "log"}
-    with pytest.raises(ConfigError, match="needs Adam or AdamW, found 'SGD'"):
-        read({"optimizer": {"type": "SGD", "params": {"fp32_optimizer_states": False}}})
 
 
 def test_missing_nvme_folder_is_made_as_by_deepspeed(tmp_path):

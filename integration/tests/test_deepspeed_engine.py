@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from zero_engine.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -48,8 +49,6 @@ from zero_engine.deepspeed.utils import safe_get_full_grad
 INITIALIZE = sys.modules["zero_engine.deepspeed.initialize"].__file__
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
-# ------------------------------------------------------------ what initialize returns
-
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the loader's workers
 def test_returns_engine_optimizer_torchs_loader_and_scheduler() -> None:
@@ -71,21 +70,22 @@ def test_returns_engine_optimizer_torchs_loader_and_scheduler() -> None:
     assert len(loader) == 4
 
 
-def test_callables_make_optimizer_and_scheduler() -> None:
+def test_callables_make_optimizer_and_a_scheduler_which_has_the_arguments_of_step() -> None:
     engine = make(
         optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
-        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step),
+        lr_scheduler=lambda given: ReduceLROnPlateau(given, factor=0.5, patience=0),
     )
-    rates = [engine.get_lr()]
-    for step in range(3):
-        train(engine, 1, step)
-        rates.append(engine.get_lr())
-    assert rates == [[1.0], [0.5], [0.25], [0.125]]
+    rates = []
+    for step, metric in enumerate((1.0, 2.0, 3.0)):
+        engine.backward(square(engine, inputs(step)))
+        engine.step(lr_kwargs={"metrics": metric})
+        rates += engine.get_lr()
+    assert rates == [1.0, 0.5, 0.25]
     assert type(engine.basic_optimizer) is torch.optim.SGD
     assert engine.optimizer_name() == "function"  # DeepSpeed's answer, too
 
 
-def test_scheduler_over_the_given_optimizer_is_stepped() -> None:
+def test_scheduler_over_the_given_or_the_returned_optimizer_is_stepped() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -100,22 +100,11 @@ def test_scheduler_over_the_given_optimizer_is_stepped() -> None:
     assert scheduler.get_last_lr() == [1.0 / 3]
     assert shown is not None
     assert shown.param_groups is optimizer.param_groups
-
-
-def test_own_scheduler_over_the_returned_optimizer_does_not_warn() -> None:
     engine = make()
     scheduler = LambdaLR(engine.optimizer, lambda step: 0.5**step)
     for step in range(2):
         train(engine, 1, step)
         scheduler.step()  # warnings are errors here
-    assert engine.get_lr() == [1e-2 / 4]
-
-
-def test_arguments_of_step_reach_the_scheduler() -> None:
-    engine = make(lr_scheduler=lambda o: ReduceLROnPlateau(o, factor=0.5, patience=0))
-    for step, metric in enumerate((1.0, 2.0, 3.0)):
-        engine.backward(square(engine, inputs(step)))
-        engine.step(lr_kwargs={"metrics": metric})
     assert engine.get_lr() == [1e-2 / 4]
 
 
@@ -140,9 +129,7 @@ COSINE = {"total_num_steps": 20, "warmup_num_steps": 10}
         ("WarmupCosineLR", COSINE, (0.1, 0.2), [0, 0], None),
     ],
 )
-def test_warm_up_runs_from_its_first_rate_to_each_groups_own(
-    kind: str, params: dict[str, Any], rates: tuple[float, float], first: Any, later: Any
-) -> None:
+def test_warm_up_runs_from_its_first_rate_to_each_groups_own(kind, params, rates, first, later):
     model = net()
     groups = [{"params": model[2 * i].parameters(), "lr": lr} for i, lr in enumerate(rates)]
     settings = config(1, scheduler={"type": kind, "params": params})
@@ -157,12 +144,9 @@ def test_warm_up_runs_from_its_first_rate_to_each_groups_own(
 
 
 @pytest.mark.parametrize(
-    ("named", "offload", "kind"),
-    [("Adam", "none", FusedAdam), ("AdamW", "cpu", DeepSpeedCPUAdam)],
+    ("named", "offload", "kind"), [("Adam", "none", FusedAdam), ("AdamW", "cpu", DeepSpeedCPUAdam)]
 )
-def test_the_configurations_optimizer_is_of_deepspeeds_class(
-    named: str, offload: str, kind: type
-) -> None:
+def test_the_configurations_optimizer_is_of_deepspeeds_class(named, offload, kind):
     zero = {"stage": 2, "offload_optimizer": {"device": offload}}
     optimizer = {"type": named, "params": {"lr": 1e-2, "torch_adam": False}, "unknown": 3}
     engine = make(config=config(optimizer=optimizer, zero_optimization=zero))
@@ -176,19 +160,16 @@ def test_the_configurations_optimizer_is_of_deepspeeds_class(
 
 def test_cpu_adam_without_fp32_states_keeps_16_bits_on_the_host() -> None:
     params = {"lr": 1e-2, "fp32_optimizer_states": False}
-    for is_object in (False, True):
-        model = net()
-        given = DeepSpeedCPUAdam(model.parameters(), **params) if is_object else None
-        named = {} if is_object else {"optimizer": {"type": "Adam", "params": params}}
-        settings = config(bf16={"enabled": True}, zero_optimization={"stage": 2, **HOST}) | named
-        engine = make(model, config=settings, optimizer=given)
+    named, model = {"optimizer": {"type": "Adam", "params": params}}, net()
+    given = DeepSpeedCPUAdam(model.parameters(), **params)
+    for optimizer, keys in ((None, named), (given, {})):
+        zero = {"stage": 2, **HOST}
+        settings = config(bf16={"enabled": True}, zero_optimization=zero) | keys
+        engine = make(model if optimizer else net(), config=settings, optimizer=optimizer)
         train(engine, 1)
         assert engine.core.config.zero_optimization.offload_optimizer.state_dtype == "bfloat16"
     with pytest.raises(ConfigError, match=r"needs zero_optimization\.offload_optimizer"):
-        make(config=config(optimizer={"type": "Adam", "params": {"fp32_optimizer_states": False}}))
-
-
-# ------------------------------------------------------------------- the methods
+        make(config=config(**named))
 
 
 def test_facts_of_the_configuration_are_methods() -> None:
@@ -207,31 +188,17 @@ def test_facts_of_the_configuration_are_methods() -> None:
     }
     engine = make(config=settings)
     assert engine.config is settings
-    expected = {
-        "get_batch_info": (8, 2, 4),
-        "zero_optimization_stage": 3,
-        "zero_optimization_partition_weights": True,
-        "zero_gather_16bit_weights_on_model_save": True,
-        "optimizer_name": "adamw",
-        "gradient_clipping": 1.0,
-        "fp16_enabled": True,
-        "bfloat16_enabled": False,
-        "zero_reduce_bucket_size": 4096,
-        "zero_contiguous_gradients": False,
-        "zero_hpz_partition_size": 1,
-        "memory_breakdown": True,
-        "flops_profiler_enabled": True,
-        "flops_profiler_module_depth": 2,
-        "get_model_parallel_rank": 0,
-        "torch_autocast_enabled": False,
-        "dynamic_loss_scale_args": {
-            "init_scale": 8,
-            "scale_window": 7,
-            "delayed_shift": 2,
-            "consecutive_hysteresis": False,
-            "min_scale": 1,
-        },
-    }
+    scale = {"init_scale": 8, "scale_window": 7, "min_scale": 1}
+    scale |= {"delayed_shift": 2, "consecutive_hysteresis": False}
+    expected = {"get_batch_info": (8, 2, 4), "dynamic_loss_scale_args": scale}
+    expected |= {"gradient_clipping": 1.0, "zero_reduce_bucket_size": 4096}
+    expected |= {"zero_optimization_stage": 3, "zero_hpz_partition_size": 1}
+    expected |= {"optimizer_name": "adamw", "get_model_parallel_rank": 0}
+    expected |= {"flops_profiler_module_depth": 2, "flops_profiler_enabled": True}
+    on = ("fp16_enabled", "memory_breakdown", "zero_gather_16bit_weights_on_model_save")
+    off = ("bfloat16_enabled", "zero_contiguous_gradients", "torch_autocast_enabled")
+    expected |= dict.fromkeys((*on, "zero_optimization_partition_weights"), True)
+    expected |= dict.fromkeys(off, False)
     assert {name: getattr(engine, name)() for name in expected} == expected
     assert engine.communication_data_type == torch.float16
     for name, method in vars(Facts).items():
@@ -338,9 +305,7 @@ CONSECUTIVE = (8, 8, 9, 9, 9, 9, 9, 10, 10, 10, 10, 9, 9, 9, 10, 10, 11, 11, 12)
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("is_consecutive", "scales"), [(False, DELAYED), (True, CONSECUTIVE)])
-def test_the_loss_scale_changes_when_deepspeeds_does(
-    stage: int, is_consecutive: bool, scales: tuple[int, ...]
-) -> None:
+def test_the_loss_scale_changes_when_deepspeeds_does(stage, is_consecutive, scales):
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
     engine = make(config=config(stage, fp16={**fp16, "consecutive_hysteresis": is_consecutive}))
     scaler = engine.optimizer.loss_scaler if stage else engine.optimizer.loss_scale_config
@@ -384,52 +349,36 @@ def test_autocast_is_around_the_engines_forward() -> None:
     assert "torch.nn.modules.linear.Linear" in engine.torch_autocast_lower_precision_safe_modules()
 
 
-class _Recomputed(nn.Module):
-    """Calls DeepSpeed's checkpointing by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = deepspeed.checkpointing.checkpoint(self.inner, x)
-        return y
-
-
 def test_recomputation_of_the_models_own_choice_changes_no_gradient() -> None:
     block = {"activation_checkpointing": {"cpu_checkpointing": True}}
     deepspeed.checkpointing.configure(None, deepspeed_config=config(2, **block))
-    engine, reference = make(_Recomputed(), stage=2), net()
+    model, reference = net(), net()
+    model.forward = partial(deepspeed.checkpointing.checkpoint, model.forward)
+    engine = make(model, stage=2)
     engine.backward(square(engine, inputs(0)))
     square(reference, inputs(0)).backward()
     for name, param in reference.named_parameters():
-        found = safe_get_full_grad(engine.module.inner.get_parameter(name))
+        found = safe_get_full_grad(engine.module.get_parameter(name))
         torch.testing.assert_close(found, param.grad)
 
 
-# -------------------------------------------------------------------- the arguments
-
-
-def test_configuration_comes_from_the_command_line(tmp_path: Path) -> None:
+def test_configuration_comes_from_the_command_line_or_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1}}}')
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     parser.add_argument("--local_rank", type=int, default=-1)
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
     engine = make(args=args, config=None)
-    assert engine.train_batch_size() == 4
-    assert args.local_rank == 0
+    assert (engine.train_batch_size(), args.local_rank) == (4, 0)
     engine.destroy()
-    with pytest.raises(ValueError, match="give one"):
-        make(args=args)
-
-
-def test_missing_model_or_configuration_is_refused() -> None:
-    for error in (ValueError, AssertionError):  # the latter is DeepSpeed's
-        with pytest.raises(error, match="needs a model"):
-            deepspeed.initialize(config=config())
-    with pytest.raises(ValueError, match="no configuration"):
-        deepspeed.initialize(model=net())
+    for given, error, match in (
+        ({"model": net(), "args": args, "config": config()}, ValueError, "give one"),
+        ({"model": net()}, ValueError, "no configuration"),
+        ({"config": config()}, ValueError, "needs a model"),
+        ({"config": config()}, AssertionError, "needs a model"),  # DeepSpeed's error, too
+    ):
+        with pytest.raises(error, match=match):
+            deepspeed.initialize(**given)
 
 
 def test_refused_initialize_leaves_the_earlier_engine_stepping() -> None:
@@ -458,13 +407,9 @@ def _interrupted(rank: int, world_size: int, stage: int) -> None:
         return model, torch.optim.AdamW(model[0].parameters(), lr=1e-2)
 
     def start(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        return make(
-            model,
-            stage=stage,
-            optimizer=optimizer,
-            lr_scheduler=lambda given: LambdaLR(given, lambda step: 0.5),
-            training_data=TensorDataset(torch.zeros(8, 3)),
-        )
+        schedule = {"lr_scheduler": lambda given: LambdaLR(given, lambda step: 0.5)}
+        data = {"training_data": TensorDataset(torch.zeros(8, 3))}
+        return make(model, stage=stage, optimizer=optimizer, **schedule, **data)
 
     with failing(None, "call", INITIALIZE) as own:
         engine = start(*parts())
@@ -488,9 +433,6 @@ def _interrupted(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_initialize_that_any_of_its_calls_ends_changes_nothing(stage: int) -> None:
     spawn(_interrupted, 2, stage)
-
-
-# --------------------------------------------------------------------- on two ranks
 
 
 def _evaluates(rank: int, world_size: int) -> None:

@@ -1,7 +1,9 @@
-"""DeepSpeed's optimizer classes: updates of torch's, alone, in the engine and on the host."""
+"""DeepSpeed's optimizers and schedules: updates and rates of torch and of closed forms."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from typing import Any
 
 import pytest
@@ -13,16 +15,23 @@ from zero_engine.deepspeed.ops.lamb import FusedLamb
 from zero_engine.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
 import zero_core
+from tests.support import facade
 from tests.support.facade import HOST, config, inputs, make, net, on_ranks, square, update
+from zero_core import ConfigError
+from zero_core.config.params import SCHEDULER_PARAMS
+from zero_core.optim.adam import Adam
+from zero_core.schedules import make_scheduler
 from zero_core.testing import batch, make_model, train
 from zero_engine import deepspeed
 from zero_engine.deepspeed.errors import NotServedError
+from zero_engine.deepspeed.lr_schedules import LRRangeTest, OneCycle
 from zero_engine.deepspeed.ops import __compatible_ops__
 from zero_engine.deepspeed.ops.op_builder import CPUAdamBuilder, FusedLambBuilder
 from zero_engine.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 STEPS = 4
 WD = {"weight_decay": 0.1}
+PLAIN, DECOUPLED = {**WD, "bias_correction": False}, {"decoupled_weight_decay": True}
 ADAMW = (torch.optim.AdamW, {"weight_decay": 0.1})
 LION = (zero_core.Lion, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1})
 PAIRS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
@@ -30,22 +39,12 @@ PAIRS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "DeepSpeedCPUAdam, L2": (DeepSpeedCPUAdam, {**WD, "adamw_mode": False}, torch.optim.Adam, WD),
     "FusedAdam": (FusedAdam, WD, *ADAMW),
     "FusedAdam, L2": (FusedAdam, {**WD, "adam_w_mode": False}, torch.optim.Adam, WD),
+    "DeepSpeedCPUAdam, uncorrected": (DeepSpeedCPUAdam, PLAIN, Adam, {**PLAIN, **DECOUPLED}),
+    "FusedAdam, uncorrected": (FusedAdam, PLAIN, Adam, {**PLAIN, **DECOUPLED}),
     "DeepSpeedCPUAdagrad": (DeepSpeedCPUAdagrad, WD, torch.optim.Adagrad, WD),
     "DeepSpeedCPULion": (DeepSpeedCPULion, WD, *LION),
     "FusedLion": (FusedLion, WD, *LION),
 }
-
-
-def uncorrected(start: torch.Tensor, grads: list[torch.Tensor], *, is_adamw: bool) -> torch.Tensor:
-    """Adam without bias correction, as the papers write it, in float64."""
-    value = start.double()
-    first = second = torch.zeros_like(value)
-    for grad in grads:
-        g = grad.double() + (0.0 if is_adamw else 0.1 * value)
-        value = value * (1 - 1e-3 * 0.1) if is_adamw else value
-        first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
-        value = value - 1e-3 * first / (second.sqrt() + 1e-8)
-    return value
 
 
 def stepped(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor]) -> torch.Tensor:
@@ -57,32 +56,14 @@ def stepped(optimizer: torch.optim.Optimizer, grads: list[torch.Tensor]) -> torc
     return result
 
 
-def grads_of(shape: tuple[int, ...]) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(shape) for _ in range(STEPS)]
-
-
 @pytest.mark.parametrize("name", sorted(PAIRS))
 def test_alone_the_update_is_the_other_optimizers(name: str) -> None:
     kind, options, other, its = PAIRS[name]
-    start, grads = torch.randn(7, 3), grads_of((7, 3))
+    start, grads = torch.randn(7, 3), [torch.randn(7, 3) for _ in range(STEPS)]
     found = stepped(kind([nn.Parameter(start.clone())], **options), grads)
     expected = stepped(other([nn.Parameter(start.clone())], **its), grads)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(found, start, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
-@pytest.mark.parametrize("is_adamw", [True, False])
-def test_bias_correction_can_be_off(kind: Any, is_adamw: bool) -> None:
-    mode = "adamw_mode" if kind is DeepSpeedCPUAdam else "adam_w_mode"
-    start, grads = torch.randn(7, 3), grads_of((7, 3))
-    options = {mode: is_adamw, "bias_correction": False, "weight_decay": 0.1}
-    found = stepped(kind([nn.Parameter(start.clone())], **options), grads)
-    expected = uncorrected(start, grads, is_adamw=is_adamw)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
-    corrected = stepped(kind([nn.Parameter(start.clone())], **{mode: is_adamw}, **WD), grads)
-    assert not torch.allclose(found, corrected, rtol=0, atol=1e-3)
 
 
 def _losses(
@@ -133,15 +114,12 @@ def test_groups_are_shared_with_the_optimizer_they_came_from() -> None:
     assert not made.param_groups[0]["decoupled_weight_decay"]
 
 
-def test_parameters_may_be_elsewhere_until_they_are_stepped() -> None:
+def test_parameters_may_be_elsewhere_until_stepped_and_gradients_kept() -> None:
     optimizer = DeepSpeedCPUAdam([nn.Parameter(torch.ones(2, device="meta"))])
     (param,) = optimizer.param_groups[0]["params"]
     param.grad = torch.ones_like(param)
     with pytest.raises(ValueError, match="meta"):
         optimizer.step()
-
-
-def test_gradients_are_kept_if_set_grad_none_is_off() -> None:
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)
     FusedLion([param], set_grad_none=False).zero_grad()
@@ -214,3 +192,107 @@ def _whole(rank: int, world_size: int) -> None:
 
 def test_optimizer_of_ones_own_updates_whole_parameters() -> None:
     on_ranks(2, [_whole])
+
+
+BOUNDS = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0}
+CYCLE = {**BOUNDS, "cycle_first_step_size": 4}
+STAIRS = {"cycle_first_stair_count": 2, "cycle_second_stair_count": 1, "cycle_momentum": False}
+DECAY = {"cycle_second_step_size": 2, "decay_step_size": 2, "decay_lr_rate": 1.0}
+RANGE = {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 2.0}
+CURVES = {
+    "one cycle goes up and down and then decays, momentum against it": (
+        OneCycle,
+        {**CYCLE, **DECAY, "decay_mom_rate": 0.2},
+        [1.0, 1.5, 2.0, 2.5, 3.0, 2.0, 1.0, 1 / 1.5, 1 / 2.0, 1 / 2.5],
+        [0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.99, 1.08, 1.17],
+    ),
+    "one cycle climbs stairs": (
+        OneCycle,
+        {**CYCLE, **STAIRS},
+        [1.0, 1.0, 2.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0],
+        [0.9] * 9,
+    ),
+    "range test goes up without end": (LRRangeTest, RANGE, [1.0, 2.0, 3.0, 4.0, 5.0], [0.9] * 5),
+    "range test climbs stairs": (
+        LRRangeTest,
+        {**RANGE, "lr_range_test_staircase": True},
+        [1.0, 1.0, 3.0, 3.0, 5.0],
+        [0.9] * 5,
+    ),
+}
+
+
+def optimizer_of(kind=torch.optim.AdamW):
+    return kind([nn.Parameter(torch.zeros(1))], lr=0.5)
+
+
+@pytest.mark.parametrize(("kind", "params", "rates", "momenta"), CURVES.values(), ids=CURVES)
+def test_rates_and_momenta_are_those_of_the_closed_form(kind, params, rates, momenta):
+    optimizer = optimizer_of()
+    schedule, group, found = kind(optimizer, **params), optimizer.param_groups[0], []
+    for step in range(len(rates)):
+        found.append((group["lr"], group["betas"][0]))
+        if step == 3:  # a loaded one continues the curve
+            state, schedule = schedule.state_dict(), kind(optimizer, **params)
+            schedule.load_state_dict(state)
+        schedule.step()
+        assert schedule.get_last_lr() == [group["lr"]]
+    assert [list(values) for values in zip(*found, strict=True)] == [
+        pytest.approx(rates),
+        pytest.approx(momenta),
+    ]
+
+
+def test_one_cycle_without_betas_leaves_momentum_and_says_so(caplog):
+    optimizer = optimizer_of(torch.optim.SGD)
+    schedule = OneCycle(optimizer, 0.0, 1.0)
+    schedule.step()
+    assert "SGD has no betas" in caplog.text
+    assert optimizer.param_groups[0]["momentum"] == 0
+    assert schedule.get_mom() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "match"),
+    [
+        ("OneCycle", {"cycle_min_lr": 1}, "cycle_max_lr"),
+        ("OneCycle", {**BOUNDS, "cycle_first_step_size": 0}, "cycle_first_step_size must be pos"),
+        ("OneCycle", {**BOUNDS, "cycle_max_lr": math.nan}, "cycle_max_lr must be a finite number"),
+        ("OneCycle", {**BOUNDS, "decay_mom_rate": math.inf}, "decay_mom_rate must be a finite"),
+        ("LRRangeTest", {"lr_range_test_step_size": 2.5}, "lr_range_test_step_size must be a whol"),
+        ("LRRangeTest", {"lr_range_test_step_rate": math.nan}, "lr_range_test_step_rate must be a"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_by_name(name, params, match):
+    with pytest.raises(ConfigError, match=match):
+        make_scheduler(optimizer_of(), name, params)
+
+
+@pytest.mark.parametrize("kind", [OneCycle, LRRangeTest])
+def test_every_parameter_has_its_type_and_range(kind):
+    assert {*inspect.signature(kind).parameters} <= {"optimizer", *SCHEDULER_PARAMS.model_fields}
+
+
+def test_engine_trains_with_one_cycle_as_torch_does_with_the_same_rates(tmp_path):
+    params = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-1, "cycle_first_step_size": 3}
+    config = facade.config(scheduler={"type": "OneCycle", "params": params})
+    engine, resumed, plain = facade.make(config=config), facade.make(config=config), facade.net()
+    optimizer = facade.adamw(plain, fused=True)
+    # The closed form: a triangle, then flat; beta1 against it, 0.8 at the very first step.
+    parts = [0.0, 1 / 3, 2 / 3, 1.0, 2 / 3, 1 / 3, 0.0, 0.0]
+    momenta = [0.8, *(0.9 - 0.1 * part for part in parts[1:])]
+    for step, (part, beta1) in enumerate(zip(parts, momenta, strict=True)):
+        rate = 1e-3 + (1e-1 - 1e-3) * part
+        optimizer.param_groups[0] |= {"lr": rate, "betas": (beta1, 0.99)}
+        facade.add_gradients(plain, step, 1)
+        facade.update(optimizer)
+        if step == 4:
+            engine.save_checkpoint(tmp_path)
+            # The schedule alone sets rates and momenta, and the optimizer's groups have them too.
+            for option in ({"load_optimizer_states": False}, {}):
+                resumed.load_checkpoint(tmp_path, **option)
+                saved, found = (one.optimizer.param_groups[0] for one in (engine, resumed))
+                assert (found["lr"], found["betas"]) == (saved["lr"], saved["betas"])
+            engine = resumed
+        facade.train(engine, 1, step)
+    facade.check_values(engine, plain)

@@ -1,4 +1,4 @@
-"""zero.GatheredParameters with and without an engine, and parameters' attributes for scripts."""
+"""zero.GatheredParameters with and without an engine, and what scripts do with parameters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import _CheckpointFrame, checkpoint
+from zero_engine.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 import zero_core
-from tests.support.facade import check_values, config, make, run_each, square, update
+from tests.support.facade import check_values, config, make, on_ranks, run_each, square, update
 from zero_core.step.param_grads import TrainedParameter
-from zero_core.testing import spawn
+from zero_core.testing import LR, spawn
 from zero_engine import deepspeed
 from zero_engine.deepspeed import NotServedError, initialize, zero
 from zero_engine.deepspeed.zero.described import ShardedParameter
@@ -85,26 +89,6 @@ def _parts_before_the_engine(rank: int, world_size: int) -> None:
         with zero.Init(config_dict_or_path=given, data_parallel_group=ranks):
             layer = nn.Linear(4, 3)
         assert layer.weight.ds_zero_param_process_group is None
-
-
-def _with_an_engine(rank: int, world_size: int) -> None:
-    for stage in (1, 3):
-        with zero.Init():
-            model = _model()
-        engine = zero_core.build(model, _config(stage))
-        expected = _model()
-        weight = model[1].weight
-        with zero.GatheredParameters([model[2].weight, weight], modifier_rank=0):
-            assert torch.equal(weight, expected[1].weight.bfloat16())
-            if rank == 0:
-                weight.data[0] = 1.5
-        with torch.no_grad():
-            expected[1].weight[0] = 1.5
-        # What was not changed keeps the bits that bf16 has not.
-        assert torch.equal(engine.states.get_full("1.weight", "master_weight"), expected[1].weight)
-        with zero.GatheredParameters(model[1].weight):
-            assert torch.equal(weight, expected[1].weight.bfloat16())
-        engine.close()
 
 
 def _inside_init(rank: int, world_size: int) -> None:
@@ -340,7 +324,6 @@ def _generates_without_hooks(rank: int, world_size: int) -> None:
 
 CHECKS = [
     _before_the_engine,
-    _with_an_engine,
     _inside_init,
     _on_other_things,
     _parts_before_the_engine,
@@ -368,3 +351,193 @@ def test_init_that_cannot_begin_leaves_none_active() -> None:
     with zero.Init():
         made = nn.Linear(2, 2)
     assert is_zero_param(made.weight)
+
+
+VOCAB = 12_000  # a head of more elements than the smallest tail
+SGD_AT_3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "SGD", "params": {"lr": LR}},
+}
+
+
+class _Head(torch.autograd.Function):
+    """``hidden @ weight.T + bias``, whose backward gathers both, as fused losses do."""
+
+    found: list[tuple[Any, ...]] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        return torch.addmm(bias, hidden, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight, bias = ctx.saved_tensors
+        _look(hidden, weight, bias)
+        with zero.GatheredParameters([weight, bias]):
+            return grad @ weight, grad.t() @ hidden, grad.sum(0)
+
+
+def _look(hidden: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """Record in ``_Head.found`` what a library that serves DeepSpeed reads."""
+    if hasattr(weight, "ds_status"):
+        missing = [p for p in (weight, bias) if p.ds_status != zero.ZeroParamStatus.AVAILABLE]
+        _Head.found.append((missing, weight.ds_id, weight.ds_shape, bias.ds_numel))
+        assert not hasattr(hidden, "ds_id")
+
+
+def _recomputed_head(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if torch._C._current_graph_task_id() != -1:  # in a backward
+        _look(hidden, weight, bias)
+    return torch.addmm(bias, hidden, weight.t())
+
+
+class _Headless(nn.Module):
+    """A model that uses its head's weights without calling the head.
+
+    A tied head is in the root, another one in the tail.
+    """
+
+    def __init__(self, *, is_tied: bool, is_recomputed: bool) -> None:
+        super().__init__()
+        self.is_recomputed = is_recomputed
+        self.embed = nn.Embedding(VOCAB, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, VOCAB)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        with zero.GatheredParameters([self.head.weight, self.head.bias]):
+            saved = (hidden, self.head.weight, self.head.bias)
+            if self.is_recomputed:
+                return checkpoint(_recomputed_head, *saved, use_reentrant=False).square().mean()
+            return _Head.apply(*saved).square().mean()
+
+
+def _trains_saved(rank: int, world_size: int) -> None:
+    get_inputs = vars(_CheckpointFrame).get("get_inputs")
+    names = set(dir(Tensor))  # of which torch.compile takes each for an attribute of every tensor
+    for is_tied, is_recomputed in itertools.product((True, False), repeat=2):
+        torch.manual_seed(0)
+        expected = DistributedDataParallel(_Headless(is_tied=is_tied, is_recomputed=is_recomputed))
+        optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
+        torch.manual_seed(0)
+        model = _Headless(is_tied=is_tied, is_recomputed=is_recomputed)
+        engine, *_ = deepspeed.initialize(model=model, config=SGD_AT_3)
+        assert set(dir(Tensor)) == names
+        for step in range(2):
+            ids = torch.arange(8) * (step + 2 + rank) % 13
+            wanted = expected(ids)
+            wanted.backward()
+            update(optimizer)
+            loss = engine(ids)
+            engine.backward(loss)
+            engine.step()
+            assert torch.equal(loss, wanted)
+        weight = model.head.weight
+        assert _Head.found == [([], weight.ds_id, (VOCAB, 6), VOCAB)] * 2
+        _Head.found.clear()
+        check_values(engine, expected.module, rtol=0, atol=0)
+        engine.destroy()
+    assert "saved_tensors" not in vars(BackwardCFunction)
+    assert vars(_CheckpointFrame).get("get_inputs") is get_inputs
+    assert not hasattr(torch.ones(2), "ds_status")
+    with pytest.raises(AttributeError, match="has no attribute 'ds_status'"):
+        _ = model.head.weight.data.ds_status
+
+
+def test_a_saved_parameter_has_its_ds_attributes_in_backward() -> None:
+    spawn(_trains_saved, 2)
+
+
+def _whole(ins: int = 7, outs: int = 5) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(ins, outs)
+
+
+class _Tiles(nn.Module):
+    """Has the tiles one level below the root, where each becomes a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiled = TiledLinear(7, 5, in_splits=3, out_splits=2, init_linear=_whole())
+        self.head = _whole(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.tiled(x)))
+        return y
+
+
+def _trains_tiles(rank: int, world_size: int) -> None:
+    values = []
+    for stage in (0, 3):
+        engine = make(_Tiles(), stage=stage)
+        assert len(engine.core.layout.units) == 1 + 6
+        for _ in range(3):
+            engine.backward(square(engine, torch.full((2, 7), 1.0 + rank)))
+            engine.step()
+        values.append(engine.core.full_state_dict())
+        engine.destroy()
+    torch.testing.assert_close(*values, rtol=0, atol=0)
+
+
+def _copies_shards(rank: int, world_size: int) -> None:
+    whole, ones = _whole(6, 5), torch.ones(6)
+    with deepspeed.zero.Init():
+        layer = _whole(6, 5)
+    owned = make(nn.Sequential(nn.Linear(6, 5)), stage=3)
+    with deepspeed.zero.GatheredParameters(owned.module.parameters(), modifier_rank=0):
+        owned.module[0].load_state_dict(whole.state_dict())
+    for source in (layer, owned.module[0]):
+        tiled = TiledLinear(6, 5, in_splits=2, out_splits=2, init_linear=source)
+        torch.testing.assert_close(tiled(ones), whole(ones))
+    with deepspeed.zero.Init():
+        sharded = TiledLinear(6, 5, in_splits=3)
+    sharded.copy_params_from(layer)
+    with deepspeed.zero.GatheredParameters(sharded.parameters()):
+        torch.testing.assert_close(sharded(ones), whole(ones))
+    owned.destroy()
+
+
+def test_tiles_train_and_are_copied_from_shards_on_two_ranks() -> None:
+    on_ranks(2, [_trains_tiles, _copies_shards])
+
+
+def test_tiles_compute_what_the_whole_layer_does() -> None:
+    whole, inputs = _whole(), torch.randn(4, 7)
+    expected = whole(inputs)
+    for ins, outs in itertools.product((1, 3, 7), (1, 2, 5)):
+        tiled = TiledLinear(7, 5, in_splits=ins, out_splits=outs, init_linear=whole)
+        torch.testing.assert_close(tiled(inputs), expected)
+    split = {"input_is_already_split": True, "combine_out_splits": False}
+    tiled = TiledLinear(7, 5, in_splits=2, out_splits=2, **split)
+    tiled.copy_params_from(whole)
+    parts = tiled(inputs.split([4, 3], dim=-1))
+    assert [part.shape[-1] for part in parts] == [3, 2]
+    torch.testing.assert_close(torch.cat(parts, -1), expected)
+    with pytest.raises(RuntimeError, match=r"in_splits = 8, expected 1 to 7"):
+        TiledLinear(7, 5, in_splits=8)
+    with pytest.raises(ValueError, match="has a bias"):
+        TiledLinear(7, 5, bias=False).copy_params_from(whole)
+
+
+class _Apart(nn.Linear):
+    """Returns its bias beside the product, as Megatron's layers do."""
+
+    def forward(self, input: Tensor) -> Any:
+        return nn.functional.linear(input, self.weight), self.bias
+
+
+def test_tiles_that_return_their_bias() -> None:
+    tiled = TiledLinearReturnBias(7, 5, in_splits=2, out_splits=3, linear_cls=_Apart)
+    whole, inputs = _whole(), torch.randn(4, 7)
+    tiled.copy_params_from(whole)
+    output, bias = tiled(inputs)
+    assert (output.shape, bias.shape) == ((4, 5), (5,))
+    torch.testing.assert_close(output + bias, whole(inputs))

@@ -1,8 +1,10 @@
-"""The engine with host kernels for every rule, and with states of 8 and 16 bits."""
+"""The engine with host kernels for every rule, for optimizer objects, and with compact states."""
 
 from __future__ import annotations
 
-import itertools
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,18 @@ import cpu_adam
 import zero_core
 from cpu_adam import reference
 from tests.support.host_optimizers import OPTIMIZERS
+from zero_core import Engine, plugins
 from zero_core.testing import (
+    LR,
     Case,
     SimulatedRanks,
     batch,
     make_model,
-    seeded,
+    on_ranks,
     simulate,
     train,
 )
+from zero_core.testing.training import assert_same
 from zero_offload.rules import codes
 
 STEPS = 4
@@ -32,6 +37,7 @@ ORACLES: dict[str, type[torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "Adagrad": torch.optim.Adagrad,
     "SGD": torch.optim.SGD,
+    "Lion": zero_core.Lion,
 }
 
 
@@ -45,19 +51,6 @@ def batches(rank: int, steps: range) -> list[dict[str, Any]]:
     return [batch(step, 0, rank) for step in steps]
 
 
-def lion_in_float64(params: dict[str, nn.Parameter], state: dict[str, torch.Tensor]) -> None:
-    """Apply one step of algorithm 2 of Chen et al., 2023."""
-    lr, decay = OPTIMIZERS["Lion"]["lr"], OPTIMIZERS["Lion"]["weight_decay"]
-    for name, param in params.items():
-        if param.grad is None:
-            continue
-        momentum = state.setdefault(name, torch.zeros_like(param, dtype=torch.float64))
-        grad, value = param.grad.double(), param.detach().double()
-        update = torch.sign(0.9 * momentum + (1 - 0.9) * grad)
-        param.detach().copy_(value - lr * (update + decay * value))
-        state[name] = 0.99 * momentum + (1 - 0.99) * grad
-
-
 @pytest.mark.parametrize(("name", "stage"), list(zip(OPTIMIZERS, (2, 1, 3, 0, 2), strict=True)))
 def test_each_rule_follows_its_definition(name: str, stage: int) -> None:
     engine = zero_core.build(make_model(), make_config(name, stage, "fp32", ratio=0.3))
@@ -66,13 +59,12 @@ def test_each_rule_follows_its_definition(name: str, stage: int) -> None:
     model = make_model()
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     settings = {k: v for k, v in OPTIMIZERS[name].items() if k != "adam_w_mode"}
-    make: Any = ORACLES.get(name)
-    optimizer = None if make is None else make(list(params.values()), **settings)
-    expected, momentum = [], dict[str, torch.Tensor]()
+    make: Any = ORACLES[name]
+    optimizer, expected = make(list(params.values()), **settings), []
     for inputs in batches(0, range(STEPS)):
         loss = model(**inputs)["loss"]
         loss.backward()
-        lion_in_float64(params, momentum) if optimizer is None else optimizer.step()
+        optimizer.step()
         model.zero_grad()
         expected.append(loss.item())
     # A few ulps a step; Lion's sign may turn where its argument is almost zero: two steps of lr.
@@ -96,70 +88,6 @@ def test_lion_of_the_engine_is_the_kernels_bit_by_bit() -> None:
         )
     assert torch.equal(param, weights)
     assert torch.equal(optimizer.state[param]["exp_avg"], momentum)
-
-
-def fit(dtype: str, state_dtype: str, steps: int) -> tuple[float, float]:
-    """Return the final loss, and the host tier's bytes per parameter."""
-    # Wide enough that blocks and padding do not show in bytes per parameter.
-    with seeded(0):
-        layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(2)]
-        inputs = torch.randn(16, 256)
-    config = make_config("AdamW", 2, dtype, state_dtype=state_dtype)
-    engine = zero_core.build(nn.Sequential(*layers), config)
-    for _ in range(steps):
-        loss = (
-            (engine(inputs.to(engine.config.compute_dtype or torch.float32)) - 0.3).square().mean()
-        )
-        engine.backward(loss)
-        engine.step()
-    tier: Any = engine.sharded_state.tier
-    held = tier.host_bytes / (2 * 256 * 257)
-    engine.close()
-    return loss.item(), held
-
-
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 6.07), ("fp32", 6.07)])
-def test_8_bit_states_train_as_fp32_states_do_in_6_bytes(dtype: str, width: float) -> None:
-    start, _ = fit(dtype, "float32", 1)
-    wide, wide_bytes = fit(dtype, "float32", 30)
-    for state_dtype, expected in (("int8", width), ("bfloat16", 8.0)):
-        found, found_bytes = fit(dtype, state_dtype, 30)
-        assert found_bytes == pytest.approx(expected, rel=2e-3)
-        assert wide < 0.2 * start
-        assert abs(found - wide) < 0.05 * (start - wide)
-    assert wide_bytes == pytest.approx(12, rel=2e-3)
-
-
-def resume(ranks: SimulatedRanks, folder: Path) -> None:
-    """Compare a run that saves and goes on with one that loads into a fresh engine."""
-    later = batches(ranks.rank, range(3, 7))
-    for state_dtype, (stage, dtype) in itertools.product(
-        ("int8", "bfloat16"), ((2, "bf16"), (3, "fp32"))
-    ):
-        config = make_config("AdamW", stage, dtype, state_dtype=state_dtype, ratio=0.5)
-        plain = make_config("AdamW", 1, dtype)
-        engine, other, wide = (
-            zero_core.build(make_model(), each, process_group=ranks)
-            for each in (config, config, plain)
-        )
-        train(engine, batches(ranks.rank, range(3)))
-        place = str(folder / f"{state_dtype}-{stage}-{dtype}")
-        engine.save_checkpoint(place)
-        expected = train(engine, later)
-        train(other, batches(ranks.rank, range(20, 22)))
-        other.load_checkpoint(place)
-        assert train(other, later) == expected
-        found, values = (e.full_state_dict(dtype=torch.float32) for e in (other, engine))
-        torch.testing.assert_close(found, values, rtol=0.0, atol=0.0)
-        wide.load_checkpoint(place)
-        assert train(wide, later) == pytest.approx(expected, rel=0.02)
-        for each in (engine, other, wide):
-            each.close()
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_resumed_run_with_compact_states_is_bit_identical(world_size: int, tmp_path: Path) -> None:
-    simulate(resume, world_size, tmp_path)
 
 
 def test_codes_are_those_of_the_kernels_definition() -> None:
@@ -193,9 +121,7 @@ def test_codes_are_those_of_the_kernels_definition() -> None:
         ("AdamW", {"device": "none", "state_dtype": "int8"}, "state_dtype needs device 'cpu'"),
     ],
 )
-def test_state_dtypes_that_are_not_served_are_refused_by_key(
-    optimizer: str, offload: dict[str, Any], match: str
-) -> None:
+def test_state_dtypes_that_are_not_served_are_refused_by_key(optimizer, offload, match):
     with pytest.raises(zero_core.ConfigError, match=match):
         zero_core.build(make_model(), make_config(optimizer, 1, "fp32", **offload))
 
@@ -246,3 +172,121 @@ def test_resumed_run_with_other_frozen_parameters_goes_on_as_on_the_device(
     tmp_path: Path, stage: int, state_dtype: str
 ) -> None:
     simulate(unfreeze, 2, str(tmp_path), stage, state_dtype)
+
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Subclass(torch.optim.AdamW):
+    """May update otherwise than its base, for all that the engine knows."""
+
+    is_elementwise = True
+
+
+class Declared(torch.optim.AdamW):
+    """Says that a kernel computes it, and which."""
+
+    is_elementwise = True
+    has_host_kernel = True
+    update_rule = "adam"
+
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+ADAMW = ("AdamW", {"lr": 1e-2, "weight_decay": 0.1})
+TORCH = torch.optim
+OBJECTS: dict[str, tuple[Make, tuple[str, dict[str, Any]]]] = {
+    "AdamW": (partial(TORCH.AdamW, **ADAMW[1]), ADAMW),
+    "fused AdamW": (partial(TORCH.AdamW, fused=True, **ADAMW[1]), ADAMW),
+    "AdamW that says so": (partial(Declared, **ADAMW[1]), ADAMW),
+    "Adam": (partial(TORCH.Adam, **ADAMW[1]), ("Adam", {"adam_w_mode": False, **ADAMW[1]})),
+    **{
+        name: (partial(kind, **options), (name, options))
+        for name, kind, options in (
+            ("Adagrad", TORCH.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.01}),
+            ("SGD", TORCH.SGD, {"lr": 1e-2, "momentum": 0.9}),
+            ("Lion", zero_core.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
+        )
+    },
+}
+
+
+def _build(stage: int, dtype: str, named: tuple[str, Any] = ADAMW, **kwargs: Any) -> Engine:
+    optimizer = {"type": named[0], "params": named[1]}
+    config = Case(stage, dtype, zero=HOST, top={"optimizer": optimizer}).config()
+    return zero_core.build(kwargs.pop("model", None) or make_model(), config, **kwargs)
+
+
+def _of_object(make: Make, stage: int, dtype: str, **kwargs: Any) -> Engine:
+    model = make_model()
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    return _build(stage, dtype, model=model, optimizer=optimizer, **kwargs)
+
+
+def _kernels(engine: Engine) -> set[bool]:
+    """Return whether a kernel computes the update of each part, and not torch."""
+    tier: Any = engine.sharded_state.tier
+    return {part.tier.has_kernel for part in tier.report()}
+
+
+def _values(engine: Engine, rank: int, counts: tuple[int, ...] = (1, 1, 1)) -> Any:
+    for step, count in enumerate(counts):
+        for micro in range(count):
+            engine.set_gradient_accumulation_boundary(micro == count - 1)
+            engine.backward(engine(**batch(step, micro, rank))["loss"], over=count)
+            engine.step()
+    return engine.full_state_dict(dtype=torch.float32)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (3, "bf16")])
+@on_ranks(2)
+def test_an_object_has_the_bits_of_the_same_optimizer_by_name(ranks, name, stage, dtype):
+    make, named = OBJECTS[name]
+    engine = _of_object(make, stage, dtype, process_group=ranks)
+    other = _build(stage, dtype, named=named, process_group=ranks)
+    assert _kernels(engine) == {True}
+    assert_same(_values(engine, ranks.rank), _values(other, ranks.rank))
+    for each in (engine, other):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "make", [Subclass, partial(TORCH.AdamW, amsgrad=True)], ids=["a subclass", "amsgrad"]
+)
+def test_what_no_kernel_is_known_to_compute_is_torchs(make):
+    assert _kernels(_of_object(make, 1, "fp32")) == {False}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@on_ranks(2)
+def test_declared_micro_steps_add_up_where_none_are_configured(ranks, dtype):
+    """The tier keeps gradients, and the loop declares boundaries."""
+    counts = (3, 1, 2)
+
+    def values(case: Case) -> Any:
+        return _values(
+            zero_core.build(make_model(), case.config(), process_group=ranks), ranks.rank, counts
+        )
+
+    expected = values(Case(2, dtype, accumulation=3, zero=HOST))
+    found = values(Case(2, dtype, zero=HOST))
+    if dtype == "fp32":
+        assert_same(found, expected)
+    else:
+        # Configured micro-steps are rounded one by one, declared ones once they are added.
+        gaps = [(found[name] - value).abs().mean() for name, value in expected.items()]
+        assert max(gaps) < LR / 50
+    engine = _build(3, dtype, process_group=ranks)
+    assert_same(_values(engine, ranks.rank, counts), found)
+    before = engine.memory_report()
+    _values(engine, ranks.rank, counts)
+    assert engine.memory_report() == before  # no buffer is lost
+
+
+def test_without_a_kernel_torch_computes_an_object_and_the_log_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(plugins, "has_part", lambda group, name: False)
+    with caplog.at_level(logging.INFO, "zero_core"):
+        engine = _of_object(TORCH.AdamW, 1, "fp32")
+    assert _kernels(engine) == {False}
+    assert "'cpu' with an object of AdamW: torch's own update runs on the host" in caplog.text

@@ -1,21 +1,24 @@
-"""Hugging Face models in the engine: deferred, loaded in parts, generating text, and adapted."""
+"""Hugging Face models in the engine: deferred, loaded in parts, generating, adapted, of experts."""
 
 from __future__ import annotations
 
 import copy
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
+import transformers as hf
+from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, GPT2Model
 
 import zero_core
 from tests.support.lm_models import CLASSES, lm_config, make_lm
 from zero_core.testing import Case, SimulatedRanks, check_like_ddp, seeded, simulate, spawn, train
+from zero_core.testing.models import MixtureModel, routed_batch
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 CASES = [
@@ -79,9 +82,7 @@ def test_deferred_and_loaded_models_are_ordinary_ones(tmp_path: Path, world_size
 
 
 @pytest.mark.parametrize("is_base", [True, False])
-def test_a_model_is_built_from_the_folder_of_its_base_or_its_own(
-    tmp_path: Path, is_base: bool
-) -> None:
+def test_a_model_is_built_from_the_folder_of_its_base_or_its_own(tmp_path, is_base):
     torch.manual_seed(1)
     saved = GPT2Model(lm_config("gpt2")) if is_base else make_lm("gpt2", seed=1)
     saved.save_pretrained(tmp_path)
@@ -169,10 +170,64 @@ def _adapted() -> Any:
     return model
 
 
-def _adapts(ranks: SimulatedRanks, stage: int) -> None:
-    check_like_ddp(ranks, _adapted, _inputs, Case(stage))
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_pefts_fp32_adapters_on_a_bf16_model_train_as_in_ddp(stage: int) -> None:
-    simulate(_adapts, 2, stage)
+    simulate(check_like_ddp, 2, _adapted, _inputs, Case(stage))
+
+
+VOCAB = 41
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+LATENT |= {"v_head_dim": 8, "n_routed_experts": 6, "n_shared_experts": 1}
+LATENT |= {"first_k_dense_replace": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 12},
+    "qwen3_moe": {**EXPERTS, "num_experts": 6, "head_dim": 8},
+    "deepseek_v2": {**EXPERTS, **LATENT, "topk_method": "greedy"},
+    "deepseek_v3": {**EXPERTS, **LATENT, "n_group": 2, "topk_group": 1},
+}
+
+
+def _model(name: str) -> nn.Module:
+    with seeded(0):
+        config = hf.AutoConfig.for_model(name, **SIZES, **MODELS[name])
+        model: nn.Module = hf.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _few_tokens(step: int, rank: int) -> dict[str, torch.Tensor]:
+    """Return three tokens: of six experts, each rank uses some others."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    ids = torch.randint(0, VOCAB, (1, 3), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_mixtures_of_transformers_follow_ddp(world_size, name):
+    check = partial(check_like_ddp, steps=2)
+    simulate(check, world_size, partial(_model, name), _few_tokens, Case(3))
+
+
+def _offload(ranks: SimulatedRanks, name: str | None) -> None:
+    found = []
+    for stage, zero in ((1, {}), (2, HOST), (3, {**HOST, "offload_param": {"device": "cpu"}})):
+        model = MixtureModel() if name is None else _model(name)
+        engine = zero_core.build(model, Case(stage, zero=zero).config(), process_group=ranks)
+        inputs: Any = [
+            routed_batch(step, ranks.rank, 1) if name is None else _few_tokens(step, ranks.rank)
+            for step in range(3)
+        ]
+        found.append((train(engine, inputs), engine.full_state_dict()))
+        engine.close()
+    torch.testing.assert_close(found[2], found[1], rtol=0.0, atol=0.0)
+    # The host's Adam rounds in another order.
+    torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS)])
+def test_mixtures_that_are_offloaded_follow_those_that_are_not(name):
+    simulate(_offload, 2, name)

@@ -1,8 +1,11 @@
-"""``zero-engine plan`` finds the rates that ``doctor --measure`` kept for this machine."""
+"""Rates of machines: of known devices, measured, and kept for plans."""
 
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,14 @@ from typer.testing import CliRunner
 
 from zero_engine.calibration import kept, machine
 from zero_engine.calibration.kept import fingerprint, keep, kept_path, kept_rates
+from zero_engine.calibration.machine import (
+    default_ranks,
+    device_calibration,
+    device_memory,
+    device_names,
+    first_failed,
+)
+from zero_engine.calibration.training import EXCHANGED, exchanged
 from zero_engine.cli import app
 from zero_engine.planning import Calibration, Curve, Rates
 
@@ -39,27 +50,13 @@ def planned(*options: str) -> tuple[dict[str, Any], str]:
     return json.loads(result.stdout), result.stderr
 
 
-def test_measured_rates_are_kept_beside_the_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_rates_are_kept_beside_the_output(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "measure_machine", lambda ranks, disk: rates_of_a_cpu())
     output = tmp_path / "rates.json"
     said = CliRunner().invoke(app, ["doctor", "--measure", f"--output={output}"]).output
     assert str(kept_path()) in said
     assert json.loads(output.read_text()) == json.loads(rates_of_a_cpu().to_json())
     assert kept_rates().calibration == rates_of_a_cpu()
-
-
-def test_a_bare_plan_takes_the_kept_rates_and_says_so() -> None:
-    keep(rates_of_a_cpu(), "rates.json")
-    content, said = planned()
-    assert content["configured"]["step_time"]["total_s"] > 0
-    assert f"times by the rates kept in {kept_path()}, measured then" in said
-    assert "1024 tokens a sample (--seq-length)" in said
-    assert len(said.strip().splitlines()) == 1
-    content, said = planned("--no-rates")
-    assert content["configured"]["step_time"] is None
-    assert not said
 
 
 @pytest.mark.parametrize(
@@ -76,11 +73,20 @@ def test_rates_of_another_machine_are_not_taken(key: str, which: str) -> None:
     assert "zero-engine doctor --measure" in said
 
 
-def test_a_plan_without_kept_rates_says_how_to_measure() -> None:
+def test_a_bare_plan_takes_the_kept_rates_else_says_how_to_measure() -> None:
     content, said = planned()
     assert content["configured"]["step_time"] is None
     assert "no rates are kept" in said
     assert "zero-engine doctor --measure" in said
+    keep(rates_of_a_cpu(), "rates.json")
+    content, said = planned()
+    assert content["configured"]["step_time"]["total_s"] > 0
+    assert f"times by the rates kept in {kept_path()}, measured then" in said
+    assert "1024 tokens a sample (--seq-length)" in said
+    assert len(said.strip().splitlines()) == 1
+    content, said = planned("--no-rates")
+    assert content["configured"]["step_time"] is None
+    assert not said
 
 
 def test_rates_of_a_cpu_are_no_gpus() -> None:
@@ -99,3 +105,66 @@ def test_damaged_rates_and_places_without_room_are_refused(tmp_path: Path) -> No
     path.parent.write_text("a file")
     with pytest.raises(Exception, match="cannot be kept in"):
         keep(rates_of_a_cpu(), "rates.json")
+
+
+DTYPES = ("float32", "bfloat16")
+BY_VENDOR = {
+    "NVIDIA": ["A10", "A100", "B200", "B300", "GH200", "H100", "H200", "L4", "L40S", "T4", "V100"],
+    "NVIDIA RTX": ["RTX 3090", "RTX 4090", "RTX 5090", "RTX 6000 Ada", "RTX PRO 6000"],
+    "AMD": ["MI250X", "MI300X", "MI325X", "MI355X"],
+}
+
+
+@pytest.mark.parametrize("vendor", BY_VENDOR)
+def test_each_device_has_rates_and_a_source(vendor: str) -> None:
+    for name in BY_VENDOR[vendor]:
+        found = device_calibration(name.lower(), 8)
+        assert found.device == name in device_names()
+        assert found.source.startswith(vendor.split()[0])
+        for curve in found.rates[0].curves.values():
+            assert all(math.isfinite(s) and s >= 0 for point in curve.points for s in point)
+
+
+def test_figures_are_in_the_units_of_their_keys() -> None:
+    """A peak that is off by 1000, or with sparsity, stands out among the others."""
+    for name in device_names():
+        assert 16e9 <= device_memory(name) <= 300e9, name
+        curves = device_calibration(name, 1).rates[0].curves
+        reached = [curves.get(f"matmul.{dtype}", curves["matmul.float32"]) for dtype in DTYPES]
+        wide, narrow = (1e15 / curve.seconds(1e15) for curve in reached)
+        assert 4e12 < wide <= narrow < 1.6e15, name
+        assert 2e11 < 1e12 / curves["memory.float32"].seconds(1e12) < 7e12, name
+
+
+def test_memory_of_the_host_that_the_caller_names_takes_the_place_of_the_tables() -> None:
+    table, named = (
+        device_calibration("H100", 2, host_bytes_per_s=peak).at(2) for peak in (None, 400e9)
+    )
+    update = ["update.host.float32"]
+    assert named.seconds(update, 1e9) == pytest.approx(table.seconds(update, 1e9) / 2)
+    assert named.seconds(["file.read"], 1e9) == table.seconds(["file.read"], 1e9)
+    assert "400 GB/s" in device_calibration("H100", 2, host_bytes_per_s=400e9).source
+
+
+def test_many_cores_take_bounded_memory() -> None:
+    """The default is at most 8 ranks, which together hold at most 512 MiB of a gather."""
+    assert default_ranks(cores=128, devices=0) == {1, 2, 8}
+    assert default_ranks(cores=1, devices=0) == {1}
+    assert default_ranks(cores=128, devices=4) == {1, 4}
+    assert exchanged(8, is_host=True) == list(EXCHANGED)
+    for ranks in (16, 64, 512):
+        assert max(exchanged(ranks, is_host=True)) * ranks**2 <= 2**29
+
+
+def test_the_rank_that_failed_first_is_the_error() -> None:
+    """Rank 0 would wait for the failed rank until a collective times out."""
+    programs = ("import time; time.sleep(600)", "raise SystemExit(3)")
+    started = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    try:
+        assert first_failed(started, 300.0) == 1
+        with pytest.raises(TimeoutError):
+            first_failed(started[:1], 0.1)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

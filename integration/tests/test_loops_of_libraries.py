@@ -100,9 +100,7 @@ def test_ranks_of_accelerate_launch_train_save_and_go_on(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_launcher_for_several_machines_says_what_to_do_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launcher_for_several_machines_says_what_to_do_instead(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "variables"))  # accelerate writes there
     config = tmp_path / "machines.yaml"
     text = LAUNCH.replace("num_machines: 1", "num_machines: 2\nmachine_rank: 0")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import CAPTURED
 from scripts.deepspeed_monitors import train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -75,13 +76,7 @@ def test_files_are_those_that_deepspeed_writes(tmp_path, capsys):
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 def test_files_beside_the_installed_deepspeed(tmp_path, capsys):
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(theirs), str(free_port())],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = subprocess.run([sys.executable, str(SCRIPT), str(theirs), str(free_port())], **CAPTURED)
     assert done.returncode == 0, done.stdout + done.stderr
     train(deepspeed, str(ours))
     expected, found = _csv(theirs), _csv(ours)
@@ -98,11 +93,8 @@ def test_files_beside_the_installed_deepspeed(tmp_path, capsys):
 def test_the_loss_scale_is_monitored_with_fp16_only(tmp_path):
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}}
     _train(_config(**monitor, fp16={"enabled": True, "loss_scale": 64.0, "auto_cast": True}))
-    assert _csv(tmp_path)["Train_Samples_loss_scale.csv"] == [
-        ["step", "loss_scale"],
-        ["2", "64.0"],
-        ["4", "64.0"],
-    ]
+    rows = _csv(tmp_path)["Train_Samples_loss_scale.csv"]
+    assert rows == [["step", "loss_scale"], ["2", "64.0"], ["4", "64.0"]]
     _train(_config(csv_monitor={**monitor["csv_monitor"], "job_name": "other/csv"}))
     assert _csv(tmp_path / "other").keys() == {"Train_Samples_lr.csv"}
 
@@ -246,15 +238,13 @@ def test_evaluation_counts_in_no_time_and_a_failed_forward_ends_its_own(clock):
 
 def test_a_script_may_make_the_monitors_itself(tmp_path):
     block = {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}
-    config = deepspeed.monitor.config.get_monitor_config(
-        param_dict={**_config(), "csv_monitor": block}
-    )
+    given = {**_config(), "csv_monitor": block}
+    config = deepspeed.monitor.config.get_monitor_config(param_dict=given)
     master = deepspeed.monitor.monitor.MonitorMaster(config)
     assert master.enabled
     master.write_events([("Eval/my loss", 0.5, 3), ("Eval/my loss", 0.25, 6)])
-    assert _csv(tmp_path) == {
-        "Eval_my_loss.csv": [["step", "my loss"], ["3", "0.5"], ["6", "0.25"]]
-    }
+    rows = [["step", "my loss"], ["3", "0.5"], ["6", "0.25"]]
+    assert _csv(tmp_path) == {"Eval_my_loss.csv": rows}
 
 
 def test_operations_and_memory_are_reported_as_asked(tmp_path, capsys):
@@ -275,11 +265,8 @@ def test_operations_and_memory_are_reported_as_asked(tmp_path, capsys):
     assert f"most at depth 1: Sequential.1 {second:,} (70.0%), Sequential.0 {first:,}" in text
     assert "floating" not in capsys.readouterr().out
     block = {"enabled": True, "profile_step": 0, "module_depth": 0, "detailed": False}
-    _train(
-        _config(flops_profiler=block, memory_breakdown=True),
-        model=nn.Sequential(nn.Linear(3, 4)),
-        steps=1,
-    )
+    config = _config(flops_profiler=block, memory_breakdown=True)
+    _train(config, model=nn.Sequential(nn.Linear(3, 4)), steps=1)
     out = capsys.readouterr().out
     assert "most at depth 0: Sequential" in out
     assert "depth 1" not in out
@@ -311,13 +298,8 @@ def test_step_and_samples_per_second_are_told_every_so_many_steps(clock, capsys)
 
 def _watch(rank: int, comm_report: Any = None, **more: Any) -> Watch:
     """Return what watches an engine of two ranks, without the engine."""
-    engine = SimpleNamespace(
-        rank=rank,
-        world_size=2,
-        device=torch.device("cpu"),
-        module=nn.Linear(1, 1),
-        comm_report=comm_report,
-    )
+    of_rank = {"rank": rank, "world_size": 2, "device": torch.device("cpu")}
+    engine: Any = SimpleNamespace(**of_rank, module=nn.Linear(1, 1), comm_report=comm_report)
     return Watch(read(_config(**more)), engine, 1)
 
 

@@ -1,4 +1,4 @@
-"""Accumulation with an offloaded optimizer: the tier adds up, the device keeps no gradient.
+"""Gradients with an offloaded optimizer: the tier adds them up and copies `param.grad` at stage 0.
 
 Bits are those of a reference in plain torch, which rounds each micro-step's reduced gradient to the
 dtype it is communicated in and adds the rounded ones in fp32, in order.
@@ -7,18 +7,29 @@ dtype it is communicated in and adds the rounded ones in fp32, in order.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cpu_adam
 import zero_core
 from zero_core import Engine
-from zero_core.testing import LR, WEIGHT_DECAY, Case, make_tower, on_ranks, rows, simulate
-from zero_core.testing.simulated import SimulatedRanks
+from zero_core.testing import (
+    LR,
+    WEIGHT_DECAY,
+    Case,
+    SimulatedRanks,
+    batch,
+    make_model,
+    make_tower,
+    on_ranks,
+    rows,
+    simulate,
+)
 
 WIDTH, STEPS = 13, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -144,9 +155,7 @@ def _held(ranks: SimulatedRanks, stage: int, accumulation: int, **further: Any) 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_the_device_holds_no_more_than_with_one_micro_step(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_the_device_holds_no_more_than_with_one_micro_step(ranks, stage):
     once, host_bytes, numel = _held(ranks, stage, 1)
     assert host_bytes == 2 * numel
     for accumulation, per_element in ((2, 4), (4, 8), (5, 6), (6, 6)):
@@ -163,9 +172,7 @@ def test_the_device_holds_no_more_than_with_one_micro_step(
     [(2, 0.4, "first.weight"), (3, 1.0, "blocks.1.0.weight")],  # on both ranks, on one
 )
 @on_ranks(2)
-def test_gradients_are_read_set_clipped_and_dropped(
-    ranks: SimulatedRanks, stage: int, ratio: float, name: str
-) -> None:
+def test_gradients_are_read_set_clipped_and_dropped(ranks, stage, ratio, name):
     config = _config(stage, "fp32", 4, ratio, check_grad_overflow=True)
     engine, fresh, plain = _build(config, ranks), _build(config, ranks), make_tower(3, WIDTH)
     for micro_step, rank in itertools.product(range(4), range(ranks.size)):
@@ -206,9 +213,7 @@ def _names_who(ranks: SimulatedRanks) -> None:
     torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
 
 
-def test_a_nan_of_one_micro_step_skips_the_step_and_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_nan_of_one_micro_step_skips_the_step_and_is_named(caplog):
     simulate(_names_who, 2)
     assert "batch of rank 1" in caplog.text
 
@@ -234,3 +239,56 @@ def test_the_bits_are_those_of_one_rank_when_asked() -> None:
         for found in simulate(_in_order_of_micro_batches, world_size, stage, ratio):
             assert found[1] == norms
             assert all(torch.equal(found[0][name], value) for name, value in values.items())
+
+
+NUM_EDITED = 2
+NADAM = {"optimizer": {"type": "NAdam", "params": {"lr": 1e-2}}}
+"""Is updated by torch on the host and on the device."""
+
+
+def _edit(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    first, second, third, *_ = (p for p in model.parameters() if p.grad is not None)
+    first.grad = None
+    second.grad = 2.0 * second.grad
+    third.grad.data.clamp_(min=0.0)
+
+
+def _edits(ranks: SimulatedRanks, accumulation: int, *, is_on_host: bool) -> tuple[Any, Any]:
+    host = {"offload_optimizer": {"device": "cpu", "update_in_backward": False}}
+    case = Case(accumulation=accumulation, zero=host if is_on_host else {}, top=NADAM)
+    engine = zero_core.build(make_model(), case.config(), process_group=ranks)
+    norms = []
+    for step in range(NUM_EDITED):
+        for micro in range(accumulation):
+            engine.backward(engine(**batch(step, micro, ranks.rank))["loss"])
+            if micro < accumulation - 1:
+                engine.step()
+        _edit(engine.module)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_changes_count_as_on_the_device_where_the_tier_copies_gradients(ranks, accumulation):
+    found, expected = (_edits(ranks, accumulation, is_on_host=each) for each in (True, False))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_gradient_that_an_update_in_backward_has_used_is_told_as_missing(caplog):
+    case = Case(
+        zero={"offload_optimizer": {"device": "cpu", "update_in_backward": True}},
+        top={"check_grad_overflow": False},
+    )
+    engine = zero_core.build(make_model(), case.config())
+    engine.backward(engine(**batch(0, 0, 0))["loss"])
+    with caplog.at_level(logging.WARNING):
+        assert all(p.grad is None for p in engine.module.parameters())
+    (record,) = (r for r in caplog.records if "param.grad" in r.message)
+    assert "update_in_backward to false" in record.message
+    param = next(p for p in engine.module.parameters() if p.requires_grad)
+    with pytest.raises(RuntimeError, match="is not kept where units are updated"):
+        param.grad = torch.ones_like(param)

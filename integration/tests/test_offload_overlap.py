@@ -1,9 +1,14 @@
-"""Host updates beside computation: in backward, and in the next forward."""
+"""Host updates beside computation: in backward, in the next forward, undone, shared with a device.
+
+That no bit differs from the late update, whatever is done between backward and step, and that no
+share of the host changes one, is shown by rows of test_equalities.py.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +18,9 @@ from torch import nn
 import cpu_adam
 import zero_core
 import zero_offload
-from zero_core.testing import Case, SimulatedRanks, on_ranks, train
+from tests.support.host_optimizers import OPTIMIZERS
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks, train
+from zero_core.testing.training import assert_same
 
 TIMEOUT_S = 120.0
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -114,9 +121,7 @@ def _set_lr(engine: zero_core.Engine) -> None:
         (_set_lr, "settings between backward and step: too late"),
     ],
 )
-def test_what_an_update_in_backward_forbids_is_refused_with_the_cure(
-    call: Any, message: str
-) -> None:
+def test_what_an_update_in_backward_forbids_is_refused_with_the_cure(call, message):
     engine = _build_gated(GatedAdam(gate_at=-1), check_grad_overflow=False)
     engine.backward(engine(torch.ones(2, 8)))
     with pytest.raises(RuntimeError, match=message) as caught:
@@ -148,9 +153,7 @@ class Skipping(Chain):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_a_rank_whose_host_is_late_keeps_the_order_of_exchanges(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_a_rank_whose_host_is_late_keeps_the_order_of_exchanges(ranks, stage):
     kernel = SlowAdam() if ranks.rank else cpu_adam
     engine = _build(kernel, Skipping(), Case(stage, zero=HOST), ranks)
     train(engine, [torch.randn(4, 8) for _ in range(3)])
@@ -161,9 +164,7 @@ def test_a_rank_whose_host_is_late_keeps_the_order_of_exchanges(
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 3), (2, 3), (3, 1), (3, 3)])
 @on_ranks()
-def test_two_bytes_go_down_and_two_come_up_per_offloaded_parameter(
-    ranks: SimulatedRanks, stage: int, ratio: float
-) -> None:
+def test_two_bytes_go_down_and_two_come_up_per_offloaded_parameter(ranks, stage, ratio):
     zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
     engine = zero_core.build(Chain(), Case(stage, "bf16", zero=zero).config(), process_group=ranks)
     tier: Any = engine.sharded_state.tier
@@ -179,4 +180,143 @@ def test_two_bytes_go_down_and_two_come_up_per_offloaded_parameter(
     held = report.get("gradient shards", 0) + report.get("gradients under way", 0)
     # At stage 1 every rank has all gradients. Else none stays: two units' at most are there.
     assert stage == 1 or held <= 4 * (2 * largest) * 2, report
+    engine.close()
+
+
+ADAMW = {"optimizer": {"type": "AdamW", "params": OPTIMIZERS["AdamW"]}}
+BY_DEFAULT = {"update_in_backward": None, "undo_buffer_size": 1 << 20}
+
+
+def config_of(
+    stage: int = 3, dtype: str = "fp32", clipping: float = 1.0, top: Any = None, **offload: Any
+) -> dict[str, Any]:
+    """Return a configuration with updates in backward, unless ``offload`` has others."""
+    block = {"device": "cpu", "update_in_backward": True, **offload}
+    zero = {"offload_optimizer": block}
+    return Case(stage, dtype, clipping=clipping, zero=zero, top={**ADAMW, **(top or {})}).config()
+
+
+def build(config: dict[str, Any]) -> zero_core.Engine:
+    return zero_core.build(make_model(), config)
+
+
+def backward(engine: zero_core.Engine, step: int, factor: float = 1.0) -> None:
+    """Run a forward and a backward, and wait until the host has begun what it can."""
+    engine.backward(factor * engine(**batch(step, 0, engine.rank))["loss"])
+    tier: Any = engine.sharded_state.tier
+    for part in tier.parts:
+        part.drain()
+
+
+def count(engine: zero_core.Engine, what: str) -> int:
+    """Return how many elements the log has "kept" or "undone"."""
+    tier: Any = engine.sharded_state.tier
+    return sum(getattr(part.tier, f"num_{what}") for part in tier.report() if part.is_host)
+
+
+def num_kept(**offload: Any) -> int:
+    """Return how many elements of three steps the log has had, which nothing has undone."""
+    engine = build(config_of(2, clipping=1e9, **offload))
+    for step in range(3):
+        backward(engine, step)
+        engine.step()
+    assert count(engine, "undone") == 0
+    found = count(engine, "kept")
+    engine.close()
+    return found
+
+
+def test_units_beyond_the_size_of_the_log_and_the_devices_are_updated_late() -> None:
+    nothing, some, more, all_ = (
+        num_kept(undo_buffer_size=size) for size in (1, 8_000, 18_000, None)
+    )
+    assert 0 == nothing < some < more < all_
+    assert 0 == num_kept(ratio=0.0) < num_kept(ratio=0.3) < all_
+
+
+def test_what_cannot_be_undone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(zero_core.ConfigError, match="states in a file cannot be undone"):
+        build(config_of(device="nvme", nvme_path=str(tmp_path)))
+    with pytest.raises(zero_core.ConfigError, match="update_in_backward needs updates that can"):
+        build(config_of(top={"optimizer": {"type": "NAdam", "params": {}}}))
+    config = config_of(top={"optimizer": {"type": "Adamax", "params": {"lr": 1e-2}}})
+    with pytest.raises(zero_core.ConfigError, match="updates of Adamax with these settings"):
+        zero_core.plan(make_model(), config, 1, device_type="cpu")
+
+
+def test_with_a_size_of_the_log_steps_begin_in_backward_else_after_the_decision(caplog):
+    caplog.set_level("INFO", logger="zero_core.step.update")
+    engine = build(config_of(clipping=1e-3, **BY_DEFAULT))
+    assert "updated in backward, with" in caplog.text
+    backward(engine, 0)
+    engine.step()
+    engine.sharded_state.tier.wait_params(0, 1)
+    assert count(engine, "undone")
+    engine.close()
+    engine = build(config_of(update_in_backward=None))
+    assert "undo log" not in engine.memory_report()
+    engine.close()
+
+
+@pytest.mark.parametrize("size", [None, 5_000])
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plan_has_the_bytes_of_the_log(dtype: str, state_dtype: str, size: int | None) -> None:
+    config = config_of(dtype=dtype, undo_buffer_size=size, state_dtype=state_dtype)
+    engine = build(config)
+    # On a CPU a plan has the host's bytes among its own.
+    memory = zero_core.plan(make_model(), config, 1, device_type="cpu").memory
+    planned = {**memory.device, **memory.host}["undo log"]
+    assert planned == engine.memory_report()["undo log"]
+    engine.close()
+
+
+SHARES: dict[str, dict[str, Any]] = {
+    "0.3": {"ratio": 0.3},
+    "0.999": {"ratio": 0.999},
+    "auto": {"ratio": "auto"},
+    "names": {"parameters": ["blocks.1.*", "*.norm.bias", "embed.weight"]},
+    "budget": {"device_budget": 5_000},
+}
+NADAM = {"type": "NAdam", "params": {"lr": 1e-2}}
+"""Has scalars beside its moments (``mu_product``), and only torch's own update."""
+
+
+def _build_shared(
+    stage: int, share: str, optimizer: dict[str, Any], ranks: SimulatedRanks | None = None
+) -> zero_core.Engine:
+    zero = {"offload_optimizer": {"device": "cpu", **SHARES[share]}}
+    case = Case(stage, clipping=0.5, zero=zero, top={"optimizer": optimizer})
+    return zero_core.build(make_model(), case.config(), process_group=ranks)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_checkpoint_at_one_ratio_goes_on_at_any_share(ranks, tmp_path):
+    before, after, other = (
+        [batch(step, 0, ranks.rank) for step in steps]
+        for steps in (range(4), range(4, 8), range(20, 23))
+    )
+    saved = _build_shared(2, "0.3", NADAM, ranks)
+    train(saved, before)
+    saved.save_checkpoint(tmp_path)
+    expected = train(saved, after), saved.full_state_dict(dtype=torch.float32)
+    saved.close()
+    for stage, share in ((1, "0.999"), (3, "auto"), (2, "names"), (2, "budget")):
+        engine = _build_shared(stage, share, NADAM, ranks)
+        train(engine, other)  # another run's state, which is replaced
+        engine.load_checkpoint(tmp_path)
+        assert_same((train(engine, after), engine.full_state_dict(dtype=torch.float32)), expected)
+        engine.close()
+
+
+def test_a_real_search_settles_and_reports(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="zero_offload")
+    zero = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+    engine = zero_core.build(make_model(), Case(2, zero=zero).config())
+    train(engine, [batch(step, 0, 0) for step in range(60)])
+    tier: Any = engine.sharded_state.tier
+    assert tier.ratio_report is not None
+    assert tier.host_numel == round(tier.controller.ratio * tier.geometry.numel)
+    assert any("settled on ratio" in record.message for record in caplog.records)
     engine.close()

@@ -1,21 +1,32 @@
-"""Parameters in a file: damage, restarts, and buffers that are too small.
+"""Parameters that rest on the host or in files: restarts, gathers and ties of masters.
 
-That they change no bit is shown by rows of test_equalities.py.
+That training and `gathered` change no bit is shown by rows of test_equalities.py.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import Case, batch, make_model, train
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    Tower,
+    batch,
+    make_model,
+    make_tower,
+    on_ranks,
+    rows,
+    simulate,
+    train,
+)
 from zero_offload import create_param_tier
-from zero_offload.errors import StorageCorruptError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the file system of .* has no direct I/O")
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -35,22 +46,6 @@ def _engine(folder: Path, **keys: Any) -> tuple[zero_core.Engine, Any]:
     return zero_core.build(make_model(), config, param_tier=factory), made[0]
 
 
-def test_a_damaged_file_stops_the_forward_and_is_named(tmp_path: Path) -> None:
-    engine, tier = _engine(tmp_path, buffer_count=2)  # no shard stays in one from step to step
-    train(engine, BATCHES[:2])
-    engine.full_state_dict()  # waits for the update, and reads all shards
-    blocks = tier.file.blocks
-    descriptor = os.open(f"/proc/self/fd/{blocks.fileno()}", os.O_WRONLY)
-    tier.fetch(
-        2, torch.empty(blocks.block_bytes[tier.file.block_of(2)] // 2, dtype=torch.bfloat16)
-    ).wait()
-    os.pwrite(descriptor, b"\x7f" * 64, blocks.offset(tier.file.block_of(2)))
-    os.fsync(descriptor)
-    os.close(descriptor)
-    with pytest.raises(StorageCorruptError, match=str(tmp_path)):
-        train(engine, BATCHES[2:3])
-
-
 def test_a_run_on_a_file_resumes_from_its_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     engine, tier = _engine(tmp_path)
     train(engine, BATCHES[:3])
@@ -68,6 +63,138 @@ def test_a_run_on_a_file_resumes_from_its_checkpoint_bit_for_bit(tmp_path: Path)
     assert tier.file.blocks.bytes_read > 0
 
 
-def test_a_shard_that_exceeds_a_buffer_is_refused_by_the_configurations_key(tmp_path: Path) -> None:
-    with pytest.raises(zero_core.ConfigError, match=r"offload_param\.buffer_size = 100 elements"):
-        _engine(tmp_path, buffer_size=100)
+@on_ranks(2)
+def test_values_that_rest_in_a_file_are_evaluated(ranks: SimulatedRanks, tmp_path: Path) -> None:
+    offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = Case(3, "bf16", zero={**offload, "stage3_param_persistence_threshold": 0}).config()
+    engine = zero_core.build(make_model(), config, is_training=False, process_group=ranks)
+    plain = make_model().to(torch.bfloat16)
+    for step in range(2):
+        with torch.no_grad():
+            expected = plain(**batch(step, 0, ranks.rank))["logits"]
+        assert torch.equal(engine(**batch(step, 0, ranks.rank))["logits"], expected)
+    report = engine.memory_report()
+    assert report["host parameters"] > 0
+    assert "parameters" not in report
+    engine.close()
+
+
+def _partly_frozen() -> Tower:
+    """Return blocks of a frozen layer of 72 elements and a trained one of 70."""
+    model = make_tower(2)
+    for block in model.blocks:
+        block[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_unit_that_rests_in_part_trains_on_after_it_was_gathered(ranks, tmp_path):
+    x = rows(0, 0)
+    plain = _partly_frozen()
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.5)
+    zero = {
+        "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)},
+        "stage3_param_persistence_threshold": 71,
+    }
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    config = Case(3, zero=zero, top={"optimizer": sgd}).config()
+    engine = zero_core.build(_partly_frozen(), config, process_group=ranks)
+    model = engine.module
+    for step in range(4):
+        expected, found = plain(x), engine(x)
+        torch.testing.assert_close(found, expected)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(found)
+        engine.step()
+        for params in (list(model.parameters()), [model.blocks[1][3].weight]):
+            with engine.gathered(params=params, modifier_rank=0 if step == 2 else None):
+                assert all(map(engine.holds_value, params))
+                if step == 2:
+                    model.blocks[1][3].weight.data[3] = 0.25
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.0\.weight was read"):
+            model.blocks[0][0].weight.norm()
+        assert engine.holds_value(model.blocks[0][3].weight) is (ranks.size == 1)
+        if step == 2:
+            plain.blocks[1][3].weight.data[3] = 0.25
+    engine.close()
+
+
+def _tied() -> nn.Module:
+    """Return a model whose weights are halfway between two bf16 numbers."""
+    model = make_tower(3, 13)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_((param.view(torch.int32) & -65536 | 0x8000).view(torch.float32))
+    return model
+
+
+def _weights(engine: Any) -> dict[str, Tensor]:
+    """Return the parameters that a forward pass computes with."""
+    found: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, _: Any) -> None:
+        own = {id(p): n for n, p in engine.module.named_parameters()}
+        for param in module.parameters(recurse=False):
+            found[own[id(param)]] = param.detach().clone()
+
+    hooks = [m.register_forward_pre_hook(note) for m in engine.module.modules()]
+    engine.backward(engine(rows(0, 0, 13).bfloat16()))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "states", "params"),
+    [
+        (1, "cpu", None),
+        (2, "nvme", None),
+        (3, "cpu", None),
+        (3, "nvme", None),
+        (3, "cpu", "cpu"),
+        (3, "nvme", "nvme"),
+    ],
+)
+def test_ranks_steps_loads_and_exports_round_ties_alike(
+    stage: int, states: str, params: str | None, world_size: int, tmp_path: Path
+) -> None:
+    """A learning rate of 0 keeps the masters as they are, so only a different rounding shows."""
+    places: dict[str, Any] = {
+        "stage3_param_persistence_threshold": 0,
+        "offload_optimizer": {"device": states, "state_dtype": "int8", "nvme_path": str(tmp_path)},
+    }
+    if params is not None:
+        places["offload_param"] = {"device": params, "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}}
+    config = Case(stage, "bf16", zero=places, top={"optimizer": optimizer}).config()
+    exact = {name: param.detach() for name, param in _tied().named_parameters()}
+
+    def train(ranks: SimulatedRanks) -> list[dict[str, Tensor]]:
+        engine, resumed = (zero_core.build(_tied(), config, process_group=ranks) for _ in range(2))
+        found = [_weights(engine)]
+        engine.step()
+        found.append(engine.full_state_dict())
+        for name, master in engine.full_state_dict(dtype=torch.float32).items():
+            assert torch.equal(master, exact[name]), name
+        folder = engine.export_safetensors(tmp_path / "exported")
+        found += [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+        found.append(_weights(engine))
+        engine.step()
+        engine.save_checkpoint(tmp_path / "saved")
+        resumed.load_checkpoint(tmp_path / "saved")
+        found.append(_weights(resumed))
+        resumed.step()
+        found.append({name: p.detach() for name, p in resumed.unwrap().named_parameters()})
+        return found
+
+    views = [view for of_rank in simulate(train, world_size) for view in of_rank]
+    for view in views:
+        assert view.keys() == exact.keys()
+        for name, weights in view.items():
+            assert (weights - exact[name]).abs().min() > 0, "no ties"
+            assert torch.equal(weights, views[0][name]), name

@@ -489,9 +489,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_parameters_sharded_from_the_start_are_read_changed_copied_and_built(
-    world_size: int,
-) -> None:
+def test_parameters_sharded_from_the_start_are_read_changed_copied_and_built(world_size):
     spawn(run_each, world_size, CHECKS)
 
 

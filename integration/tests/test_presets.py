@@ -1,4 +1,4 @@
-"""Every example configuration is valid, and trains a small model as it is printed."""
+"""Examples train as they are printed: configurations, and the documentation's Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from conftest import run_here
 
 import zero_core
+from tests.support.doc_blocks import Block, find_blocks, run_example
 from zero_core.config.json_schema import SCHEMA_FILE
-from zero_core.testing import spawn
+from zero_core.testing import run_alone, spawn
 from zero_engine.presets import EXAMPLES
 
 STEPS = 2
@@ -57,10 +58,20 @@ def test_example_trains_as_it_is_printed(name: str, losses: dict[str, list[float
     assert losses[name] == pytest.approx(losses["stage3"], rel=tolerance)
 
 
-def test_there_are_examples_of_the_usual_cases() -> None:
-    cases = ("stage1", "stage2", "stage3", "offload", "twin-flow", "offload-params", "zeropp")
-    assert all(any(name.endswith(case) for name in EXAMPLES) for case in (*cases, "nvme"))
-
-
 def test_the_schema_is_printed() -> None:
     assert run_here("config", "--schema") == SCHEMA_FILE.read_text(encoding="utf-8")
+
+
+OWN = ("cpu-adam", "zero-comm", "zero-core", "zero-offload")
+"""Packages whose own tests run their READMEs."""
+BLOCKS = [
+    block
+    for block in find_blocks("python")
+    if block.page.parent.name not in OWN and not block.needs_further
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_example_runs(block: Block, tmp_path: Path) -> None:
+    """It runs as it stands, on one process."""
+    run_alone(run_example, block, tmp_path)

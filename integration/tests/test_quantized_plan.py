@@ -15,6 +15,11 @@ import zero_core
 from zero_core import Plan
 from zero_core.testing import Case, wide_blocks
 
+LOSSLESS = (
+    *("zero_lossless_gradients", "zero_lossless_weights", "lossless weights and gradients"),
+    "lossless weights, quantized gradients",
+)
+"""Choices of traffic."""
 ALL = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 FOUR_BIT = {
     **ALL,
@@ -45,11 +50,7 @@ def rows(plan: Plan) -> dict[str, tuple[int, int, int]]:
     The reduction of the step's statistics is left out.
     """
     return {
-        f"{t.collective} of {t.content}": (
-            t.num_calls,
-            t.within_node_bytes,
-            t.between_nodes_bytes,
-        )
+        f"{t.collective} of {t.content}": (t.num_calls, t.within_node_bytes, t.between_nodes_bytes)
         for t in plan.traffic
         if t.collective != "all_reduce"
     }
@@ -98,9 +99,7 @@ ONE_BLOCK = wide_blocks(1, 64)
 @pytest.mark.slow
 @given(topologies(), st.sampled_from(["cpu", "accelerator"]))
 @settings(max_examples=40, deadline=None)
-def test_two_phases_bring_every_shard_to_every_rank_once(
-    topology: tuple[int, int, int], device_type: str
-) -> None:
+def test_two_phases_bring_every_shard_to_every_rank_once(topology, device_type):
     ranks, per_node, partition = topology
     zero = {"zero_hpz_partition_size": partition}
     once = planned(ONE_BLOCK, ranks, per_node, zero, device_type=device_type)
@@ -138,9 +137,7 @@ def test_a_version_crosses_the_groups_once(partition: int) -> None:
     ("kind", "block_nbytes", "block_size"),
     [("int8", 258, 256), ("int4", 66, 128), ("e4m3", 130, 128), ("int4_difference", 130, 256)],
 )
-def test_messages_of_weights_travel_in_the_first_phase(
-    partition: int, kind: str, block_nbytes: int, block_size: int
-) -> None:
+def test_messages_of_weights_travel_in_the_first_phase(partition, kind, block_nbytes, block_size):
     """The last of the model's two blocks is gathered once and the other one twice."""
     ranks, per_node = 6, 2
     numel = 12 * 64 * 64 // ranks
@@ -199,8 +196,7 @@ def test_gradients_take_two_hops_at_every_stage(stage: int, ranks: int, per_node
     assert "exchange buffers" not in device
 
 
-def test_what_no_message_shortens_travels_as_it_is() -> None:
-    """A shard of 160 elements has 320 bytes in 16 bits, a message of 8-bit blocks 32 + 272."""
+def test_what_a_message_in_any_hop_would_not_shorten_travels_as_it_is() -> None:
     for numel, is_short in ((128, False), (160, True)):
         with torch.device("meta"):
             model = nn.Sequential(nn.Sequential(nn.Linear(numel, 4, bias=False)))
@@ -212,9 +208,6 @@ def test_what_no_message_shortens_travels_as_it_is() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Sequential(nn.Linear(32, 4, bias=False)))
     assert rows(planned(model, 4, 2, ALL)) == rows(planned(model, 4, 2))
-
-
-def test_a_gradient_is_quantized_only_if_every_hop_shortens_it() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Sequential(nn.Linear(128, 4, bias=False)))
     zero: dict[str, Any] = {"zero_quantized_gradients": True}
@@ -262,12 +255,8 @@ def test_choices_of_traffic_are_what_plans_with_those_keys_say() -> None:
     assert names == [
         "as configured",
         "zero_hpz_partition_size 4",
-        "zero_quantized_weights",
-        "zero_quantized_gradients",
-        "zero_lossless_gradients",
-        "zero_lossless_weights",
-        "lossless weights and gradients",
-        "lossless weights, quantized gradients",
+        *ALL,
+        *LOSSLESS,
         "all of these",
         "4-bit mode",
     ]
@@ -297,37 +286,19 @@ def test_choices_of_traffic_fit_the_stage_the_nodes_and_what_is_configured() -> 
     model = wide_blocks(2, 64)
     assert planned(model, 1, 1).traffic_choices == ()
     on_one_node = planned(model, 4, 4).traffic_choices
-    assert [c.name for c in on_one_node] == [
-        "as configured",
-        "zero_quantized_weights",
-        "zero_quantized_gradients",
-        "all of these",
-    ]
+    assert [c.name for c in on_one_node] == ["as configured", *ALL, "all of these"]
     assert {c.between_nodes_bytes for c in on_one_node} == {0}
     assert on_one_node[0].within_node_bytes > max(c.within_node_bytes for c in on_one_node[1:])
     at_stage_2 = planned(model, 4, 2, stage=2).traffic_choices
-    assert [c.name for c in at_stage_2] == [
-        "as configured",
-        "zero_quantized_gradients",
-        "zero_lossless_gradients",
-        "zero_lossless_weights",
-        "lossless weights and gradients",
-        "lossless weights, quantized gradients",
-    ]
+    names = ["as configured", "zero_quantized_gradients", *LOSSLESS]
+    assert [c.name for c in at_stage_2] == names
     alone = planned(model, 4, 1).traffic_choices
     assert not any("partition" in choice.name for choice in alone)
     configured = {**FOUR_BIT, "zero_hpz_partition_size": 2}
     given = planned(model, 4, 2, configured).traffic_choices
     keys = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
-    assert [c.name for c in given] == [
-        "as configured",
-        "plain",
-        *(f"without {key}" for key in keys),
-        "zero_lossless_gradients",
-        "zero_lossless_weights",
-        "lossless weights and gradients",
-        "lossless weights, quantized gradients",
-    ]
+    names = ["as configured", "plain", *(f"without {key}" for key in keys), *LOSSLESS]
+    assert [c.name for c in given] == names
     for choice in given:
         assert choice.traffic == planned(model, 4, 2, {**configured, **choice.settings}).traffic
     assert given[1].between_nodes_bytes == between_nodes(planned(model, 4, 2))

@@ -22,13 +22,7 @@ import zero_core
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.record.environment import available_cores
-from zero_core.record.records import (
-    DetailRecord,
-    EventRecord,
-    RecordFile,
-    RunRecord,
-    StepRecord,
-)
+from zero_core.record.records import DetailRecord, EventRecord, RecordFile, RunRecord, StepRecord
 from zero_core.testing import make_tower, rows, train
 from zero_engine.cli import app
 from zero_engine.report import write_report
@@ -156,7 +150,7 @@ def _straggler(rank: int, step: int) -> dict[str, Any]:
     return {"places": places, "waits": {"reduce_scatter": wait}}
 
 
-def _link(rank: int, step: int) -> dict[str, Any]:
+def _link(*_: Any) -> dict[str, Any]:
     return {"waits": {"all_gather": 0.08, "reduce_scatter": 0.02}}
 
 
@@ -166,10 +160,6 @@ def _nonfinite(rank: int, step: int) -> dict[str, Any]:
     return {"is_taken": False, "why_skipped": "blocks.0.weight: batch of rank 1"}
 
 
-def _outside(rank: int, step: int) -> dict[str, Any]:
-    return {"places": STEP.places | {"outside": 0.05 * (rank == 0)}}
-
-
 @pytest.mark.parametrize(
     ("changes", "words", "gain"),
     [
@@ -177,21 +167,18 @@ def _outside(rank: int, step: int) -> dict[str, Any]:
         (_straggler, r"straggler: rank 1 .* most of it in backward", 0.06 / 0.16),
         (_link, r"link between the ranks", 0.04 / 0.2),
         (_nonfinite, r"not finite in the batches of rank 1: 5 of 20 .* blocks\.0\.weight", 0.25),
-        (_outside, r"the program outside of the engine: 50 ms of each step", 0.05 / 0.15),
+        (
+            lambda rank, _: {"places": STEP.places | {"outside": 0.05 * (rank == 0)}},
+            r"the program outside of the engine: 50 ms of each step",
+            0.05 / 0.15,
+        ),
     ],
 )
-def test_the_first_sentence_names_the_cause_and_its_gain(
-    tmp_path: Path, changes: Any, words: str, gain: float | None
-) -> None:
+def test_the_first_sentence_names_the_cause_and_its_gain(tmp_path, changes, words, gain):
     sentence = first_sentence(read_run(_write(tmp_path, changes)))
     assert re.search(words, sentence), sentence
     if gain is not None:
         assert f"({-gain:+.0%})" in sentence, sentence
-
-
-def _threads(rank: int, step: int) -> dict[str, Any]:
-    """Return a step that is nine tenths the processor's own work and otherwise waits for data."""
-    return {"places": {"forward": 0.03, "backward": 0.05, "step": 0.01, "loader": 0.01}}
 
 
 @pytest.mark.parametrize(
@@ -208,9 +195,14 @@ def _threads(rank: int, step: int) -> dict[str, Any]:
 def test_threads_are_named_where_cores_are_free(
     tmp_path: Path, threads: int, cores: int, num_ranks: int, device: str, scaling: float | None
 ) -> None:
-    """The gain is that of all own work on as many threads as a rank has cores."""
+    """The gain is that of all own work on as many threads as a rank has cores.
+
+    A step is nine tenths the processor's own work and otherwise waits for data.
+    """
     environment = ENVIRONMENT | {"cores": cores, "threads": threads, "device": device}
-    _write(tmp_path, _threads, num_ranks=num_ranks, environment=environment)
+    places = {"forward": 0.03, "backward": 0.05, "step": 0.01, "loader": 0.01}
+    ranks = {"num_ranks": num_ranks, "environment": environment}
+    _write(tmp_path, lambda *_: {"places": places}, **ranks)
     sentence = first_sentence(read_run(tmp_path))
     assert (f"compute with {cores // num_ranks} threads" in sentence) is (scaling is not None)
     if scaling is not None:
@@ -246,9 +238,7 @@ def test_a_failed_run_says_which_rank_and_why(tmp_path: Path) -> None:
         (RuntimeError("a\nb\n"), False, ("failed", "RuntimeError: a")),
     ],
 )
-def test_an_end_is_that_of_the_context_or_of_the_engine(
-    error: BaseException, is_in_context: bool, end: tuple[str, str], tmp_path: Path
-) -> None:
+def test_an_end_is_that_of_the_context_or_of_the_engine(error, is_in_context, end, tmp_path):
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
     engine = zero_core.build(nn.Linear(2, 2), config)
     recording = engine.record(tmp_path)
@@ -365,9 +355,7 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
         ({"world_size": 0}, "run.world_size"),
     ],
 )
-def test_a_start_with_a_wrong_field_is_one_error(
-    tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
+def test_a_start_with_a_wrong_field_is_one_error(tmp_path, change, named):
     _write(tmp_path, num_ranks=1)
     (file,) = tmp_path.glob("steps-rank*.jsonl")
     first, *others = file.read_text(encoding="utf-8").splitlines()

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +129,6 @@ def is_accepted(choice: Choice) -> bool:
     return True
 
 
-def pairs_of(choice: Choice) -> Iterator[tuple[tuple[int, str], ...]]:
-    """Yield each pair of settings of a choice."""
-    return itertools.combinations(enumerate(choice), 2)
-
-
 def covering() -> list[Choice]:
     """Draw accepted choices until each pair that is accepted with some others is in one of them."""
     draw = random.Random(0)
@@ -156,7 +151,7 @@ def covering() -> list[Choice]:
                     drawn[0] = one if first == 0 else draw.choice(values[0])
                 if is_accepted(tuple(drawn)):
                     chosen.append(tuple(drawn))
-                    covered.update(pairs_of(tuple(drawn)))
+                    covered.update(itertools.combinations(enumerate(drawn), 2))
     return chosen
 
 

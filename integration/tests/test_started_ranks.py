@@ -1,4 +1,4 @@
-"""Ranks that srun or mpirun has started, which form one training."""
+"""Ranks of ``zero-engine run``: of srun or mpirun, their numbers, and the end of their group."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import contextlib
 import os
 import pty
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import command, environment, own_lines
+import torch.distributed as dist
+from conftest import CAPTURED, command, environment, own_lines, run_forked, run_program
 
 from benchmarks.harness.forked_python import forked_python
 from tests.support.ports import free_port
-from zero_core.errors import ConfigError
+from zero_core import ConfigError
+from zero_engine import deepspeed
 from zero_engine.launch.ranks import join_ranks
 from zero_engine.launch.started_ranks import first_host, rank_variables
+from zero_engine.launch.torchrun import local_address_only
+from zero_engine.script.hook import hooked
+from zero_engine.script.local_rank import OPTION, Source, declares, source_of
 
 SLURM = {
     "SLURM_JOB_ID": "40007",
@@ -52,12 +59,9 @@ def test_slurms_task_is_a_rank(environment: dict[str, str]) -> None:
     assert rank_variables(environment) == ranks | address
 
 
-def test_given_port_wins_over_the_one_of_slurms_job() -> None:
+def test_mpiruns_process_is_a_rank_and_a_given_port_wins_over_that_of_slurms_job() -> None:
     assert rank_variables(SLURM, port=29501)["MASTER_PORT"] == "29501"
     assert rank_variables({**SLURM, "MASTER_PORT": "77"}, port=29501)["MASTER_PORT"] == "77"
-
-
-def test_mpiruns_process_on_one_machine_is_a_rank() -> None:
     ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
     assert rank_variables(OPEN_MPI, port=1234) == ranks | address
@@ -133,7 +137,7 @@ def test_processes_of_one_starter_are_the_ranks_of_one_training(tmp_path: Path) 
         own = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
         words = [forked_python(), "-m", "zero_engine", "run", str(script)]
         more = {**environment(), **variables, **own}
-        done = subprocess.run(words, env=more, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(words, env=more, **CAPTURED)
         return "\n".join(own_lines(done.stdout))
 
     with ThreadPoolExecutor(2) as pool:
@@ -162,3 +166,226 @@ def test_task_with_torchruns_options_starts_the_ranks_of_its_node(tmp_path: Path
     before, _, after = shown.partition(b"0 1\r\n")
     assert b"starting" in before, shown
     assert b"starting" not in after, "it is removed"
+
+
+# As DeepSpeed-Chat's programs begin.
+DECLARES = """
+import argparse, os, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--epochs", type=int)
+args = parser.parse_args()
+sys.stdout.write(f"{os.environ['LOCAL_RANK']} {args.local_rank} {args.epochs}\\n")
+"""
+DOES_NOT = '''
+"""It would end at --local_rank."""
+import argparse, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int)
+sys.stdout.write(f"{parser.parse_args().epochs}\\n")  # not --local_rank
+'''
+
+
+def _write(folder: Path, text: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_each_rank_is_given_its_own_number(tmp_path: Path) -> None:
+    script = _write(tmp_path, DECLARES)
+    done = run_program("run", "--nproc-per-node=2", str(script), "--epochs", "3")
+    assert sorted(done.stdout.splitlines()) == ["0 0 3", "1 1 3"]
+    assert done.stderr.count("script.py declares --local_rank and is given it") == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "text", "before", "after", "output", "told"),
+    [
+        ("5", DECLARES, [], [], "1 1 None\n", ""),
+        ("0", DOES_NOT, [], ["--epochs=3"], "3\n", "script.py is not given --local_rank"),
+        ("5", DECLARES, ["--no-local-rank"], [], "1 -1 None\n", ""),
+        ("5", DECLARES, [], ["--local_rank=7"], "1 7 None\n", ""),
+        ("5", DOES_NOT, ["--local-rank"], [], "", "unrecognized arguments: --local_rank"),
+    ],
+)
+def test_process_that_is_a_rank_gives_the_number_that_is_declared_or_asked_for(
+    tmp_path: Path,
+    rank: str,
+    text: str,
+    before: list[str],
+    after: list[str],
+    output: str,
+    told: str,
+) -> None:
+    variables = {"RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    script = str(_write(tmp_path, text))
+    done = run_forked("run", *before, script, *after, more=variables)
+    assert done.stdout == output, done.stderr
+    assert told in done.stderr
+    assert told or "local_rank" not in done.stderr, "rank 0 alone tells"
+
+
+def _declares(script: Path) -> bool:
+    return declares(Source(script, script.parent), OPTION)
+
+
+@pytest.mark.parametrize(
+    ("script", "package", "file"),
+    [
+        ("from options import parser", "", "options.py"),
+        ("import package.options", "", "package/options.py"),
+        ("import package.options", "", "package/__init__.py"),
+        ("from package import options", "", "package/options.py"),
+        ("from package import parser", "", "package/__init__.py"),
+        ("import package", "from .options import parser", "package/options.py"),
+        ("import package", "from . import options", "package/options.py"),
+        ("import package", "from ..options import parser", "options.py"),
+        ("import package", "from ..other import parser", "other/__init__.py"),
+    ],
+)
+def test_option_may_be_declared_by_a_module_that_is_imported(tmp_path, script, package, file):
+    path = _write(tmp_path, script)
+    if package:
+        _write(tmp_path, package, "package/__init__.py")
+        _write(tmp_path, DOES_NOT, "package/unused.py")
+    _write(tmp_path, DECLARES, "unrelated.py")
+    assert not _declares(path)
+    _write(tmp_path, DECLARES, file)
+    assert _declares(path)
+
+
+# As a program of transformers' HfArgumentParser.
+FIELDS = """
+import dataclasses, os
+@dataclasses.dataclass(frozen=True)
+class Options:
+    local_rank: int = -1
+"""
+
+
+def test_field_of_a_dataclass_is_an_option_of_hugging_faces_parser(tmp_path: Path) -> None:
+    script = _write(tmp_path, "from options import Options")
+    _write(tmp_path, FIELDS, "options.py")
+    assert not _declares(script), "nobody makes an option of it"
+    _write(tmp_path, "from options import Options\nhf.HfArgumentParser(Options)")
+    assert _declares(script)
+
+
+def test_module_is_found_as_python_finds_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = _write(tmp_path, DECLARES, "package/__main__.py")
+    assert source_of("package", is_module=True) == Source(program, tmp_path)
+    assert source_of("package.missing", is_module=True) is None
+
+
+def test_of_an_installed_module_its_own_package_alone_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    _write(tmp_path, DECLARES, "unrelated.py")
+    _write(tmp_path, "import unrelated, package.options", "package/__main__.py")
+    source = source_of("package", is_module=True)
+    assert source is not None
+    assert not declares(source, OPTION)
+    _write(tmp_path, DECLARES, "package/options.py")
+    assert declares(source, OPTION)
+
+
+# Without an end of its groups, torch often has a rank killed by SIGABRT.
+LEAVES_WITHOUT_A_WORD = """
+import sys, torch, torch.distributed as dist
+import deepspeed
+deepspeed.init_distributed()
+groups = [dist.new_group() for _ in range(3)]
+for step in range(30):
+    dist.all_reduce(torch.ones(4), group=groups[step % 3])
+"""
+# Its threads are looked at last of all, after what ends the group: neither an optimizer, for which
+# torch imports its compiler, nor something in a cycle may keep it.
+LEAVES_A_CYCLE = """
+import atexit, pathlib, torch, torch.distributed as dist
+
+def look():
+    for path in pathlib.Path("/proc/self/task").glob("*/comm"):
+        print("thread", path.read_text().strip())
+
+atexit.register(look)
+import deepspeed
+deepspeed.init_distributed()
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+cycle = [dist.group.WORLD]
+cycle.append(cycle)
+del cycle
+dist.all_reduce(torch.ones(4))
+"""
+ONE_DIES = """
+import os, torch, torch.distributed as dist
+import deepspeed
+deepspeed.init_distributed()
+dist.barrier()
+if dist.get_rank() == 1:
+    os._exit(9)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def _script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def _run_ranks(script: str) -> str:
+    """Run two Python processes as a launcher starts ranks, and return what they print."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {**hooked(environment()), **local_address_only()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = "".join(rank.communicate(timeout=600)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], output
+    return output
+
+
+@pytest.mark.slow
+def test_ranks_that_leave_without_a_word_end_with_code_zero(tmp_path: Path) -> None:
+    _run_ranks(_script(tmp_path, LEAVES_WITHOUT_A_WORD))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_the_group_is_left_when_the_process_ends(tmp_path: Path) -> None:
+    output = _run_ranks(_script(tmp_path, LEAVES_A_CYCLE))
+    assert output.count("thread python") == 2
+    assert "runloop" not in output
+
+
+def test_rank_that_dies_does_not_keep_the_others_from_ending(tmp_path: Path) -> None:
+    script = _script(tmp_path, ONE_DIES)
+    ranks = {"PYTHON_EXEC": forked_python()}
+    done = run_forked("run", "--nproc-per-node=2", script, more=ranks)
+    assert done.returncode in (1, 9), done.stderr
+
+
+def test_timeout_is_the_environments_in_minutes_and_must_be_a_number(monkeypatch):
+    made: list[dict[str, object]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_args, **options: made.append(options))
+    # Engines of other tests of this process may have left one.
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="DEEPSPEED_TIMEOUT = 'soon'"):
+        deepspeed.init_distributed()
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "7")
+    deepspeed.init_distributed()
+    deepspeed.init_distributed(timeout=timedelta(seconds=5))
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT")
+    deepspeed.init_distributed()
+    found = [options.get("timeout") for options in made]
+    assert found == [timedelta(minutes=7), timedelta(seconds=5), None]

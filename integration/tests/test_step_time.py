@@ -1,4 +1,4 @@
-"""Predicted step times: rates, lanes against closed forms, choices and placements by time."""
+"""Predicted step times: rates, lanes against closed forms, real tiers, choices and placements."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lab.experiments.schedule.job import MODES, Job, Mode, Times
+from lab.experiments.schedule.program import random_times
 from zero_core import ConfigError
 from zero_core.plan.choices import AS_CONFIGURED
 from zero_core.testing import Case
 from zero_engine.planning import Calibration, Curve, Rates, plan
+from zero_engine.planning.prediction import StepShape, UnitTime, run_steps
 from zero_engine.planning.schedule import Schedule
 from zero_engine.planning.search import WORTH
 
@@ -27,19 +30,16 @@ NAMES = (
 )
 
 
-class Blocks(nn.Module):
+class Blocks(nn.Sequential):
     """Blocks of one size, whose operations and saved bytes are counted on paper."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS)
+        super().__init__(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS))
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
+        return super().forward(x).float().square().mean()
 
 
 def make_config(stage: int, *, micro_batch: int = 8, **further: Any) -> dict[str, Any]:
@@ -119,9 +119,7 @@ def test_communication_hides_behind_computation_where_it_is_shorter() -> None:
 
 
 @pytest.mark.parametrize("cores", [None, 2.0])
-def test_work_overlaps_between_resources_and_is_slowed_where_cores_are_missing(
-    cores: float | None,
-) -> None:
+def test_work_overlaps_between_resources_and_is_slowed_where_cores_are_missing(cores):
     schedule = Schedule(cores=cores)
     computed = schedule.add("main", "compute", "a", 2.0, cores=2.0)
     updated = schedule.add("host", "host", "b", 1.0, cores=2.0)
@@ -132,16 +130,13 @@ def test_work_overlaps_between_resources_and_is_slowed_where_cores_are_missing(
     assert stops == pytest.approx([2.0, 3.0, 2.5, 4.0] if cores else [1.0, 2.0, 2.5, 3.5])
 
 
-def test_the_host_takes_what_is_needed_first_of_what_has_arrived() -> None:
+def test_the_host_takes_what_is_needed_first_or_was_added_first_and_no_circle() -> None:
     schedule = Schedule(cores=None)
     arrived = schedule.add("main", "compute", "backward", 1.0)
     late = schedule.add("host", "host", "5", 2.0, need=5)
     more = [schedule.add("host", "host", str(n), 1.0, [arrived], need=n) for n in (4, 1)]
     schedule.run()
     assert (late.stop, more[1].stop, more[0].stop) == (2.0, 3.0, 4.0)
-
-
-def test_of_what_is_needed_at_once_the_host_takes_what_was_added_first() -> None:
     # Addresses must not decide: a plan made twice is the same.
     schedule = Schedule(cores=None)
     arrived = schedule.add("main", "compute", "backward", 1.0)
@@ -149,9 +144,6 @@ def test_of_what_is_needed_at_once_the_host_takes_what_was_added_first() -> None
     schedule.work[1:] = later = sorted(later, key=id, reverse=True)
     schedule.run()
     assert [work.stop for work in later] == [2.0 + n for n in range(64)]
-
-
-def test_work_that_waits_for_itself_is_refused() -> None:
     schedule = Schedule(cores=None)
     first = schedule.add("main", "compute", "a", 1.0)
     first.after.append(schedule.add("main", "compute", "b", 1.0))
@@ -159,7 +151,7 @@ def test_work_that_waits_for_itself_is_refused() -> None:
         schedule.run()
 
 
-def test_the_fastest_that_fits_is_chosen_and_said_why() -> None:
+def test_the_fastest_that_fits_is_chosen_with_reasons_else_the_smallest() -> None:
     slow_link = Curve.of_rate(1e6)
     rates = calibration(
         matmul__float32=Curve.of_rate(1e9), gather__within=slow_link, reduce__within=slow_link
@@ -179,9 +171,6 @@ def test_the_fastest_that_fits_is_chosen_and_said_why() -> None:
     content = json.loads(found.to_json())
     assert content["configured"]["step_time"]["spans"]
     assert [table.title for table in found.tables()][-2] == "Predicted step"
-
-
-def test_of_choices_as_fast_the_one_with_the_least_memory_is_named() -> None:
     link = Curve.of_rate(1e6)
     rates = calibration(gather__within=link, reduce__within=link)
     found = planned(make_config(3), calibration=rates)
@@ -191,21 +180,15 @@ def test_of_choices_as_fast_the_one_with_the_least_memory_is_named() -> None:
     assert found.best.device_bytes == min(sizes) < max(sizes)
 
 
-def test_without_inputs_rates_say_nothing_and_the_smallest_change_that_fits_is_best() -> None:
+def test_rates_of_another_kind_of_machine_are_refused_and_of_no_use_without_inputs() -> None:
     limit = planned(make_config(3), example_inputs=None).configured.device_bytes
     config = make_config(0)
     plain = planned(config, example_inputs=None, device_memory=limit)
     found = planned(config, example_inputs=None, device_memory=limit, calibration=calibration())
     assert (found.best.stage, found.best.step_time) == (plain.best.stage, None)
     assert found.advice == plain.advice
-
-
-def test_rates_of_another_kind_of_machine_are_refused() -> None:
     with pytest.raises(ConfigError, match="calibration of an accelerator"):
         planned(make_config(0), 1, calibration=calibration(), device_type="cpu")
-
-
-# ------------------------------------------------------------------------------------- placements
 
 
 def machine(cores: int | None, *, has_disk: bool = True) -> Calibration:
@@ -257,18 +240,13 @@ def test_a_placement_is_predicted_as_its_configuration(cores: int | None) -> Non
     assert late.total_s > found.step_time.total_s  # which updates in backward
 
 
-def test_shares_between_are_predicted_on_a_cpu() -> None:
+def test_shares_between_are_predicted_on_a_cpu_and_a_disk_only_if_measured() -> None:
     found = timed(placed_config(2), 2)
     shares = {c.ratio for c in found.choices if c.step_time is not None and not c.is_varied}
     assert shares == {0.0, 0.25, 0.5, 0.75, 1.0}
-
-
-def test_a_disk_that_was_not_measured_is_refused() -> None:
     with pytest.raises(ConfigError, match="doctor --measure --disk FOLDER"):
         timed(placed_config(2), 2, calibration=machine(2, has_disk=False))
 
-
-# ------------------------------------------------------------------------------ vertical schedule
 
 VOCAB, NARROW, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
 GRADIENT_BYTES, INPUT_BYTES = VOCAB * NARROW * 4, ROWS * NARROW * 4
@@ -355,24 +333,15 @@ def test_step_that_gathers_bound_takes_one_pass_of_gathers(steps: int) -> None:
     assert vertical.total_s < horizontal.total_s / (steps / 1.5)
 
 
-# ----------------------------------------------------------------------------------------- rates
-
-
-def test_a_rate_takes_its_latency_and_the_amount_over_the_rate() -> None:
+def test_a_rate_has_a_latency_its_points_are_joined_by_lines_and_the_first_name_counts() -> None:
     curve = Curve.of_rate(10e9, latency_s=5e-6)
     assert curve.seconds(20e9) == pytest.approx(2 + 5e-6)
     assert curve.seconds(1e4) == pytest.approx(6e-6)
     assert curve.seconds(0) == 0.0
-
-
-def test_points_are_joined_by_lines_and_continued_by_the_last_one() -> None:
     curve = Curve(((10, 1.0), (20, 3.0), (40, 4.0)))
     seconds = [curve.seconds(amount) for amount in (1, 10, 15, 20, 30, 40, 80)]
     assert seconds == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.5, 4.0, 6.0])
     assert [Curve(((10, 1.0),)).seconds(amount) for amount in (4, 40)] == [1.0, 4.0]
-
-
-def test_the_first_name_with_a_curve_is_taken() -> None:
     rates = Rates(1, 1, 1, {"memory.float32": Curve(((8, 2.0),))})
     assert rates.seconds(("gelu.float32", "memory.float32"), 16) == 4.0
     with pytest.raises(ConfigError, match=r"no rate called .matmul\.float32."):
@@ -405,3 +374,98 @@ def test_another_file_is_refused(change: dict[str, Any], cause: str) -> None:
     Calibration.from_json(good, "rates.json")
     with pytest.raises(ConfigError, match=f"rates\\.json is no calibration .*{cause}"):
         Calibration.from_json(good | change, "rates.json")
+
+
+def predicted_s(times: Times, mode: Mode, ratio: float) -> float:
+    """Return the seconds of a step of equal blocks, of which the host has the last ones."""
+    first = round(times.blocks * (1 - ratio))
+
+    def unit(index: int) -> UnitTime:
+        share = 1 / times.blocks if index else 0.0
+        on_host = share if index > first else 0.0
+        return UnitTime(
+            forward_s=share * times.forward_s,
+            backward_s=share * times.backward_s,
+            host_s=on_host * times.host_s,
+            undo_s=on_host * times.log_s,
+            down_s=on_host * times.link_s,
+            up_s=on_host * times.link_s,
+        )
+
+    shape = StepShape(
+        micro_steps=1,
+        last_block=times.blocks,
+        is_accelerated=True,
+        threads=1,
+        is_in_backward=mode == "in backward",
+        undo_share=float(mode == "with an undo log"),
+        device_update_s=(1 - ratio) * times.device_s,
+    )
+    program = run_steps(shape, [unit(n) for n in range(times.blocks + 1)], None)
+    return program.ends[-1].stop - program.ends[-2].stop
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_as_long_as_those_of_the_real_tiers(mode: Mode) -> None:
+    drawn = [Times(), replace(Times(), log_s=3.0), *random_times(3)]
+    for times in drawn:
+        for ratio in (1.0, 0.4):
+            real = Job(times, mode, ratio, chunks_per_block=4).run()
+            assert predicted_s(times, mode, ratio) == pytest.approx(real, rel=0.05), (times, ratio)
+
+
+def test_offload_that_saves_less_than_a_plan_can_know_is_not_chosen() -> None:
+    """The device's update takes a little, the host's nothing, and gathers take most of a step."""
+    free, link = Curve(((1.0, 0.0),)), Curve.of_rate(1e6)
+    names = ("memory.float32", "matmul.float32", "operator", "pass", "step", "agree.within")
+    further = ("update.host.float32", "copy.to_host", "copy.to_device")
+    curves = {
+        **dict.fromkeys((*names, *further), free),
+        **dict.fromkeys(("gather.within", "reduce.within"), link),
+        "update.device.float32": Curve.of_rate(1e9),
+    }
+    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3},
+    }
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
+    found = plan(model, config, 2, example_inputs=[x], calibration=rates)
+    fastest = min(found.choices, key=lambda choice: choice.sample_s)
+    assert found.best is not None
+    assert fastest.ratio > found.best.ratio == 0.0
+
+
+@pytest.mark.parametrize(
+    ("host_rate", "least", "most"), [(1e5, 1.01, 1.1), (2e6, 0.8, 0.95), (1e12, 0.999, 1.001)]
+)
+def test_an_undo_log_pays_where_the_host_takes_a_little_longer_than_backward(
+    host_rate: float, least: float, most: float
+) -> None:
+    """The host takes many times as long as backward, a little longer, or no time."""
+    free = Curve(((1.0, 0.0),))
+    names = ("memory.float32", "operator", "pass", "step", "copy.to_host", "copy.to_device")
+    curves = {
+        **dict.fromkeys((*names, "update.device.float32"), free),
+        "matmul.float32": Curve.of_rate(1e8),
+        "update.host.float32": Curve.of_rate(host_rate),
+    }
+    rates = Calibration("an accelerator", "by hand", (Rates(1, 1, None, curves),))
+    offload: dict[str, Any] = {"device": "cpu", "undo_buffer_size": 1 << 30}
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 1, "offload_optimizer": offload},
+    }
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))), torch.zeros(8, 64)
+    times = []
+    for in_backward in (None, False):
+        offload["update_in_backward"] = in_backward
+        time = plan(model, config, 1, example_inputs=[x], calibration=rates).step_time
+        assert time is not None
+        times.append(time.total_s)
+    assert least <= times[0] / times[1] <= most

@@ -18,14 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    STEPS,
-    TIME_LIMIT_S,
-    command,
-    environment,
-    refusal_of,
-    train_forked,
-)
+from conftest import STEPS, TIME_LIMIT_S, command, environment, refusal_of, train_forked
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import destroy_process_group, init_process_group
 
@@ -36,12 +29,7 @@ from zero_engine.train.launch import check_request, default_ranks
 from zero_engine.train.metrics import read_metrics
 from zero_engine.train.options import RunSettings, Start
 from zero_engine.train.run_lock import RunLock, belongs_to, launch_numbers, note_launch
-from zero_engine.train.settings import (
-    RunFolder,
-    read_resolved,
-    resumed_run,
-    write_resolved,
-)
+from zero_engine.train.settings import RunFolder, read_resolved, resumed_run, write_resolved
 
 TIMING = {"tokens_per_s", "memory_bytes"}
 
@@ -147,9 +135,7 @@ def test_a_folder_in_which_a_program_trains_is_refused_to_others(tmp_path: Path)
     other.release()
 
 
-def test_a_lock_that_outlives_its_program_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lock_that_outlives_its_program_is_named(tmp_path, monkeypatch, capsys):
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
@@ -164,9 +150,7 @@ def test_a_lock_that_outlives_its_program_is_named(
     lock.release()
 
 
-def test_checkpoints_at_a_url_outlive_the_machine(
-    tmp_path: Path, tiny_options: tuple[str, ...]
-) -> None:
+def test_checkpoints_at_a_url_outlive_the_machine(tmp_path, tiny_options):
     """The other machine has the checkpoints and the command line, but no folder of the run."""
     store = tmp_path / "store"
     url = f"dir://run::file://{store}"
@@ -188,9 +172,7 @@ def test_checkpoints_at_a_url_outlive_the_machine(
         check_request({**asked, "output": str(folders[0].root), "seed": 5}, Start.RESUME, None)
 
 
-def test_settings_of_saving_and_of_the_end_may_change_and_versions_before_had_fewer(
-    tmp_path: Path,
-) -> None:
+def test_settings_of_saving_and_of_the_end_may_change_and_versions_before_had_fewer(tmp_path):
     folder = RunFolder(tmp_path)
     write_resolved(folder, RunSettings(seed=3), config={})
     before = json.loads(folder.resolved_config.read_text())

@@ -1,30 +1,47 @@
-"""Files that the train program leaves behind, as others read them."""
+"""The train program: its data, models by size, and the files that it leaves behind."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sysconfig
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from conftest import STEPS, TINY, train_forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
 
+import zero_core
 import zero_engine.train
 from zero_core.errors import ConfigError
-from zero_core.testing import spawn
+from zero_core.testing import Case, Tower, late_device, rows, run_alone, simulate, spawn
 from zero_core.watch.place import Place
 from zero_engine.report.charts import loss_series
 from zero_engine.report.run import read_run
 from zero_engine.train import metrics, program
 from zero_engine.train.data import Corpus, prepare_corpus
+from zero_engine.train.launch import RETURN_MEMORY, plan_request, rank_environment
 from zero_engine.train.metrics import read_metrics
-from zero_engine.train.options import RunSettings
-from zero_engine.train.settings import RunFolder
+from zero_engine.train.options import RunSettings, Start
+from zero_engine.train.preview import preview
+from zero_engine.train.products import widen_products
+from zero_engine.train.program import build_model, take_step
+from zero_engine.train.settings import (
+    RunFolder,
+    engine_config,
+    fill_auto,
+    fresh_run,
+    write_resolved,
+)
+from zero_engine.train.sizes import largest_unit, parse_size, shape_of
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
@@ -41,8 +58,8 @@ def _loss_of_exported_model(folder: RunFolder) -> float:
         return float(model(input_ids=windows, labels=windows).loss)
 
 
-def test_run_leaves_every_promised_file(finished_run: tuple[RunFolder, str]) -> None:
-    folder, _ = finished_run
+def test_run_leaves_its_files_figures_settings_and_losses(finished_run):
+    folder, output = finished_run
     kept = [f"step-{STEPS - back}" for back in (40, 20, 0)]  # of a save every 20 steps
     assert sorted(path.name for path in folder.checkpoint.iterdir()) == ["latest", *kept]
     assert (folder.checkpoint / "latest").read_text() == kept[-1]
@@ -51,6 +68,28 @@ def test_run_leaves_every_promised_file(finished_run: tuple[RunFolder, str]) -> 
     for picture in (folder.loss_plot, folder.memory_plot):
         assert picture.read_bytes().startswith(PNG_START), picture
     assert "written by the model" in folder.sample.read_text(encoding="utf-8")
+    (line,) = [line for line in output.splitlines() if line.startswith(f"step 50/{STEPS}")]
+    for figure in ("loss", "tokens/s", "MiB per rank", "lr", "scale"):
+        assert figure in line
+    assert "warning" not in output.lower()
+    resolved = json.loads(folder.resolved_config.read_text(encoding="utf-8"))
+    engine, zero = resolved["engine"], resolved["engine"]["zero_optimization"]
+    assert (zero["stage"], zero["zero_quantized_weights"]) == (3, True)
+    assert zero["offload_optimizer"]["ratio"] == 0.5
+    assert zero["offload_optimizer"]["pin_memory"] is True  # a default
+    assert engine["train_batch_size"] == 8
+    assert engine["scheduler"]["params"]["total_num_steps"] == STEPS
+    run = (resolved["run"]["seed"], resolved["model"]["n_layer"], resolved["world_size"])
+    assert run == (0, 2, 2)
+    board = EventAccumulator(str(folder.tensorboard))
+    board.Reload()
+    logged = [event.value for event in board.Scalars("train/loss")]
+    losses = [entry["loss"] for entry in read_metrics(folder.metrics) if "loss" in entry]
+    assert logged == pytest.approx(losses)
+    assert len(losses) == STEPS
+    assert {"train/learning_rate", "train/tokens_per_s", "memory_mib/rank1", "held_out/loss"} <= (
+        set(board.Tags()["scalars"])
+    )
 
 
 def _open_each_its_own(rank: int, _world_size: int, folder: str) -> None:
@@ -72,8 +111,7 @@ def test_all_ranks_refuse_a_text_that_one_of_them_has_not(tmp_path: Path) -> Non
     spawn(_open_each_its_own, 2, str(tmp_path))
 
 
-def test_a_report_reads_what_the_run_has_left(finished_run: tuple[RunFolder, str]) -> None:
-    """Held-out losses are as printed and those of steps as logged, and all ranks have ended."""
+def test_transformers_loads_the_model_and_a_report_reads_the_run(finished_run):
     folder, output = finished_run
     run = read_run(folder.root)
     printed = re.findall(r"step (\d+)/\d+  held-out loss ([\d.]+)", output)
@@ -83,43 +121,6 @@ def test_a_report_reads_what_the_run_has_left(finished_run: tuple[RunFolder, str
     assert dict(loss_series(run.ranks)) == pytest.approx(logged, rel=1e-6)
     assert [rank.end and rank.end.what for rank in run.ranks] == ["ended", "ended"]
     assert not run.failures
-
-
-def test_output_has_a_line_of_figures_and_no_warnings(finished_run: tuple[RunFolder, str]) -> None:
-    _, output = finished_run
-    (line,) = [line for line in output.splitlines() if line.startswith(f"step 50/{STEPS}")]
-    for figure in ("loss", "tokens/s", "MiB per rank", "lr", "scale"):
-        assert figure in line
-    assert "warning" not in output.lower()
-
-
-def test_resolved_config_spells_defaults_out(finished_run: tuple[RunFolder, str]) -> None:
-    resolved = json.loads(finished_run[0].resolved_config.read_text(encoding="utf-8"))
-    engine, zero = resolved["engine"], resolved["engine"]["zero_optimization"]
-    assert (zero["stage"], zero["zero_quantized_weights"]) == (3, True)
-    assert zero["offload_optimizer"]["ratio"] == 0.5
-    assert zero["offload_optimizer"]["pin_memory"] is True  # a default
-    assert engine["train_batch_size"] == 8
-    assert engine["scheduler"]["params"]["total_num_steps"] == STEPS
-    run = (resolved["run"]["seed"], resolved["model"]["n_layer"], resolved["world_size"])
-    assert run == (0, 2, 2)
-
-
-def test_tensorboard_reads_the_same_losses(finished_run: tuple[RunFolder, str]) -> None:
-    folder, _ = finished_run
-    board = EventAccumulator(str(folder.tensorboard))
-    board.Reload()
-    logged = [event.value for event in board.Scalars("train/loss")]
-    losses = [entry["loss"] for entry in read_metrics(folder.metrics) if "loss" in entry]
-    assert logged == pytest.approx(losses)
-    assert len(losses) == STEPS
-    assert {"train/learning_rate", "train/tokens_per_s", "memory_mib/rank1", "held_out/loss"} <= (
-        set(board.Tags()["scalars"])
-    )
-
-
-def test_transformers_loads_model_and_tokenizer(finished_run: tuple[RunFolder, str]) -> None:
-    folder, _ = finished_run
     # The program computed with weights rounded to 8 bits; the export is not rounded.
     losses = _held_out_losses(folder)
     assert losses[-1] < 0.9 * losses[0]
@@ -129,9 +130,7 @@ def test_transformers_loads_model_and_tokenizer(finished_run: tuple[RunFolder, s
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_own_config_without_quantization_exports_the_computed_weights(
-    tmp_path: Path, text_file: Path
-) -> None:
+def test_own_config_without_quantization_exports_the_computed_weights(tmp_path, text_file):
     config = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
@@ -149,22 +148,17 @@ def test_own_config_without_quantization_exports_the_computed_weights(
     assert resolved["engine"]["gradient_clipping"] == 0.0
 
 
-def test_default_text_is_the_standard_library() -> None:
+def test_default_text_is_the_standard_library_and_train_the_programs_name() -> None:
     from zero_engine.train.data import read_text
 
     text, root = read_text(None), Path(sysconfig.get_path("stdlib"))
     sources = [path.read_text(encoding="utf-8") for path in sorted(root.glob("[a-c]*.py"))]
     assert sum(source in text for source in sources) > len(sources) / 4  # the rest is cut off
     assert text == read_text(None)
-
-
-def test_program_is_called_by_the_packages_name() -> None:
     assert zero_engine.train.train is program.train
 
 
-def test_long_computation_is_named_without_a_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_long_computation_is_named_without_a_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(metrics, "QUIET_S", 0.1)
     place, folder = Place(), RunFolder(tmp_path)
     settings = RunSettings(steps=3)
@@ -174,3 +168,215 @@ def test_long_computation_is_named_without_a_terminal(
         assert "after step 1/3: forward of unit 3 (blocks.2)" in capsys.readouterr().out
         time.sleep(0.3)
     assert capsys.readouterr().out == ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    text = "\n".join(f"line {i} of a text with {i * i} words" for i in range(2000))
+    prepare_corpus(text, root, vocab_size=300, context=16)
+    return root
+
+
+def windows(corpus: Corpus, micro_steps: range, *, world_size: int, size: int) -> torch.Tensor:
+    """Return the windows of these micro-steps, in the order of the ranks."""
+    batches = [
+        corpus.batch(step, rank=rank, world_size=world_size, micro_batch_size=size)
+        for step in micro_steps
+        for rank in range(world_size)
+    ]
+    return torch.cat(batches)
+
+
+def test_order_depends_on_the_seed_and_the_windows_number_alone(folder: Path) -> None:
+    one, other = Corpus.open(folder, seed=3), Corpus.open(folder, seed=3)
+    for step in range(5):
+        one.batch(step, rank=0, world_size=2, micro_batch_size=4)
+    expected = one.batch(5, rank=1, world_size=2, micro_batch_size=4)
+    assert torch.equal(other.batch(5, rank=1, world_size=2, micro_batch_size=4), expected)
+    corpus = Corpus.open(folder, seed=0)
+    alone = windows(corpus, range(6), world_size=1, size=4)
+    assert torch.equal(windows(corpus, range(3), world_size=2, size=4), alone)
+    batches = [
+        Corpus.open(folder, seed=seed).batch(0, rank=0, world_size=1, micro_batch_size=8)
+        for seed in (0, 1)
+    ]
+    assert not torch.equal(*batches)
+
+
+def test_epoch_visits_each_window_but_held_out_ones_once_and_the_next_in_another_order(folder):
+    corpus = Corpus.open(folder, seed=0)
+    num_windows = len(corpus.train)
+    two = windows(corpus, range(2 * num_windows), world_size=1, size=1)
+    first, second = two[:num_windows], two[num_windows:]
+    assert not torch.equal(first, second)
+    for epoch in (first, second):
+        assert sorted(epoch.tolist()) == sorted(corpus.train.tolist())
+    corpus = Corpus.open(folder, seed=0)
+    trained = {tuple(row) for row in corpus.train.tolist()}
+    assert not trained & {tuple(row) for row in corpus.held_out.tolist()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_evaluates_equally_often(folder: Path, world_size: int) -> None:
+    corpus = Corpus.open(folder, seed=0)
+    counts = {
+        len(list(corpus.held_out_batches(7, rank=rank, world_size=world_size, micro_batch_size=2)))
+        for rank in range(world_size)
+    }
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize("size", ["1m", "125m", "350m", "2.2b", "6b", "175b", "1000b"])
+def test_shape_has_the_parameters_that_were_asked_for(size: str) -> None:
+    shape = shape_of(parse_size(size))
+    found = 12 * shape["layers"] * shape["width"] ** 2
+    assert parse_size(size) <= found
+    if shape["layers"] > 11:
+        assert found < 1.1 * parse_size(size)
+    assert shape["width"] == 128 * shape["heads"]
+
+
+LIMIT = "zero_engine.train.preview.memory_limit_bytes"
+
+
+def _fresh(folder: Path, size: str, **options: Any) -> RunSettings:
+    return fresh_run({"size": size, "output": str(folder / "run"), **options}, Start.NEW)
+
+
+def test_states_go_to_files_where_memory_does_not_hold_them(tmp_path, monkeypatch):
+    settings = _fresh(tmp_path, "60m")
+    whole = preview(settings, 1)
+    assert whole.settings.states == "memory"
+    # bf16 values, the lower halves of masters, moments of 8 bits, gradients
+    engine_bytes = whole.rank_bytes - whole.process_bytes
+    assert 8.06 <= engine_bytes / whole.plan.num_parameters <= 9
+    limit = whole.rank_bytes - 100_000_000
+    monkeypatch.setattr(LIMIT, lambda: limit)
+    streamed = preview(settings, 1)
+    assert streamed.settings.states == "files"
+    assert streamed.rank_bytes <= limit
+    config = engine_config(streamed.settings)["zero_optimization"]
+    assert config["offload_param"]["device"] == config["offload_optimizer"]["device"] == "nvme"
+    monkeypatch.setattr(LIMIT, lambda: streamed.rank_bytes - 50_000_000)  # the process varies
+    with pytest.raises(ConfigError, match="choose a smaller size, or fewer --ranks"):
+        preview(settings, 1)
+    monkeypatch.setattr(LIMIT, lambda: None)
+    with pytest.raises(ConfigError, match=r"--output .*: states and results take .* free"):
+        preview(_fresh(tmp_path, "1000b"), 1)
+
+
+def test_largest_unit_fits_the_buffers_of_files(tmp_path: Path) -> None:
+    settings = _fresh(tmp_path, "1m")
+    with torch.device("meta"):
+        model = build_model(settings, settings.vocab)
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer.h]
+    rest = sum(p.numel() for p in model.parameters()) - sum(blocks)
+    shape = (settings.width, settings.vocab, settings.context)
+    assert largest_unit(*shape) == max(*blocks, rest)
+    large = engine_config(_fresh(tmp_path, "6b", states="files"))["zero_optimization"]
+    assert large["offload_param"]["buffer_size"] > 100_000_000  # the default
+
+
+def test_files_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    options = {"states": "files", "export": False}
+    alone = preview(_fresh(tmp_path, "60m", **options, save=False), 1)
+    # bf16 values twice, the lower halves of masters, moments of 8 bits; then fp32 checkpoints
+    assert alone.disk_bytes / alone.plan.num_parameters == pytest.approx(2 + 2 + 2 + 2.06, rel=0.01)
+    saved = preview(_fresh(tmp_path, "60m", **options), 1)
+    per_param = (saved.disk_bytes - alone.disk_bytes) / saved.plan.num_parameters
+    assert per_param == pytest.approx(12, rel=0.01)
+
+
+def test_plan_is_shown_before_a_run_which_keeps_its_size(tmp_path, capfd, monkeypatch):
+    options = {"size": "1m", "output": str(tmp_path / "run")}
+    assert plan_request(options, Start.NEW, 2) == {**options, "states": "memory"}
+    shown = capfd.readouterr().out
+    assert shown.startswith("plan: 0.00 billion parameters, states in memory, memory per rank:")
+    assert "2 ranks take" in shown
+    assert plan_request({"output": str(tmp_path)}, Start.NEW, 2) == {"output": str(tmp_path)}
+    assert capfd.readouterr().out == ""
+    options = {"size": "1m", "output": str(tmp_path / "run")}
+    settings = fresh_run(options, Start.NEW)
+    write_resolved(RunFolder.of(options), settings, config={})
+    monkeypatch.setattr(RunFolder, "has_checkpoint", True)
+    resumed = {"output": options["output"], "size": None}
+    assert plan_request(resumed, Start.RESUME, 1) == options
+    assert capfd.readouterr().out == ""
+
+
+def test_auto_schedule_follows_the_number_of_steps() -> None:
+    params = {"warmup_num_steps": "auto", "total_num_steps": "auto", "cos_min_ratio": 0.1}
+    filled = fill_auto({"scheduler": {"type": "WarmupCosineLR", "params": params}}, 400)
+    expected = {"warmup_num_steps": 80, "total_num_steps": 400, "cos_min_ratio": 0.1}
+    assert filled["scheduler"]["params"] == expected
+
+
+def test_ranks_of_a_large_model_return_freed_memory() -> None:
+    assert rank_environment(2, is_tight=True).items() >= RETURN_MEMORY.items()
+    assert not rank_environment(2).keys() & RETURN_MEMORY.keys()
+
+
+def test_widened_products_are_those_of_fp32_rounded_once() -> None:
+    torch.manual_seed(0)
+    wide = Conv1D(24, 17).to(torch.bfloat16)
+    torch.nn.init.normal_(wide.bias)
+    exact = copy.deepcopy(wide).float()
+    x = torch.randn(2, 5, 17).to(torch.bfloat16).requires_grad_()
+    given = x.detach().float().requires_grad_()
+    widen_products(wide)
+    found, expected = wide(x), exact(given)
+    assert torch.equal(found, expected.to(torch.bfloat16))
+    grad = torch.randn(2, 5, 24).to(torch.bfloat16)
+    found.backward(grad)
+    expected.backward(grad.float())
+    for ours, theirs in ((x, given), *zip(wide.parameters(), exact.parameters(), strict=True)):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad.to(torch.bfloat16), rtol=0.008, atol=1e-6)
+
+
+def test_a_run_that_ended_without_a_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
+    options = {"size": "1m", "output": str(tmp_path / "run"), "save": False}
+    folder = RunFolder.of(options)
+    settings = fresh_run(options, Start.NEW)
+    folder.root.mkdir()
+    write_resolved(folder, settings, config={})
+    fresh_run(options, Start.NEW)  # it was cut short: there is nothing to keep
+    folder.loss_plot.touch()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        fresh_run(options, Start.NEW)
+    fresh_run(options, Start.OVERWRITE)
+
+
+NUM_STEPS = 4
+
+
+class Net(Tower):
+    """A tower that is called as a language model of transformers."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        return SimpleNamespace(loss=super().forward(input_ids))
+
+
+def _take_steps(ranks: Any) -> list[int]:
+    engine = zero_core.build(Net(), Case(0, "bf16", 3, 1.0).config(), process_group=ranks)
+    corpus: Any = SimpleNamespace(batch=lambda index, **_: rows(index, 0))
+    counts = []
+    for step in range(NUM_STEPS):
+        late_device.reset_counters(with_stacks=True)
+        take_step(engine, corpus, step)
+        kinds = [kind for kind, _ in late_device.counters(ranks.device.index).stacks]
+        counts.append(len(kinds) - kinds.count("copy"))  # without the uploads of batches
+    engine.close()
+    return counts
+
+
+def _run_the_program() -> None:
+    late_device.load()
+    ((counts),) = simulate(_take_steps, 1, device="late")
+    assert max(counts) <= 1, counts
+
+
+def test_the_training_program_reads_no_loss_within_a_step() -> None:
+    run_alone(_run_the_program)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 from conftest import run_program
 from torch.multiprocessing import ProcessExitedException
 from typer.testing import CliRunner
@@ -189,9 +188,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("verb", "arguments", "expected"), LINES)
-def test_a_mistake_is_one_line_and_a_code(
-    verb: str, arguments: str, expected: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_one_line_and_a_code(verb, arguments, expected, folder, monkeypatch):
     assert not dist.is_initialized()
     monkeypatch.chdir(folder.parent)  # where no run is
     before = {path: path.stat().st_mtime_ns for path in folder.parent.rglob("*")}
@@ -206,12 +203,6 @@ def test_a_mistake_is_one_line_and_a_code(
         assert done.stdout == ""
 
 
-def test_each_command_has_a_mistake_in_the_table() -> None:
-    commands = typer.main.get_command(app)
-    assert isinstance(commands, typer.core.TyperGroup)
-    assert set(commands.commands) <= {verb for verb, _, _ in LINES}
-
-
 @pytest.mark.parametrize("verb", ["plan --ranks 0", "verify @/none", "prune @ --keep-last 1"])
 def test_a_mistake_is_json_where_a_report_would_be(verb: str, folder: Path) -> None:
     words = verb.replace("@", str(folder / "none")).split()
@@ -223,10 +214,7 @@ def test_a_mistake_is_json_where_a_report_would_be(verb: str, folder: Path) -> N
 
 @pytest.mark.parametrize(
     ("content", "match"),
-    [
-        (b" \n", "the file is empty"),
-        ("abc é".encode("latin-1"), r"not UTF-8 text \(byte 4"),
-    ],
+    [(b" \n", "the file is empty"), ("abc é".encode("latin-1"), r"not UTF-8 text \(byte 4")],
 )
 def test_data_that_cannot_be_read_is_refused(content: bytes, match: str, tmp_path: Path) -> None:
     path = tmp_path / "some.txt"
@@ -272,9 +260,7 @@ def _end_by_a_checkpoint(folder: str, is_save: bool) -> None:
 
 
 @pytest.mark.parametrize(("is_save", "code"), [(True, 1), (False, 2)])
-def test_full_disk_may_pass_and_a_missing_checkpoint_does_not(
-    is_save: bool, code: int, tmp_path: Path
-) -> None:
+def test_full_disk_may_pass_and_a_missing_checkpoint_does_not(is_save, code, tmp_path):
     with pytest.raises(ProcessExitedException) as ended:
         run_alone(_end_by_a_checkpoint, str(tmp_path), is_save)
     assert ended.value.exit_code == code

@@ -111,19 +111,10 @@ class Gpt2(nn.Module):
         from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
         super().__init__()
-        config = GPT2Config(
-            vocab_size=shape.vocab,
-            n_positions=shape.context,
-            n_embd=shape.width,
-            n_layer=shape.layers,
-            n_head=shape.heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
+        sizes: dict[str, Any] = {"n_layer": shape.layers, "n_embd": shape.width}
+        sizes |= {"n_head": shape.heads, "n_positions": shape.context, "vocab_size": shape.vocab}
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
         self.model = GPT2LMHeadModel(config)
 
     @property
@@ -147,19 +138,10 @@ class T5(nn.Module):
         from transformers.models.t5 import T5Config, T5ForConditionalGeneration
 
         super().__init__()
-        config = T5Config(
-            vocab_size=shape.vocab,
-            d_model=shape.width,
-            d_kv=shape.width // shape.heads,
-            d_ff=4 * shape.width,
-            num_layers=shape.layers,
-            num_heads=shape.heads,
-            decoder_start_token_id=0,
-            pad_token_id=0,
-            eos_token_id=1,
-            dropout_rate=0.0,
-            use_cache=False,
-        )
+        sizes: dict[str, Any] = {"d_model": shape.width, "d_kv": shape.width // shape.heads}
+        sizes |= {"d_ff": 4 * shape.width, "num_layers": shape.layers, "num_heads": shape.heads}
+        sizes |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+        config = T5Config(**sizes, vocab_size=shape.vocab, dropout_rate=0.0, use_cache=False)
         self.model = T5ForConditionalGeneration(config)
 
     @property

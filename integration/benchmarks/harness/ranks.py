@@ -251,11 +251,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        limit_s: float = math.inf,
-        *,
-        device_type: str = "cpu",
-        python: str | None = None,
+        self, limit_s: float = math.inf, *, device_type: str = "cpu", python: str | None = None
     ) -> None:
         """``python``: the ranks' interpreter, by default this one."""
         self.limit_s = limit_s

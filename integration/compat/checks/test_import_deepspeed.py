@@ -27,10 +27,7 @@ from zero_engine.deepspeed_import.importing import import_checkpoint
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-TYPES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-}
+TYPES: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     **{f"{dtype}-{stage}": (dtype, stage, {}) for dtype in ("fp32", "bf16") for stage in range(4)},
     "bf16-2-offload": ("bf16", 2, OFFLOAD),
@@ -166,9 +163,7 @@ def universal(place: Path, name: str, state: str) -> Tensor:
 
 @pytest.mark.parametrize("case", [name for name, row in CASES.items() if row[1] > 0])
 @pytest.mark.parametrize("form", ["zero", "universal"])
-def test_masters_and_moments_are_deepspeeds_conversions(
-    case: str, form: str, written: Path, tmp_path: Path
-) -> None:
+def test_masters_and_moments_are_deepspeeds_conversions(case, form, written, tmp_path):
     place = written / case
     tag = {"zero": "global_step3", "universal": "universal"}[form]
     folder = import_checkpoint(place, tmp_path, tag)

@@ -83,9 +83,7 @@ def _export(ranks: SimulatedRanks, folder: Path, models: list[nn.Module], stage:
     ("kind", "use_dora"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in DORA)]
 )
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3)])
-def test_a_librarys_base_is_merged_as_plain_weights(
-    tmp_path: Path, kind: str, use_dora: bool, world_size: int, stage: int
-) -> None:
+def test_a_librarys_base_is_merged_as_plain_weights(tmp_path, kind, use_dora, world_size, stage):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
     with seeded(0):
         LlamaForCausalLM(LlamaConfig(**SIZES, **heads)).save_pretrained(tmp_path / "base")

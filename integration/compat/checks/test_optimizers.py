@@ -120,9 +120,7 @@ def _same_bits(rank: int, world_size: int, names: list[str], folder: str) -> Non
 
 @pytest.mark.parametrize("package", ["torchao", "bitsandbytes", "transformers"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_update_is_that_of_ddp_at_every_stage_and_after_a_checkpoint(
-    world_size: int, package: str, tmp_path: Path
-) -> None:
+def test_update_is_that_of_ddp_at_every_stage_and_after_a_checkpoint(world_size, package, tmp_path):
     names = [name for name in OPTIMIZERS if name.startswith(package)]
     spawn(_same_bits, world_size, names, str(tmp_path))
 
@@ -166,9 +164,7 @@ def ddp_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("zero", [{"stage": 2, **HOST}, {"stage": 3}])
-def test_each_word_of_the_trainer_trains_as_with_ddp(
-    zero: dict[str, Any], ddp_losses: dict[str, Any], tmp_path: Path
-) -> None:
+def test_each_word_of_the_trainer_trains_as_with_ddp(zero, ddp_losses, tmp_path):
     found = losses_by_word("zero-engine", tmp_path, zero)
     assert found.keys() == set(WORDS)
     for word, expected in ddp_losses.items():

@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    seeded,
-    simulate,
-)
+from zero_core.testing import LR, WEIGHT_DECAY, Case, SimulatedDDP, SimulatedRanks, seeded, simulate
 
 WIDTH = 128
 STEPS = 2

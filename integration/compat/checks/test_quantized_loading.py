@@ -93,9 +93,7 @@ def _measure(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_rank_holds_its_shards_and_one_unit_while_it_loads(
-    tmp_path: Path, world_size: int
-) -> None:
+def test_a_rank_holds_its_shards_and_one_unit_while_it_loads(tmp_path, world_size):
     _save(tmp_path / "tiny", 64, 1)
     spawn(_measure, world_size, _save(tmp_path, WIDTH, DEPTH))
 

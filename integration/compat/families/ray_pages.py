@@ -11,5 +11,5 @@ CASES = [
         launcher=("sh", "{files}/start.sh"),
         files={"start.sh": 'exec python "$@"\n'},
         needs=("ray",),
-    ),
+    )
 ]

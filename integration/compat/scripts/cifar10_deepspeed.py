@@ -34,12 +34,7 @@ def get_ds_config(args):
         "steps_per_print": 2000,
         "optimizer": {
             "type": "Adam",
-            "params": {
-                "lr": 0.001,
-                "betas": [0.8, 0.999],
-                "eps": 1e-8,
-                "weight_decay": 3e-7,
-            },
+            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
         },
         "scheduler": {
             "type": "WarmupLR",

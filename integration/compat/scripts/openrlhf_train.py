@@ -50,10 +50,7 @@ def train_config(args) -> dict:
     config = common_config(args, args.zero_stage)
     config["zero_optimization"] |= {
         "offload_param": {"device": "none"},
-        "offload_optimizer": {
-            "device": "cpu" if args.adam_offload else "none",
-            "pin_memory": True,
-        },
+        "offload_optimizer": {"device": "cpu" if args.adam_offload else "none", "pin_memory": True},
         "sub_group_size": "auto",
         "reduce_bucket_size": "auto",
         "zero_hpz_partition_size": args.zpg,

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from checkpoint_faults import (
-    FULL_OVER,
-    KILLED_BESIDE,
-    KILLED_OVER,
-    faults,
-    files_of,
-)
+from checkpoint_faults import FULL_OVER, KILLED_BESIDE, KILLED_OVER, faults, files_of
 from checkpoint_sides import SIDES
 from rank_pairs import Answer, RankPair
 
@@ -124,11 +118,7 @@ def measured(name: str, faults_of: str, folder: Path) -> Rows:
 
 
 @pytest.mark.parametrize("faults_of", KINDS)
-def test_damaged_checkpoint_is_refused_or_loads_what_was_saved(
-    faults_of: str,
-    tmp_path: Path,
-    count_faults: Callable[[int, int], None],
-) -> None:
+def test_damaged_checkpoint_is_refused_or_loads_what_was_saved(faults_of, tmp_path, count_faults):
     rows = measured(OURS, faults_of, tmp_path)
     ours = sum((Counter(counts) for counts in rows.values()), Counter[str]())
     count_faults(sum(ours.values()) - ours["written"], ours["refused"] + ours["harmless"])
@@ -137,11 +127,6 @@ def test_damaged_checkpoint_is_refused_or_loads_what_was_saved(
 
 @pytest.mark.parametrize("faults_of", KINDS)
 @pytest.mark.parametrize("name", sorted(set(SIDES) - {OURS}))
-def test_peers_are_given_the_same_checkpoints(
-    name: str,
-    faults_of: str,
-    tmp_path: Path,
-    count_faults: Callable[[int, int], None],
-) -> None:
+def test_peers_are_given_the_same_checkpoints(name, faults_of, tmp_path, count_faults):
     assert measured(name, faults_of, tmp_path)
     count_faults(0, 0)  # what others do is measured, not held to anything

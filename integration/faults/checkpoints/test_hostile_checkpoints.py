@@ -1,7 +1,9 @@
-"""A forged checkpoint is refused in time and before anything is written."""
+"""Forged, damaged and half-written checkpoints are refused in time, before anything is written."""
 
 from __future__ import annotations
 
+import os
+import random
 import resource
 import shutil
 import time
@@ -11,11 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import zero_core
 from faults.checkpoints.hostile import FILES_OF, TAGS, folders, manifests
 from faults.checkpoints.small_checkpoints import build, digest, rewrite, train
-from zero_core.checkpoint.files import read_buffers, read_weights
+from faults.harness import Program
+from zero_core.checkpoint.files import find, read_buffers, read_weights
+from zero_core.checkpoint.load import read_client_state
 from zero_core.testing import SimulatedRanks, simulate
 
 _MAX_S = 1.0
@@ -75,9 +80,7 @@ def _little_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def test_forged_manifests_with_a_valid_digest_are_refused(
-    saved: Path, engine: zero_core.Engine, tmp_path: Path, count_faults: Callable[[int, int], None]
-) -> None:
+def test_forged_manifests_with_a_valid_digest_are_refused(saved, engine, tmp_path, count_faults):
     with _little_memory(), pytest.raises(RuntimeError, match="alloc"):
         torch.empty(_NEVER_FREE, dtype=torch.uint8)  # the limit holds for torch's memory, too
     found, count = [], 0
@@ -95,9 +98,7 @@ def test_forged_manifests_with_a_valid_digest_are_refused(
     assert not found, "\n".join(found)
 
 
-def test_files_that_are_not_checkpoints_are_refused(
-    saved: Path, engine: zero_core.Engine, tmp_path: Path, count_faults: Callable[[int, int], None]
-) -> None:
+def test_files_that_are_not_checkpoints_are_refused(saved, engine, tmp_path, count_faults):
     found, count = [], 0
     for file, name, change in folders():
         folder = tmp_path / str(count)
@@ -127,9 +128,7 @@ def test_files_that_are_not_checkpoints_are_refused(
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_a_tag_outside_the_folder_is_refused(
-    saved: Path, engine: zero_core.Engine, tmp_path: Path, tag: str
-) -> None:
+def test_a_tag_outside_the_folder_is_refused(saved, engine, tmp_path, tag):
     folder = tmp_path / "inside"
     shutil.copytree(saved, folder)
     shutil.copytree(saved / "t", tmp_path / "x")
@@ -170,8 +169,138 @@ def _loads(ranks: SimulatedRanks, folder: str, stage: int, is_offloaded: bool) -
     ("stage", "is_offloaded"),
     [(0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True)],
 )
-def test_a_refused_load_has_written_nothing_on_two_ranks(
-    tmp_path: Path, stage: int, is_offloaded: bool
-) -> None:
+def test_a_refused_load_has_written_nothing_on_two_ranks(tmp_path, stage, is_offloaded):
     simulate(_save, 2, str(tmp_path / "saved"), stage, is_offloaded)
     simulate(_loads, 2, str(tmp_path), stage, is_offloaded)
+
+
+_SAMPLE = int(os.environ.get("ZERO_FAULTS_SAMPLE", "0"))
+"""Bytes of each file that are tried. 0: all."""
+Count = Callable[[int, int], None]
+
+
+class _Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 2)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.frozen(self.line(x))).square().mean()
+
+
+def _build_small() -> zero_core.Engine:
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}}
+    return zero_core.build(_Small(), config)
+
+
+@pytest.fixture(scope="module")
+def saved_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    engine = _build_small()
+    engine.backward(engine(torch.randn(4, 3)))
+    engine.step()
+    folder = tmp_path_factory.mktemp("bytes")
+    engine.save_checkpoint(folder, "t", {"epoch": 1})
+    engine.close()
+    return folder
+
+
+def _positions(size: int) -> list[int]:
+    every = range(size)
+    return sorted(random.Random(0).sample(every, _SAMPLE)) if 0 < _SAMPLE < size else list(every)
+
+
+def _check(path: Path, readers: list[Callable[[], object]], count_faults: Count) -> None:
+    """Change each byte of a file, its length too, and require all readers to refuse it."""
+    data, wrong, count = path.read_bytes(), [], 0
+    flips = [(at, mask) for at in _positions(len(data)) for mask in (1 << at % 8, 0xFF)]
+    changed = [
+        (f"byte {at} ^ {m}", data[:at] + bytes([data[at] ^ m]) + data[at + 1 :]) for at, m in flips
+    ]
+    changed += [(f"cut at {at}", data[:at]) for at in _positions(len(data))[::7]]
+    changed += [(f"{tail!r} appended", data + tail) for tail in (b"\0", b"\n", b" ", b"}", data)]
+    for name, found in changed:
+        path.write_bytes(found)
+        for number, read in enumerate(readers):
+            count += 1
+            try:
+                read()
+                wrong.append(f"{path.name}, {name}: reader {number} took it")
+            except zero_core.CheckpointError:
+                pass
+            except Exception as error:
+                wrong.append(f"{path.name}, {name}: reader {number} raised {error!r:.100}")
+    path.write_bytes(data)
+    print(f"{path.name}: {count - len(wrong)} of {count} reads were refused")
+    count_faults(count, count - len(wrong))
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def test_every_byte_of_the_manifest(saved_step: Path, tmp_path: Path, count_faults: Count) -> None:
+    folder = Path(shutil.copytree(saved_step, tmp_path / "copy"))
+    engine = _build_small()
+    path = folder / "t" / "manifest.json"
+    readers = [lambda: engine.load_checkpoint(folder), lambda: read_client_state(folder)]
+    _check(path, readers, count_faults)
+    engine.load_checkpoint(folder)
+    engine.close()
+
+
+def test_every_byte_of_every_file(saved_step: Path, tmp_path: Path, count_faults: Count) -> None:
+    folder = Path(shutil.copytree(saved_step, tmp_path / "copy"))
+    engine = _build_small()
+    for path in sorted(folder.joinpath("t").glob("*.safetensors")):
+        readers: list[Callable[[], object]] = [lambda: engine.load_checkpoint(folder)]
+        if path.name.startswith(("master_weight", "value")):
+            readers.append(lambda: list(read_weights(folder)))
+        if path.name.startswith("buffers"):
+            readers.append(lambda: read_buffers(folder))
+        _check(path, readers, count_faults)
+    engine.load_checkpoint(folder)
+    engine.close()
+
+
+SCRIPT = str(Path(__file__).with_name("saving_program.py"))
+STEPS = 40
+KILLS = 12
+
+
+def _saving_program(folder: Path) -> Program:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return Program(*launcher, SCRIPT, str(folder), str(STEPS))
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the newest checkpoint's weights. A damaged one raises."""
+    return {weight.names[0]: weight.value for weight in read_weights(folder)}
+
+
+def _newest(folder: Path) -> str:
+    return find(folder, None).name if folder.joinpath("latest").exists() else ""
+
+
+def test_killed_at_any_moment_the_newest_checkpoint_is_whole_and_training_ends_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    with _saving_program(tmp_path / "straight") as straight:
+        assert straight.end() == 0, straight.output
+    folder, moments = tmp_path / "killed", random.Random(0)
+    for _ in range(KILLS):
+        before = _newest(folder)
+        with _saving_program(folder) as program:
+            program.wait_for(lambda before=before: _newest(folder) != before)
+            time.sleep(moments.uniform(0.0, 0.1))
+            program.kill_all()
+        found = _newest(folder)
+        assert _weights(folder), found
+        if found == f"step-{STEPS}":
+            break
+    with _saving_program(folder) as last:
+        assert last.end() == 0, last.output
+    assert _newest(folder) == f"step-{STEPS}"
+    theirs = _weights(tmp_path / "straight")
+    for name, value in _weights(folder).items():
+        assert torch.equal(value, theirs[name]), name
+    left = list(folder.glob(".*"))  # ranks' marks, which stay for a day
+    assert all(path.is_file() and not path.stat().st_size for path in left), left

@@ -324,10 +324,7 @@ def _contradictions() -> Iterator[Malformed]:
         ),
         (offload, {zero: {"offload_optimizer": {"ratio": 0.5}}}),
         (offload, {zero: {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}}),
-        (
-            "bf16.bf16_optimizer_states",
-            {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
-        ),
+        ("bf16.bf16_optimizer_states", {"bf16": {"enabled": True, "bf16_optimizer_states": True}}),
         ("bf16.bf16_master_weights_and_grads", {"bf16": {"bf16_master_weights_and_grads": True}}),
         ("sparse_gradients", {"sparse_gradients": True}),
         ("amp", {"amp": {"enabled": True}}),

@@ -1,10 +1,15 @@
-"""A rank stops, ends or diverges: all others name it in time."""
+"""A rank stops, ends or diverges: all others name it in time. Healthy ones are not named."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import runpy
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -17,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import seeded, spawn
+from zero_core.testing import Case, batch, make_model, seeded, spawn
 
 WIDTH = 16
 NAMED_WITHIN_S, ENDED_WITHIN_S = 2.0, 4.0
@@ -121,9 +126,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (3, 3), (3, 1)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_others_name_a_rank_that_hangs(
-    fault: str, world_size: int, stage: int, tmp_path: Path
-) -> None:
+def test_the_others_name_a_rank_that_hangs(fault, world_size, stage, tmp_path):
     if fault == "branches" and stage != 3:
         pytest.skip("a forward waits for no rank at stage 1")
     ends = nullcontext() if fault == "exits" else pytest.raises(Exception, match="SIGKILL")
@@ -183,3 +186,148 @@ def test_every_exchange_with_a_rank_that_died_raises_an_error_that_names_it(
     found = (tmp_path / "found").read_text()
     assert found.startswith("CollectiveError: rank 0: ")
     assert "the process of rank 1 has ended" in found
+
+
+PROGRAM = """
+import os, signal
+import torch
+import torch.distributed as dist
+from torch import nn
+import zero_core
+
+dist.init_process_group("gloo")
+stopped = int(os.environ["STOPPED"])
+model = nn.Module()
+model.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "name_waits_within_s": 2.0,
+    "collective_timeout_s": 4.0,
+}
+
+def forward(x):
+    for number, block in enumerate(model.blocks):
+        if number == 2 and dist.get_rank() == stopped and engine.global_steps == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        x = block(x)
+    return x.square().mean()
+
+model.forward = forward
+engine = zero_core.build(model, config)
+while True:
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+"""
+
+
+def _run_by_torchrun(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node=2", program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_torchrun_says_who_stopped(tmp_path: Path) -> None:
+    done = _run_by_torchrun(tmp_path, STOPPED="1")
+    assert done.returncode == 1
+    assert "no sign of life of rank 1" in done.stderr
+    assert "(its process is stopped), last seen in" in done.stderr
+    summary = done.stderr[done.stderr.index("Root Cause") :]
+    assert "CollectiveError: rank 0: " in summary, summary
+    assert "no sign of life of rank 1" in summary
+
+
+def test_torchrun_names_a_rank_that_stops_and_hosts_the_store(tmp_path: Path) -> None:
+    done = _run_by_torchrun(tmp_path, STOPPED="0", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert done.returncode == 1
+    summary = done.stderr[done.stderr.index("Root Cause") :]
+    assert "CollectiveError: rank 1: " in summary, summary
+    assert "rank 0 of the job (it hosts the store of the process group at " in summary
+
+
+def test_a_rank_that_stops_and_hosts_the_store_is_named_without_a_launcher(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **variables, "RANK": rank, "STOPPED": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        _, said = ranks[1].communicate(timeout=200)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[1].returncode == 1
+    found = "rank 0 of the job (it hosts the store of the process group at 127.0.0.1:"
+    logged, raised = said.index(found), said.rindex(found)
+    assert logged < said.index("Traceback") < raised
+    assert "has not answered for" in said[raised:]
+
+
+WATCH = Path(__file__).parents[3] / "packages" / "zero-core" / "tests" / "test_watch.py"
+
+
+def test_no_rank_is_named_in_a_hundred_thousand_healthy_steps(caplog, monkeypatch):
+    monkeypatch.syspath_prepend(WATCH.parent)
+    watch = runpy.run_path(str(WATCH))
+    ranks = watch["_Ranks"](3)
+    ranks.run(watch["healthy"](100_000, 3))
+    assert ranks.now > 50_000.0
+    assert caplog.records == []
+
+
+def _held() -> tuple[int, int, int]:
+    """Return descriptors, threads and bytes of tensors of this process."""
+    gc.collect()
+    tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    # The thread of heartbeats ends with the next beat.
+    is_watched = any(t.name == "zero_core watch" for t in threading.enumerate())
+    threads = len(os.listdir("/proc/self/task")) - is_watched
+    return len(os.listdir("/proc/self/fd")), threads, sum(sizes.values())
+
+
+def _drop(rank: int, world_size: int, stage: int, is_on_host: bool) -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}} if is_on_host else {}
+
+    def use() -> None:
+        engine = zero_core.build(make_model(), Case(stage, zero=zero).config())
+        engine.backward(engine(**batch(0, 0, rank))["loss"])
+        engine.step()
+
+    for _ in range(2):
+        use()
+    before = _held()
+    for _ in range(20):
+        use()
+    deadline = time.monotonic() + 30.0
+    # A thread that was told to end takes a moment.
+    while any(now > then for now, then in zip(_held(), before, strict=True)):
+        assert time.monotonic() < deadline, f"held {_held()}, {before} before"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("is_on_host", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("stage", range(4))
+def test_twenty_engines_that_are_dropped_leave_nothing(stage: int, is_on_host: bool) -> None:
+    if is_on_host and not stage:
+        pytest.skip("offload_optimizer needs stage 1 or more")
+    spawn(_drop, 2, stage, is_on_host)

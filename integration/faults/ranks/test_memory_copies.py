@@ -141,10 +141,7 @@ def test_node_that_is_lost_with_its_memory_comes_back_from_the_other_one(tmp_pat
     command = (*node(29613), *program(folder, copied))
     with nothing_left_in_memory(), Program(*command, **OWN_STORE) as first:
         first.wait_for(lambda: bool(first.ranks()))  # it hosts the rendezvous
-        with (
-            Program(*command, **OWN_STORE) as second,
-            Program(*command, **OWN_STORE) as third,
-        ):
+        with Program(*command, **OWN_STORE) as second, Program(*command, **OWN_STORE) as third:
             first.wait_for(lambda: num_ranks(folder)[-1] == 2)
             first.wait_for(lambda: last_step(folder) >= 20)
             # Two of them train, whichever met first. The other one waits until a node is missing.

@@ -76,9 +76,7 @@ def test_killed_rank_is_started_anew_and_the_run_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_run_that_is_told_to_stop_saves_and_goes_on(
-    signum: signal.Signals, straight: RunFolder, tmp_path: Path
-) -> None:
+def test_run_that_is_told_to_stop_saves_and_goes_on(signum, straight, tmp_path):
     folder = RunFolder(tmp_path / "run")
     command = ("-m", "zero_engine", *program(folder)[2:], "--ranks=2")
     with Program(*command) as run:
@@ -93,9 +91,7 @@ def test_run_that_is_told_to_stop_saves_and_goes_on(
     assert weights(folder) == weights(straight)
 
 
-def test_slurm_job_saves_before_its_end_and_goes_on_when_it_is_requeued(
-    straight: RunFolder, tmp_path: Path
-) -> None:
+def test_slurm_job_saves_before_its_end_and_goes_on_when_it_is_requeued(straight, tmp_path):
     folder, heartbeat = RunFolder(tmp_path / "run"), tmp_path / "heartbeat"
     variables = slurm_job(tmp_path, f'#!/bin/bash\nexec {sys.executable} -m zero_engine "$@"\n')
     become = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
@@ -112,9 +108,7 @@ def test_slurm_job_saves_before_its_end_and_goes_on_when_it_is_requeued(
     assert weights(folder) == weights(straight)
 
 
-def test_ranks_of_a_killed_launcher_save_and_leave_and_the_run_goes_on(
-    straight: RunFolder, tmp_path: Path
-) -> None:
+def test_ranks_of_a_killed_launcher_save_and_leave_and_the_run_goes_on(straight, tmp_path):
     folder = RunFolder(tmp_path / "run")
     with Program(*ONE_NODE, *program(folder)) as run:
         run.wait_for(lambda: last_step(folder) >= 15)
@@ -184,9 +178,7 @@ def test_ranks_of_a_launcher_that_is_killed_while_they_import_leave(tmp_path: Pa
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_start_that_waits_for_the_folder_is_told_to_stop(
-    signum: signal.Signals, tmp_path: Path
-) -> None:
+def test_start_that_waits_for_the_folder_is_told_to_stop(signum, tmp_path):
     folder = RunFolder(tmp_path / "run")
     other = RunLock(folder)
     other.acquire(wait_s=0)

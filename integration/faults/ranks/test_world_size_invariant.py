@@ -200,9 +200,7 @@ def train_until_killed(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_killed_on_4_then_2_then_1_rank_ends_on_4_as_if_nothing_had_been(
-    stage: int, tmp_path: Path
-) -> None:
+def test_a_run_killed_on_4_then_2_then_1_rank_ends_on_4_as_if_nothing_had_been(stage, tmp_path):
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     alone.mkdir()
     killed.mkdir()
@@ -230,9 +228,7 @@ def logged(output: Path) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row]
 
 
-def test_the_train_program_logs_and_exports_the_same_when_it_moves_between_ranks(
-    tmp_path: Path,
-) -> None:
+def test_the_train_program_logs_and_exports_the_same_when_it_moves_between_ranks(tmp_path):
     given = {**config(2, "none", "clipped", tmp_path), "gradient_clipping": 0.5}
     (tmp_path / "zero.json").write_text(json.dumps(given))
     train(tmp_path / "alone", tmp_path / "zero.json", 1, 9)

@@ -215,10 +215,7 @@ OFFLOAD = {"device": "cpu", "pin_memory": True}
 STATES = {"offload_optimizer": OFFLOAD}
 RESTING = _config(3, offload_param=OFFLOAD, **STATES)
 QUANTIZED = _config(
-    3,
-    zero_quantized_weights=True,
-    zero_quantized_gradients=True,
-    zero_hpz_partition_size=1,
+    3, zero_quantized_weights=True, zero_quantized_gradients=True, zero_hpz_partition_size=1
 )
 CASES = {
     "offloaded and clipped": _config(2, clipping=1.0, **STATES),

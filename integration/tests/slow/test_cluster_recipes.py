@@ -1,4 +1,4 @@
-"""The files for clusters: SLURM's script runs here, the others are checked for their form."""
+"""The files for clusters: SLURM's script and Ray run here, others are checked for their form."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import own_lines
+from conftest import CAPTURED, own_lines
 
 from benchmarks.harness.forked_python import forked_python
+from faults.harness import Program
 from faults.ranks.slurm_stand_ins import slurm_job
 from zero_core.extensions.heartbeat import VARIABLE
 from zero_engine.launch.started_ranks import rank_variables
@@ -31,13 +33,7 @@ EXAMPLE = EXAMPLES / "fsdp2_quantized.py"
 def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     program = f'#!/bin/bash\nexec {shlex.quote(forked_python())} -m zero_engine "$@"\n'
     done = subprocess.run(
-        [tmp_path / "job.sh", EXAMPLE],
-        cwd=tmp_path,
-        env=slurm_job(tmp_path, program),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+        [tmp_path / "job.sh", EXAMPLE], cwd=tmp_path, env=slurm_job(tmp_path, program), **CAPTURED
     )
     assert done.returncode == 0, done.stderr
     assert "srun starts 2 tasks" in done.stderr
@@ -48,9 +44,7 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
 # `faults/ranks/test_restarts.py` sends the signal to the train program itself.
 @pytest.mark.parametrize(("code", "is_requeued"), [(138, True), (1, True), (2, False), (0, False)])
 @pytest.mark.parametrize("is_array", [True, False])
-def test_slurm_script_is_requeued_after_its_warning(
-    code: int, is_requeued: bool, is_array: bool, tmp_path: Path
-) -> None:
+def test_slurm_script_is_requeued_after_its_warning(code, is_requeued, is_array, tmp_path):
     program = f"#!/bin/bash\ntrap 'exit {code}' USR1\necho \"$@\" > $SLURM_NODEID.arguments\n"
     environment = slurm_job(tmp_path, program + "while true; do sleep 0.05; done\n")
     job_id = environment["SLURM_JOB_ID"]
@@ -190,9 +184,47 @@ def test_image_has_the_python_of_the_wheelhouse(has_wheel: bool, tmp_path: Path)
     (install,) = re.findall(r"^RUN ((?:.*\\\n)*.*pip install(?:.*\\\n)*.*)$", text, re.M)
     command = re.sub(r"--mount=\S+|\\\n", " ", install).replace("/wheelhouse", str(house))
     stand_ins = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; pip() {{ echo pip "$@"; }}; '
-    done = subprocess.run([*bash, stand_ins + command], capture_output=True, text=True, check=False)
+    done = subprocess.run([*bash, stand_ins + command], **CAPTURED)
     assert (done.returncode == 0) is has_wheel
     if has_wheel:
         assert f"--no-index --find-links={house}" in done.stdout
     else:
         assert "--build-arg PYTHON" in done.stderr
+
+
+pytest.importorskip("ray", reason="the optional ray is not installed")
+
+RAY_EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
+
+
+def _workers(program: Program) -> list[int]:
+    """Return the processes of Ray's workers, which are named after their class."""
+    found = []
+    for pid in program.descendants():
+        with suppress(OSError):  # it has ended meanwhile
+            if b"ray::RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def _weights(folder: Path) -> dict[str, bytes]:
+    last = folder / "checkpoints" / "step-64"
+    return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+
+
+def test_run_goes_on_with_the_same_bits_after_a_worker_was_killed(tmp_path: Path) -> None:
+    """The oracle is a run in which nothing happens."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    with Program(str(RAY_EXAMPLE), str(straight)) as program:
+        assert program.end() == 0, program.output
+    with Program(str(RAY_EXAMPLE), str(killed)) as program:
+        saved = killed / "checkpoints" / "latest"
+        program.wait_for(lambda: len(_workers(program)) == 2)
+        first = _workers(program)
+        program.wait_for(saved.exists)
+        os.kill(first[-1], signal.SIGKILL)
+        assert not (killed / "checkpoints" / "step-64").exists(), "it was killed too late"
+        program.wait_for(lambda: len({*_workers(program)} - {*first}) == 2)
+        assert program.end() == 0, program.output
+    assert len(_weights(straight)) > 0
+    assert _weights(killed) == _weights(straight)

@@ -1,32 +1,36 @@
-"""Options of DeepSpeed's launcher start the ranks that DeepSpeed would start.
+"""Programs of ``zero-engine run``: the ranks that DeepSpeed would start, which find deepspeed.
 
-``integration/compat/checks/test_launcher.py`` compares host files and filters with DeepSpeed's own.
+``integration/compat/checks/test_config_and_launcher.py`` compares host files with DeepSpeed's own.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
+import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from conftest import environment, run_forked
+from conftest import CAPTURED, environment, run_forked
+from conftest import run_program as start_program
 from torch.distributed.run import get_args_parser
 
+from benchmarks.harness.forked_python import forked_python
 from tests.support.ports import free_port
 from zero_core.errors import ConfigError
-from zero_engine.script.deepspeed_options import (
-    add_options,
-    carry_out,
-    process_number_saved,
-)
-from zero_engine.script.hook import hooked
+from zero_engine.deepspeed.served import reason_to_refuse
+from zero_engine.script.deepspeed_options import add_options, carry_out, process_number_saved
+from zero_engine.script.hook import ON_PATH, hooked, install
 from zero_engine.script.hosts import filtered, read_host_file
+from zero_engine.script.mends import mend_loading
 from zero_engine.script.run import run_program
 
 SEES = """
@@ -61,9 +65,7 @@ def _ranks(done: subprocess.CompletedProcess[str]) -> list[tuple[dict[str, Any],
         "-e worker-1:1,2@worker-0 -H hosts --no_local_rank --save_pid",
     ],
 )
-def test_options_start_the_ranks_that_deepspeed_would(
-    script: Path, options: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_start_the_ranks_that_deepspeed_would(script, options, monkeypatch):
     monkeypatch.chdir(script.parent)
     port = str(free_port())
     done = run_forked(
@@ -91,9 +93,7 @@ def test_a_stale_file_of_the_process_number_is_replaced() -> None:
         path.rmdir()
 
 
-def test_nodes_without_ssh_are_parts_of_one_job(
-    script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_without_ssh_are_parts_of_one_job(script, monkeypatch):
     monkeypatch.chdir(script.parent)
     shared = ("--no_ssh", "--master_addr=127.0.0.1", "--master-port", str(free_port()), "--quiet")
     chosen = ("--hostfile", "hosts", "--include=worker-0:1@worker-1:0,3")
@@ -215,9 +215,7 @@ def test_run_on_one_machine_takes_a_free_port_and_no_host_file_of_deepspeeds(
         ("-H hosts -i worker-0:2", "worker-0 has no slot 2: it has 2"),
     ],
 )
-def test_option_that_cannot_be_served_says_what_to_do(
-    script: Path, options: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_option_that_cannot_be_served_says_what_to_do(script, options, message, monkeypatch):
     monkeypatch.chdir(script.parent)
     assert message in _refusal(*options.split(), script.name)
 
@@ -255,9 +253,7 @@ def test_filters_keep_the_order_of_hosts_and_slots() -> None:
         ("4,5,6,7", ["--num_gpus=2"], "4,5,6,7"),
     ],
 )
-def test_chosen_slots_are_the_devices_that_ranks_see(
-    visible: str, options: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chosen_slots_are_the_devices_that_ranks_see(visible, options, expected, monkeypatch):
     # There is no machine with four devices here; all that is asked of it is their number.
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
@@ -277,8 +273,123 @@ def test_program_deepspeed_starts_ranks(script: Path) -> None:
         # --save is the script's own, and no short form of --save_pid.
         ["deepspeed", "--num_gpus=1", "-q", str(script), "--save", "a"],
         env=hooked(environment()),
-        capture_output=True,
-        text=True,
-        check=False,
+        **CAPTURED,
     )
     assert [arguments for _, arguments in _ranks(done)] == [["--save", "a"]]
+
+
+SEES_DEEPSPEED = Path(__file__).parents[1] / "scripts" / "sees_deepspeed.py"
+SITECUSTOMIZE = "import os\nos.environ['HIDDEN_SITECUSTOMIZE'] = 'was run'\n"
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> dict[str, Any]:
+    """Return what the script saw as one process, with a user's sitecustomize on the path."""
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), environment().get("PYTHONPATH", "")])
+    found: dict[str, Any] = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "zero_engine", "run", str(SEES_DEEPSPEED), "--help", "-m", "x"],
+            env={**environment(), "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=600,
+            check=True,
+        ).stdout
+    )
+    return found
+
+
+def test_script_and_its_children_find_deepspeed_as_one_module(seen: dict[str, Any]) -> None:
+    expected = {
+        "is found": True,
+        "version": "0.19.8",
+        "__version__": "0.19.8",
+        "packages": True,
+        "finding it imports torch": False,
+        "one module": True,
+        "arguments": ["--help", "-m", "x"],
+        "child": "zero_engine.deepspeed",
+        "hidden sitecustomize": "was run",
+        "instance": False,  # of a class that is not served
+    }
+    assert {name: seen[name] for name in expected} == expected
+    assert seen["nonsense"].startswith("ModuleNotFoundError: ")
+    for use, name in {
+        "call": "pipe.LayerSpec",
+        "subclass": "pipe.PipelineModule",
+        "attribute": "moe.layer.MoE",
+        "top level": "init_inference",
+    }.items():
+        assert seen[use].startswith("NotServedError: ")
+        assert name in seen[use]
+        assert reason_to_refuse(name) in seen[use]
+
+
+def test_a_library_whose_release_is_not_known_is_imported_as_it_is(tmp_path, monkeypatch, caplog):
+    place = tmp_path / "pytorch_lightning" / "strategies"
+    place.mkdir(parents=True)
+    for folder in (place.parent, place):
+        (folder / "__init__.py").touch()
+    (place / "deepspeed.py").write_text("value = 7", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    name = "pytorch_lightning.strategies.deepspeed"
+    install()
+    assert importlib.import_module(name).value == 7
+    assert [record.getMessage().split(" ", 1)[0] for record in caplog.records] == [name]
+    for imported in [n for n in sys.modules if n.partition(".")[0] == "pytorch_lightning"]:
+        del sys.modules[imported]
+
+
+def test_a_release_whose_loading_takes_other_arguments_is_not_mended() -> None:
+    def load(load_config: object, model: object) -> None:
+        pass
+
+    module = ModuleType("transformers.core_model_loading")
+    vars(module)["convert_and_load_state_dict_in_model"] = load
+    with pytest.raises(ImportError, match=r"takes \['load_config', 'model'\], expected"):
+        mend_loading(module)
+    assert vars(module)["convert_and_load_state_dict_in_model"] is load
+
+
+def test_ranks_communicate_and_the_exit_code_is_the_failing_ranks() -> None:
+    # New interpreters are given the hook in test_accelerate_launch.
+    ranks = {"PYTHON_EXEC": forked_python()}
+    done = start_program(
+        "run", "--nproc-per-node=2", str(SEES_DEEPSPEED), expected_code=7, more=ranks
+    )
+    # Of two ranks, whose lines of Gloo in torch 2.10 may run into each other.
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(said) == 2, done.stdout
+
+
+def test_script_runs_in_place_where_the_process_is_a_rank_already(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, importlib.metadata as m\nprint(os.getpid(), m.version('deepspeed'))"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-m", "zero_engine", "run", str(script)],
+        env={**environment(), "RANK": "0", "WORLD_SIZE": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _ = started.communicate(timeout=600)
+    assert output.split() == [str(started.pid), "0.19.8"]
+
+
+def test_process_without_the_hook_is_untouched_whose_folders_stand_in_front_once() -> None:
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is None or "zero_engine" not in str(spec.origin)
+    once = hooked({"PYTHONPATH": "/a", "PATH": "/b"})
+    assert once["PYTHONPATH"] == os.pathsep.join([str(ON_PATH), "/a"])
+    assert hooked(once) == once
+
+
+def test_torchrun_options_are_refused_for_a_program_that_starts_ranks(monkeypatch):
+    for name in ("PYTHONPATH", "PATH"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    with pytest.raises(ValueError, match=r"--nproc-per-node was given.*accelerate"):
+        run_program(["--nproc-per-node=2", "accelerate", "launch", "train.py"])

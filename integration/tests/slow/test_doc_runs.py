@@ -17,14 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import TIME_LIMIT_S, TINY, environment
+from conftest import CAPTURED, TINY, environment
 from test_import_deepspeed import deepspeed_classes, write_stage_2
 from transformers import GPT2Config
 
 from benchmarks.harness.forked_python import forked_python
 from tests.support.doc_blocks import MODULES, PAGES, ROOT, Block, find_blocks
 from tests.support.lm_models import save_models
-from zero_engine.train.settings import RunFolder
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 READERS = {
@@ -41,7 +40,6 @@ CONFIG = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 CONFIGS = ("ds_config.json", "ds_zero_offload.config")
-LESSONS = ROOT / "integration" / "examples" / "tutorials"
 TUTORIALS = {
     "zero": "zero.py",
     "zero-offload": "offload.py",
@@ -156,9 +154,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", TO_RUN, ids=lambda page: f"{page.parent.name}-{page.stem}")
-def test_commands_of_a_page_run(
-    page: Path, material: Path, finished_run: tuple[RunFolder, str], tmp_path: Path
-) -> None:
+def test_commands_of_a_page_run(page, material, finished_run, tmp_path):
     folder = shutil.copytree(material, tmp_path / "reader", symlinks=True)
     text = "\n".join(TO_RUN[page])
     if "report runs/mine" in text and "train " not in text:
@@ -174,10 +170,7 @@ def test_commands_of_a_page_run(
             cwd=folder,
             env={**environment(), **own, "PYTHON_EXEC": _interpreter()},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIME_LIMIT_S,
-            check=False,
+            **CAPTURED,
         )
         assert done.returncode == 0, f"{_as_run(command)}\n{done.stdout}{done.stderr}"
         assert "Traceback" not in done.stderr, f"{_as_run(command)}\n{done.stderr}"
@@ -192,10 +185,3 @@ def test_commands_of_a_page_run(
 
 def _sizes(text: str) -> dict[str, list[int]]:
     return {name: [int(size) for size in sizes] for name, *sizes in BYTES.findall(text)}
-
-
-@pytest.mark.parametrize("page", TUTORIALS)
-def test_tutorial_shows_the_configuration_of_its_script(page: str) -> None:
-    path = (LESSONS / TUTORIALS[page]).with_suffix(".json")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    assert config in [json.loads(b.text) for b in find_blocks("json") if b.page.stem == page]

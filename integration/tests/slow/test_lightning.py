@@ -102,12 +102,9 @@ def _loader() -> DataLoader[Any]:
 
 
 def _trainer(strategy: Any, world_size: int, folder: Any, **options: Any) -> L.Trainer:
-    silent = (
-        "logger",
-        *(f"enable_{n}" for n in ("progress_bar", "model_summary", "checkpointing")),
-    )
+    shown = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger")
     settings = {"max_epochs": EPOCHS, "default_root_dir": folder, "strategy": strategy}
-    settings |= {**dict.fromkeys(silent, False), **options}
+    settings |= {**dict.fromkeys(shown, False), **options}
     return L.Trainer(accelerator="cpu", devices=world_size, **settings)
 
 
@@ -243,13 +240,8 @@ def _refuses(world_size: int, folder: Path) -> None:
 
 
 def _all_of(rank: int, world_size: int, folder: Path) -> None:
-    for program in (
-        _trains_in_16_bits,
-        _trains_by_hand_and_is_made_late,
-        _has_named_optimizer,
-        _fits_twice,
-        _refuses,
-    ):
+    by_hand = _trains_by_hand_and_is_made_late
+    for program in (_trains_in_16_bits, by_hand, _has_named_optimizer, _fits_twice, _refuses):
         program(world_size, folder)
 
 
@@ -335,16 +327,12 @@ def test_lightnings_own_deepspeed_strategy_trains_saves_and_goes_on(tmp_path: Pa
         ("missing.json", {}, "neither a file that exists"),
     ],
 )
-def test_what_the_trainer_decides_is_refused_in_the_configuration(
-    config: Any, options: dict[str, Any], key: str
-) -> None:
+def test_what_the_trainer_decides_is_refused_in_the_configuration(config, options, key):
     with pytest.raises(zero_core.ConfigError, match=key):
         ZeroStrategy(config, **options)
 
 
-def test_configuration_in_a_file_and_precisions_that_the_engine_lacks_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_configuration_in_a_file_and_precisions_that_the_engine_lacks_are_refused(tmp_path):
     path = tmp_path / "zero.json"
     path.write_text('{"gradient_clipping": 1.0, // the Trainer has it\n}', encoding="utf-8")
     with pytest.raises(zero_core.ConfigError, match=r"gradient_clipping = 1: leave it out"):

@@ -21,7 +21,7 @@ from zero_core.comm.topology import Ranks
 from zero_core.testing.models import make_model
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import run_on_processes
-from zero_core.testing.scenarios import LONG, SCENARIOS
+from zero_core.testing.scenarios import BY_NAME, SCENARIOS
 from zero_core.testing.simulated import simulate
 
 FOLDER = "FOLDER"
@@ -56,7 +56,7 @@ class Variant:
 class Row:
     """One equality."""
 
-    scenario: str  # what is done, by its name in `SCENARIOS` or `LONG`
+    scenario: str  # what is done, by its name in `SCENARIOS` or `BY_NAME`
     variant: str  # name of what is added
     stage: int  # ZeRO stage of both sides
     dtype: str  # of forward and backward: "fp32", "bf16" or "fp16"
@@ -131,7 +131,7 @@ def _compare(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> None:
 
 
 def _run(ranks: Ranks, row: Row, variant: Variant, folder: Path) -> Outcome:
-    scenario, more = {**SCENARIOS, **LONG}[row.scenario]
+    scenario, more = {**SCENARIOS, **BY_NAME}[row.scenario]
     folder.mkdir(exist_ok=True)
     zero = {**variant.base, **variant.zero}
     top = {**more, **variant.base_top, **variant.top}

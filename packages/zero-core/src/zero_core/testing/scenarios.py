@@ -167,15 +167,38 @@ def _skips_a_step(engine: Engine, folder: Path) -> list[float]:
 
 
 def _has_edited_gradients(engine: Engine, folder: Path) -> list[float]:
+    # Or other things happen between backward and step, which may have updated something by then.
     losses = []
-    for step in range(4):
+    for step in range(8):
         loss = engine(**batch(step, 0, engine.rank))["loss"]
         engine.backward(loss)
-        for name in ("blocks.1.up.weight", "embed.weight", "gain"):
+        for name in ("blocks.1.up.weight", "embed.weight", "gain") if step < 4 else ():
             grad = engine.states.get_full(name, "grad")
             engine.states.set_full(name, grad * (step - 0.5), "grad")
-        if step % 2:
+        if step in (1, 3, 4):
             losses.append(engine.clip_grad_norm_(0.25))
+        elif step == 5:
+            kind = engine.sharded_state.tier.state_names()[-1]
+            losses.append(engine.states.get_full("blocks.0.up.weight", kind).double().sum().item())
+        elif step == 6:
+            engine.optimizer.param_groups[0]["lr"] *= 3.0
+        elif step == 7:
+            engine.save_checkpoint(folder)
+        engine.step()
+        losses.append(loss.item())
+    losses.append(evaluate(engine, 0))
+    engine.load_checkpoint(folder)
+    return [*losses, evaluate(engine, 0)]
+
+
+def _edits_param_grads(engine: Engine, folder: Path) -> list[float]:
+    losses = []
+    for step in range(3):
+        loss = engine(**batch(step, 0, engine.rank))["loss"]
+        engine.backward(loss)
+        grad = engine.module.get_parameter("blocks.1.up.weight").grad
+        assert grad is not None
+        grad.mul_(0.25)
         engine.step()
         losses.append(loss.item())
     return losses
@@ -240,7 +263,8 @@ SCENARIOS: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
     "is copied": (_is_copied, {}),
     "repeats backward": (_repeats_backward, {}),
 }
-LONG: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
-    "goes long": (_goes_long, {"gradient_accumulation_steps": 2, "gradient_clipping": 40.0})
+BY_NAME: Mapping[str, tuple[Scenario, Mapping[str, Any]]] = {
+    "edits param.grad": (_edits_param_grads, {}),
+    "goes long": (_goes_long, {"gradient_accumulation_steps": 2, "gradient_clipping": 40.0}),
 }
-"""200 steps and more, of which a tenth is clipped and some are skipped: for rows by name."""
+"""For rows by name: of stage 0 alone, and of 200 steps, of which a tenth is clipped."""

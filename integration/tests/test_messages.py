@@ -1,0 +1,404 @@
+"""Quantized and lossless messages in the engine: bits, bytes, restarts and damage.
+
+That neither offload nor hpZ nor a lossless message changes a bit is shown by rows of
+test_equalities.py. Where a run has to be near an unquantized one, that is the engine's, which
+`test_offloaded_steps_follow_ddp` holds against DDP. Four simulated ranks are two nodes of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_core
+from tests.support.delayed import build
+from zero_comm.quantizer.message import HEADER_NBYTES, Packing
+from zero_comm.values.message import GradientMessages
+from zero_core.testing import (
+    Case,
+    SimulatedRanks,
+    Trace,
+    batch,
+    late_device,
+    make_model,
+    make_tower,
+    rows,
+    run_alone,
+    run_engine,
+    simulate,
+    train,
+    train_unread,
+)
+from zero_core.testing.scenarios import evaluate, micro_step
+
+WIDTH = 33  # shards of a few blocks and a bit
+QWZ = {"zero_quantized_weights": True}
+QGZ = {"zero_quantized_gradients": True}
+
+
+def hpz(size: int) -> dict[str, Any]:
+    return {"zero_hpz_partition_size": size}
+
+
+def four_bits(size: int) -> dict[str, Any]:
+    return {
+        **QWZ,
+        **QGZ,
+        **hpz(size),
+        "zero_quantized_weights_format": "int4_difference",
+        "zero_quantized_gradients_within_node": "int8",
+        "zero_quantized_gradients_hadamard": True,
+    }
+
+
+def _run(case: Case, ranks: SimulatedRanks) -> Trace:
+    return run_engine(case, ranks.rank, 4, process_group=ranks)
+
+
+def _relative_gap(found: Trace, exact: Trace) -> float:
+    losses = zip(found.losses, exact.losses, strict=True)
+    return max(abs(a - b) / b for a, b in losses)
+
+
+def _compare_stages(ranks: SimulatedRanks) -> None:
+    accumulated = {"accumulation": 3, "is_local": True, "clipping": 0.5}
+    for dtype, stages, more in (("fp32", (0,), {}), ("bf16", (2, 1, 0), accumulated)):
+        case = Case(3, dtype, zero=QGZ, width=WIDTH, **more)
+        expected = _run(case, ranks)
+        # Four bits show, and only so much: 0.02 in the first four steps.
+        assert 1e-6 < _relative_gap(expected, _run(replace(case, zero={}), ranks)) < 0.06
+        for stage in stages:
+            found = _run(replace(case, stage=stage), ranks)
+            assert found.losses == expected.losses, (stage, dtype)
+            torch.testing.assert_close(found.values, expected.values, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_node"), [pytest.param(3, 1, marks=pytest.mark.slow), (4, 2)]
+)
+def test_quantized_gradients_give_the_same_bits_at_every_stage(world_size, per_node):
+    simulate(_compare_stages, world_size, ranks_per_node=per_node)
+
+
+def _run_odd(ranks: SimulatedRanks) -> None:
+    size = ranks.size
+    for dtype in ("fp32", "fp16"):
+        expected = _run(Case(3, dtype, width=WIDTH, clipping=1.0), ranks)
+        for mode in ({**QWZ, **QGZ}, {**QWZ, **QGZ, **hpz(size)}, four_bits(size)):
+            found = _run(Case(3, dtype, zero=mode, width=WIDTH, clipping=1.0), ranks)
+            assert found.num_skipped == expected.num_skipped
+            assert _relative_gap(found, expected) < 0.06, (mode, dtype)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_node"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        (3, 1),
+        pytest.param(3, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_one_node_and_odd_numbers_of_nodes_work(world_size: int, per_node: int) -> None:
+    simulate(_run_odd, world_size, ranks_per_node=per_node)
+
+
+KEPT = {
+    "qwZ": QWZ,
+    "qwZ, hpZ": {**QWZ, **hpz(2)},
+    "qgZ": QGZ,
+    "qgZ, error feedback": {**QGZ, "zeropp_loco_param": {}},
+    "stochastic": {**QGZ, "zero_quantized_stochastic_rounding": True},
+    "4-bit": four_bits(2),
+}
+
+
+def _goes_on(ranks: SimulatedRanks, zero: Mapping[str, Any], folder: Path) -> None:
+    before, after = ([batch(n, 0, ranks.rank) for n in steps] for steps in (range(3), range(3, 6)))
+    straight, resumed = (build(ranks, "bf16", zero) for _ in range(2))
+    train(straight, before)
+    straight.save_checkpoint(folder)
+    resumed.load_checkpoint(folder)
+    assert train(resumed, after) == train(straight, after)
+    values, wanted = resumed.full_state_dict(), straight.full_state_dict()
+    torch.testing.assert_close(values, wanted, rtol=0.0, atol=0.0)
+    for engine in (straight, resumed):
+        engine.close()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", KEPT)
+def test_run_that_saved_and_goes_on_equals_the_one_that_resumes(name: str, tmp_path: Path) -> None:
+    simulate(_goes_on, 4, KEPT[name], tmp_path, ranks_per_node=2)
+
+
+def _keeps_errors(ranks: SimulatedRanks) -> None:
+    engine = build(ranks, "fp32", four_bits(2))
+    exact = engine.full_state_dict(dtype=torch.float32)
+    bound = 0.0
+    for step in range(12):
+        train(engine, [batch(step, 0, ranks.rank)])
+        before, exact = exact, engine.full_state_dict(dtype=torch.float32)
+        update = max(float((exact[n] - before[n]).abs().max()) for n in exact)
+        # What is sent has the update and the last error in it; half a step of 7 levels is lost of
+        # that, 1/128 more as the scale is rounded up to bf16.
+        bound = (update + bound) / 14 * (1 + 1 / 128)
+    found: dict[str, Tensor] = {}
+    for name, block in engine.module.blocks.named_children():
+        prefix = f"blocks.{name}"
+
+        def note(module: nn.Module, _: object, prefix: str = prefix) -> None:
+            found.update({f"{prefix}.{n}": p.clone() for n, p in module.named_parameters()})
+
+        block.register_forward_pre_hook(note)  # after the engine's, which gathers
+    evaluate(engine, 12)
+    furthest = max(float((found[n] - exact[n]).abs().max()) for n in found)
+    assert 0.0 < furthest <= bound
+
+
+def test_published_weights_are_one_rounding_from_the_exact_ones() -> None:
+    """Errors do not add up: what a difference could not say is in the next one."""
+    simulate(_keeps_errors, 4, ranks_per_node=2)
+
+
+CODED = 98
+"""Width of the model: its shards are long enough to be coded."""
+WEIGHTS = {"zero_lossless_weights": True}
+GRADIENTS = {"zero_lossless_gradients": True}
+BOTH = {**WEIGHTS, **GRADIENTS}
+SMALL_STEPS = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
+
+
+def _sent(
+    ranks: SimulatedRanks, stage: int, dtype: str, zero: dict[str, Any], content: str, top: Any
+) -> tuple[list[int], dict[str, int]]:
+    """Return calls, bytes within a node and between nodes of the last of four steps, and memory."""
+    engine = build(ranks, dtype, zero, stage=stage, width=CODED, **top)
+    train(engine, [batch(step, 0, ranks.rank) for step in range(4)])
+    rows = [row for row in engine.comm_report() if row.content == content]
+    numbers = [(r.num_calls, r.within_node_bytes, r.between_nodes_bytes) for r in rows]
+    memory = dict(engine.memory_report())
+    engine.close()
+    return [sum(column) for column in zip(*numbers, strict=True)], memory
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lossless_weights_send_less_between_nodes(stage: int) -> None:
+    plain, lossless = (
+        simulate(_sent, 4, stage, "bf16", zero, "parameters", SMALL_STEPS, ranks_per_node=2)
+        for zero in ({}, WEIGHTS)
+    )
+    for (whole, _), (sent, memory) in zip(plain, lossless, strict=True):
+        assert sent[2] < whole[2] / 3
+        assert ("published weights" in memory) == (stage < 3)
+
+
+@pytest.mark.parametrize(("stage", "dtype", "share"), [(1, "fp32", 0.9), (3, "bf16", 0.8)])
+def test_lossless_gradients_send_less_between_nodes(stage: int, dtype: str, share: float) -> None:
+    plain, lossless = (
+        simulate(_sent, 4, stage, dtype, zero, "gradients", {}, ranks_per_node=2)
+        for zero in ({}, GRADIENTS)
+    )
+    config = Case(stage, dtype, zero=GRADIENTS).config()
+    planned = zero_core.plan(make_model(CODED), config, 4, ranks_per_node=2, device_type="cpu")
+    for (whole, _), (sent, memory) in zip(plain, lossless, strict=True):
+        assert sent[:2] == whole[:2]
+        assert sent[2] <= share * whole[2]
+        assert memory["exchange buffers"] == planned.memory.device["exchange buffers"]
+
+
+def _train_unread(ranks: SimulatedRanks, case: Case) -> Any:
+    engine = zero_core.build(make_model(CODED), case.config(), process_group=ranks)
+    return train_unread(engine, ranks.rank, ranks.device, steps=3, accumulation=1)
+
+
+def _on_late_device(per_node: int) -> None:
+    late_device.load()
+    for stage, dtype, clipping, zero, top in (
+        *((stage, "bf16", 0.0, WEIGHTS, SMALL_STEPS) for stage in (1, 2, 3)),
+        (1, "fp32", 0.5, BOTH, {}),
+        (3, "bf16", 0.5, BOTH, {}),
+    ):
+        late_device.set_delays(seed=stage, kernel_s=5e-5, copy_s=2e-3)
+        plain, lossless = (
+            simulate(
+                _train_unread,
+                4,
+                Case(stage=stage, dtype=dtype, zero=keys, clipping=clipping, top=top, width=CODED),
+                device="late",
+                ranks_per_node=per_node,
+            )
+            for keys in ({}, zero)
+        )
+        for (losses, values), (exact_losses, exact_values) in zip(lossless, plain, strict=True):
+            assert losses == exact_losses
+            torch.testing.assert_close(values, exact_values, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_lossless_messages_change_no_bit_on_a_late_device(per_node: int) -> None:
+    run_alone(_on_late_device, per_node)
+
+
+def _train_invariant(ranks: SimulatedRanks, zero: Mapping[str, Any]) -> Any:
+    steps = 4 // ranks.size
+    case = Case(dtype="bf16", zero=zero, accumulation=steps, clipping=0.5, width=CODED)
+    config = {**case.config(), "world_size_invariant": True}
+    engine = zero_core.build(make_model(CODED), config, process_group=ranks)
+    losses = {}
+    for step in range(3):
+        for micro in range(steps):
+            number = micro * ranks.size + ranks.rank
+            losses[step, number] = (loss := engine(**batch(step, number, 0))["loss"]).item()
+            engine.backward(loss)
+            engine.step()
+    return losses, engine.full_state_dict(dtype=torch.float32)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 1, **WEIGHTS},
+        {"stage": 3, **WEIGHTS},
+        {"stage": 1, **GRADIENTS},
+        {"stage": 3, **BOTH},
+        {"stage": 3, "zero_hpz_partition_size": 2},
+        {"stage": 3, **WEIGHTS, "zero_hpz_partition_size": 2},
+    ],
+    ids=str,
+)
+def test_exact_messages_keep_the_bits_of_one_rank(zero: dict[str, Any]) -> None:
+    ((expected, values),) = simulate(_train_invariant, 1, {"stage": zero["stage"]})
+    found = simulate(_train_invariant, 4, zero, ranks_per_node=2)
+    assert dict(pair for losses, _ in found for pair in losses.items()) == expected
+    for _, own in found:
+        torch.testing.assert_close(own, values, rtol=0.0, atol=0.0)
+
+
+class _Damaging(GradientMessages):
+    """Packs messages with a bit that is wrong."""
+
+    def pack(self, values: torch.Tensor, message: torch.Tensor) -> int:
+        nbytes = super().pack(values, message)
+        message[100] ^= 1
+        return nbytes
+
+
+def _reads_damaged_messages(ranks: SimulatedRanks) -> str:
+    config = Case(stage=3, dtype="bf16").config()
+    engine = zero_core.build(
+        make_model(CODED),
+        config,
+        collectives=lambda native, **_: native.coded(_Damaging()),
+        process_group=ranks,
+    )
+    with pytest.raises(RuntimeError) as caught:
+        micro_step(engine, 0)
+    return str(caught.value)
+
+
+def test_a_damaged_message_is_refused_with_its_sender() -> None:
+    for rank, text in enumerate(simulate(_reads_damaged_messages, 2, ranks_per_node=1)):
+        assert f"message of gradients of rank {1 - rank} is damaged" in text
+        assert "checksum does not match" in text
+
+
+def _packs() -> None:
+    late_device.load(2)
+    packing = Packing("int8")
+    values = torch.randn(256)
+    rows = torch.zeros(1, packing.nbytes(256), dtype=torch.uint8)
+    packing.pack(values, rows)
+    device = torch.device("late", 1)
+    sent, messages = values.to(device), torch.zeros_like(rows, device=device)
+    torch.accelerator.synchronize(1)
+    late_device.reset_counters()
+    packing.pack(sent, messages)  # the first message of this length: its header is made
+    assert late_device.counters(1).syncs == {}
+    found = messages.cpu()
+    assert found[:, 16] == 1  # whether there is a NaN would have to be asked
+    found[:, 16] = rows[:, 16]
+    assert torch.equal(found[:, :HEADER_NBYTES], rows[:, :HEADER_NBYTES])
+
+
+def test_packing_a_first_message_does_not_wait_for_the_device() -> None:
+    run_alone(_packs)
+
+
+UNIT_WIDTH = 64
+KINDS = ("secondary shards", "quantized weights", "message buffers", "error feedback")
+
+
+def make_config(stage: int, gradient_accumulation_steps: int = 1, **zero: Any) -> dict[str, Any]:
+    return Case(stage, "bf16", gradient_accumulation_steps, zero=zero).config()
+
+
+CONFIGS = [
+    *[make_config(stage, **way) for stage in range(4) for way in ({}, QGZ)],
+    make_config(3, **hpz(2)),
+    make_config(3, **hpz(2), gradient_accumulation_steps=2),
+    make_config(3, zero_hpz_partition_size=4, **QWZ),
+    *[
+        make_config(3, zero_quantized_weights_format=kind, **QWZ, **further)
+        for kind in ("int8", "e5m2", "int4_difference")
+        for further in ({}, hpz(2))
+    ],
+    make_config(3, zero_quantized_nontrainable_weights=True),
+    make_config(3, zero_quantized_nontrainable_weights=True, **hpz(2)),
+    make_config(3, zeropp_loco_param={}, **QWZ, **QGZ, **hpz(2)),
+    make_config(3, **four_bits(2), gradient_accumulation_steps=2),
+    make_config(2, **QGZ, zeropp_loco_param={}, zero_quantized_checksum=True),
+]
+
+
+def make_net() -> nn.Module:
+    """Return a root too small to be quantized and blocks that are not, one of them frozen."""
+    model = make_tower(3, UNIT_WIDTH)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def report_of(config: dict[str, Any], ranks: SimulatedRanks | None = None) -> dict[str, Any]:
+    engine = zero_core.build(make_net(), config, process_group=ranks)
+    for _ in range(2):  # the first one has nothing to tell changes of
+        for _ in range(engine.gradient_accumulation_steps):
+            engine.backward(engine(rows(0, 0, UNIT_WIDTH).bfloat16()))
+            engine.step()
+    memory = engine.memory_report()
+    return {
+        "sent": [asdict(row) for row in engine.comm_report()],
+        "held": {kind: memory[kind] for kind in KINDS if memory.get(kind)},
+    }
+
+
+def served_by(world_size: int) -> list[dict[str, Any]]:
+    """Return configurations whose partition divides the ranks."""
+    key = "zero_hpz_partition_size"
+    return [c for c in CONFIGS if world_size % c["zero_optimization"].get(key, 1) == 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (3, 1), (2, 2)])
+def test_an_engine_sends_and_keeps_what_was_planned(world_size: int, ranks_per_node: int) -> None:
+    served = served_by(world_size)
+    found = simulate(
+        lambda ranks: [report_of(config, ranks) for config in served],
+        world_size,
+        ranks_per_node=ranks_per_node,
+    )
+    plans = [
+        zero_core.plan(make_net(), c, world_size, ranks_per_node=ranks_per_node, device_type="cpu")
+        for c in served
+    ]
+    for of_rank in found:
+        for config, planned, row in zip(served, plans, of_rank, strict=True):
+            zero, device = config["zero_optimization"], planned.memory.device
+            assert [asdict(t) for t in planned.traffic] == row["sent"], zero
+            assert {kind: device[kind] for kind in KINDS if kind in device} == row["held"], zero
