@@ -27,10 +27,7 @@ def _units(model):
 def test_units_are_the_children_of_lists_and_a_root_for_the_rest():
     units = _units(make_model())
     assert list(units) == ["", "blocks.0", "blocks.1", "blocks.2", "frozen.0"]
-    assert units[""] == {
-        ("embed.weight", "head.weight"),
-        *(("gain",), ("sometimes",), ("never",)),
-    }
+    assert units[""] == {("embed.weight", "head.weight"), *(("gain",), ("sometimes",), ("never",))}
     assert all(name.startswith("blocks.1.") for (name,) in units["blocks.1"])
 
 

@@ -278,11 +278,7 @@ def test_client_state_comes_back(value):
 
 @pytest.mark.parametrize(
     "tensor",
-    [
-        torch.zeros(MAX_NUMEL + 1),
-        torch.zeros(2, dtype=torch.complex64),
-        torch.eye(2).to_sparse(),
-    ],
+    [torch.zeros(MAX_NUMEL + 1), torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse()],
     ids=["large", "complex", "sparse"],
 )
 def test_tensor_that_a_checkpoint_does_not_keep_is_named_by_its_path(tensor):
@@ -427,10 +423,7 @@ def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_ev
     first.save_checkpoint(tmp_path)
     expected = _values(first)
     other = _build(2, ranks, optimizer=LION, **WARM_UP)
-    with pytest.raises(
-        CheckpointError,
-        match=r'same optimizer; load without=\("optimizer", "lr',
-    ):
+    with pytest.raises(CheckpointError, match=r'same optimizer; load without=\("optimizer", "lr'):
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, without=WEIGHTS_ALONE)
     assert_same(_values(other), expected)
@@ -529,10 +522,7 @@ def test_schedule_that_does_not_fit_is_refused_before_anything_is_written(
 @pytest.mark.parametrize("without", [(), ("optimizer",)])
 @pytest.mark.parametrize(
     "scheduler",
-    [
-        WARM_UP["scheduler"],
-        {"type": "CosineAnnealingLR", "params": {"T_max": 12}},
-    ],
+    [WARM_UP["scheduler"], {"type": "CosineAnnealingLR", "params": {"T_max": 12}}],
     ids=lambda scheduler: scheduler["type"],
 )
 def test_schedule_continues_when_the_optimizer_starts_anew(tmp_path, scheduler, without):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, batch, make_model, simulate
+from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, batch, make_model, on_ranks
 from zero_core.testing.training import assert_same
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
@@ -56,7 +56,11 @@ def _engine(
     return norms, engine.full_state_dict()
 
 
-def _follows_torch(ranks: SimulatedRanks, norm_type: float) -> None:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_each_norm_clips_as_torch_does_on_ddp(ranks, norm_type):
     norms, values = _ddp(norm_type, ranks)
     assert norms[0] > _max_norm(norm_type, 0), "the first step must be clipped"
     found = [_engine(stage, norm_type, ranks) for stage in (0, 1, 2, 3)]
@@ -67,14 +71,8 @@ def _follows_torch(ranks: SimulatedRanks, norm_type: float) -> None:
         assert_same(one[1], other[1])
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("norm_type", NORMS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_norm_clips_as_torch_does_on_ddp(world_size, norm_type):
-    simulate(_follows_torch, world_size, norm_type)
-
-
-def _clipped_twice(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_clippings_follow_one_another_and_last_for_one_step(ranks):
     engine = _build(ranks, Case(stage=2, clipping=0.05))
     engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
     before = engine.clip_grad_norm_(1.0, math.inf)
@@ -93,11 +91,8 @@ def _clipped_twice(ranks: SimulatedRanks) -> None:
     assert engine.clip_grad_norm_(1e6, math.inf) > 0.02, "a new step starts unclipped"
 
 
-def test_clippings_follow_one_another_and_last_for_one_step():
-    simulate(_clipped_twice, 2)
-
-
-def _scaled_by_fp16(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_the_norm_is_that_of_the_unscaled_gradient(ranks):
     norms = []
     for scale in (1.0, 1024.0):
         config = Case(stage=3).config() | {"fp16": {"enabled": True, "loss_scale": scale}}
@@ -105,10 +100,6 @@ def _scaled_by_fp16(ranks: SimulatedRanks) -> None:
         engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
         norms.append(engine.clip_grad_norm_(1.0, 1.0))
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
-
-
-def test_the_norm_is_that_of_the_unscaled_gradient():
-    simulate(_scaled_by_fp16, 2)
 
 
 def test_a_gradient_that_is_not_whole_is_not_clipped():

@@ -117,8 +117,7 @@ def _queues_are_streams() -> None:
         # A job may launch another of its queue.
         works.append(
             queues.launch(
-                lambda: queues.launch(lambda: job(2), is_reduction=False).wait(),
-                is_reduction=False,
+                lambda: queues.launch(lambda: job(2), is_reduction=False).wait(), is_reduction=False
             )
         )
         with reader:

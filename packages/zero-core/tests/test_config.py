@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from zero_core import ConfigError, build, check_config, load_config
-from zero_core.config import (
-    UNNEEDED,
-    ActivationCheckpointingConfig,
-    Config,
-    load_effective,
-)
+from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config, load_effective
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -179,10 +174,7 @@ def test_every_unneeded_key_exists_and_is_told(caplog):
         assert path in told, path
 
 
-THRESHOLDS = {
-    "stage3_param_persistence_threshold": 5,
-    "stage3_model_persistence_threshold": 6,
-}
+THRESHOLDS = {"stage3_param_persistence_threshold": 5, "stage3_model_persistence_threshold": 6}
 ON_NVME = {"buffer_count": 2, "buffer_size": 8, "max_in_cpu": 9, "nvme_path": "/nvme"}
 STATES_ON_NVME = {"nvme_path": "/nvme", "buffer_count": 3}
 ALWAYS = {"pipeline_read": True, "fast_init": False}
@@ -215,10 +207,7 @@ def _resting(device: str) -> dict:
         ({**QUANTIZED, "zero_quantized_gradients": True}, {*OF_WEIGHTS}),
         ({**QUANTIZED, "zero_quantized_weights": True}, {*OF_GRADIENTS}),
         ({**QUANTIZED, "zero_quantized_nontrainable_weights": True}, {*OF_GRADIENTS}),
-        (
-            {**QUANTIZED, "zero_quantized_weights": True, "zero_quantized_gradients": True},
-            set(),
-        ),
+        ({**QUANTIZED, "zero_quantized_weights": True, "zero_quantized_gradients": True}, set()),
         (
             {"zero_quantized_weights": True, "zero_quantized_nontrainable_weights": True},
             {"zero_quantized_nontrainable_weights"},

@@ -17,7 +17,7 @@ from zero_core.init import values
 from zero_core.init.slices import Slice, put_in_slices, slice_of, whole_value
 from zero_core.init.values import InitialValues
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import Case, Hard, SimulatedRanks, make_model, simulate
+from zero_core.testing import Case, Hard, SimulatedRanks, make_model, on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 
@@ -291,14 +291,11 @@ def test_ranks_need_not_defer_alike() -> None:
         assert_same(found, expected)  # rank 0's values count
 
 
-def _meta_on_one_rank(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_a_meta_model_on_one_rank_is_refused_on_all(ranks):
     model = nn.Linear(4, 3, device="meta" if ranks.rank == 1 else "cpu")
     with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
         zero_core.build(model, CONFIG, process_group=ranks)
-
-
-def test_a_meta_model_on_one_rank_is_refused_on_all() -> None:
-    simulate(_meta_on_one_rank, 2)
 
 
 def _build_from_slices(ranks: SimulatedRanks, slices: dict[int, list[Slice]]) -> None:

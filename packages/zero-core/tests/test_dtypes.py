@@ -194,8 +194,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [(None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)],
+    ("name", "expected"), [(None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
 )
 def test_buffers_have_the_compute_dtype_unless_another_is_given(name, expected):
     config = {**Case(dtype="bf16").config(), "data_types": {"buffer_dtype": name}}

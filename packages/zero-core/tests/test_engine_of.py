@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
+from zero_core.testing import Case, batch, make_model, on_ranks
 
 
-def _finds(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_the_engine_of_a_parameter_is_found(ranks, stage):
     engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
     other = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
     for built in (engine, other):
@@ -26,12 +29,6 @@ def _finds(ranks: SimulatedRanks, stage: int) -> None:
     assert zero_core.engine_of(engine.module.embed.weight) is engine
     assert engine.owns(other.module.embed.weight) is None
     assert engine.owns(engine.module.head.weight) == "embed.weight"  # tied: its first name
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_engine_of_a_parameter_is_found(world_size, stage):
-    simulate(_finds, world_size, stage)
 
 
 def test_parameters_of_no_engine_have_none():

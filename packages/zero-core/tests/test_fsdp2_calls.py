@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, make_tower, rows, simulate, train
+from zero_core.testing import Case, SimulatedRanks, make_tower, on_ranks, rows, simulate, train
 from zero_core.testing.training import Launch, LoggedCollectives
 
 
@@ -33,7 +32,9 @@ def _without(skipped: int | None) -> list[int]:
     return [block for block in range(4) if block != skipped]
 
 
-def _gathers_once(ranks: SimulatedRanks) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_units_that_are_not_resharded_are_gathered_once(ranks):
     engine, log = _build(ranks)
     engine.set_reshard_after_forward(False)
     for step in range(2):
@@ -54,11 +55,6 @@ def _gathers_once(ranks: SimulatedRanks) -> None:
     assert _gathers(log) == ["f2", "f2"]
     engine.set_reshard_after_forward(True)
     assert not any(flat.full is not None for flat in engine.sharded_state.params)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_units_that_are_not_resharded_are_gathered_once(world_size):
-    simulate(_gathers_once, world_size)
 
 
 def _in_advance(ranks: SimulatedRanks, depth: int) -> tuple[list[str], list[str]]:
@@ -96,7 +92,10 @@ def _prefetch(engine: zero_core.Engine) -> None:
     engine.set_modules_to_backward_prefetch(blocks[3], [blocks[2], blocks[1], blocks[0]])
 
 
-def _same_numbers(ranks: SimulatedRanks, change: Callable[[zero_core.Engine], None]) -> None:
+@pytest.mark.parametrize("change", [_keep, _keep_some, _prefetch])
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_numbers_stay_the_same(ranks, change):
     batches = [rows(step, ranks.rank) for step in range(3)]
     (plain, _), (changed, _) = _build(ranks), _build(ranks)
     change(changed)
@@ -105,13 +104,8 @@ def _same_numbers(ranks: SimulatedRanks, change: Callable[[zero_core.Engine], No
     torch.testing.assert_close(changed.full_state_dict(), values, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("change", [_keep, _keep_some, _prefetch])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_numbers_stay_the_same(world_size, change):
-    simulate(_same_numbers, world_size, change)
-
-
-def _accumulates(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_last_backward_ends_the_step(ranks):
     expected, _ = _build(ranks, accumulation=3)
     engine, _ = _build(ranks)
     for step in range(2):
@@ -127,11 +121,8 @@ def _accumulates(ranks: SimulatedRanks) -> None:
     torch.testing.assert_close(values, expected.full_state_dict(), rtol=0.0, atol=0.0)
 
 
-def test_last_backward_ends_the_step():
-    simulate(_accumulates, 2)
-
-
-def _is_local(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_gradients_wait_until_they_are_to_be_reduced(ranks):
     expected, _ = _build(ranks, accumulation=2)
     with expected.no_sync():
         expected.backward(expected(rows(0, ranks.rank)))
@@ -155,10 +146,6 @@ def _is_local(ranks: SimulatedRanks) -> None:
         engine.step()
 
 
-def test_gradients_wait_until_they_are_to_be_reduced():
-    simulate(_is_local, 2)
-
-
 def test_units_in_another_order_are_refused():
     engine = zero_core.build(make_tower(), Case(3).config())
     blocks = engine.module.blocks
@@ -172,7 +159,8 @@ def test_units_in_another_order_are_refused():
         engine.set_reshard_after_forward(False, modules=[nn.Linear(2, 2)])
 
 
-def _breaks_off(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_generation_that_breaks_off_frees_what_it_kept(ranks):
     engine, _ = _build(ranks)
     with torch.no_grad():
         engine(rows(0, ranks.rank))
@@ -189,10 +177,6 @@ def _breaks_off(ranks: SimulatedRanks) -> None:
     assert kept[0] > sum(before.values())
     assert engine.memory_report() == before
     engine.close()
-
-
-def test_generation_that_breaks_off_frees_what_it_kept() -> None:
-    simulate(_breaks_off, 2)
 
 
 def _has_hooks_where_needed(ranks: SimulatedRanks) -> None:

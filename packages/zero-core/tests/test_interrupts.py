@@ -270,9 +270,7 @@ def test_values_that_an_exception_left_half_written_need_a_load(fails: str, tmp_
 
 
 def test_a_step_that_is_refused_or_skipped_needs_no_load() -> None:
-    engine = _build(
-        zero_optimization={"stage": 2, "ignore_unused_parameters": False},
-    )
+    engine = _build(zero_optimization={"stage": 2, "ignore_unused_parameters": False})
     _go_backward(engine)
     with pytest.raises(UnusedParameterError):
         engine.step()

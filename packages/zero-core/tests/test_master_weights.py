@@ -21,11 +21,7 @@ from zero_core.testing.training import assert_same, train_steps
 
 STEPS = 4
 BF16_MASTERS = {
-    "bf16": {
-        "enabled": True,
-        "bf16_master_weights_and_grads": True,
-        "bf16_optimizer_states": True,
-    }
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 }
 Result = tuple[list[float], dict[str, Tensor]]
 

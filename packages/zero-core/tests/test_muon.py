@@ -9,7 +9,7 @@ from torch import nn
 import zero_core
 from zero_core import ConfigError
 from zero_core.optim.muon import Muon, split_groups, tag_matrices
-from zero_core.testing import SimulatedDDP, batch, make_model, seeded, simulate, train
+from zero_core.testing import SimulatedDDP, batch, make_model, on_ranks, seeded, simulate, train
 from zero_core.testing.training import train_steps
 
 STEPS = 4
@@ -56,15 +56,6 @@ def compare(engine, expected):
     assert sum(start[name].ndim == 2 for name in moved) > 3
 
 
-def _is_torchs(ranks, stage):
-    expected = train_whole(ranks)
-    engine = build(ranks, stage)
-    train_steps(engine, 0, STEPS)
-    compare(engine, expected)
-    sent = [row for row in engine.comm_report() if row.content == "whole parameters"]
-    assert bool(sent) == (stage > 0 and ranks.size > 1)
-
-
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shape", [(7, 3), (3, 7), (1, 5)])
 def test_alone_it_is_torchs_muon_bit_by_bit(shape, adjust_lr_fn):
@@ -84,11 +75,18 @@ def test_alone_it_is_torchs_muon_bit_by_bit(shape, adjust_lr_fn):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(world_size, stage):
-    simulate(_is_torchs, world_size, stage)
+@on_ranks()
+def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(ranks, stage):
+    expected = train_whole(ranks)
+    engine = build(ranks, stage)
+    train_steps(engine, 0, STEPS)
+    compare(engine, expected)
+    sent = [row for row in engine.comm_report() if row.content == "whole parameters"]
+    assert bool(sent) == (stage > 0 and ranks.size > 1)
 
 
-def _is_sliced(ranks):
+@on_ranks(3)
+def test_each_rank_has_its_slice_of_what_adamw_updates(ranks):
     engine = build(ranks, 3)
     train_steps(engine, 0, 1)
     layout = engine.layout
@@ -101,10 +99,6 @@ def _is_sliced(ranks):
             first, last = slot.common(low, high)
             if not is_matrix and engine.states.scalars(spec.name)["num_steps"]:
                 assert {value.numel() for value in found.values()} == {last - first}, spec.name
-
-
-def test_each_rank_has_its_slice_of_what_adamw_updates():
-    simulate(_is_sliced, 3)
 
 
 class WithoutSlices(Muon):
@@ -151,7 +145,9 @@ class Branches(nn.Module):
         return x.square().sum()
 
 
-def _leaves_alone(ranks, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(3)
+def test_matrix_without_a_gradient_is_left_alone_by_ranks_that_hold_little_else(ranks, stage):
     engine = build(ranks, stage, Branches())
     train(engine, [(torch.ones(1, 5), 2)])
     before = engine.full_state_dict()
@@ -161,11 +157,6 @@ def _leaves_alone(ranks, stage):
     assert not torch.equal(after["blocks.0.weight"], before["blocks.0.weight"])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_matrix_without_a_gradient_is_left_alone_by_ranks_that_hold_little_else(stage):
-    simulate(_leaves_alone, 3, stage)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "more", "match"),
     [
@@ -173,11 +164,7 @@ def test_matrix_without_a_gradient_is_left_alone_by_ranks_that_hold_little_else(
         ({"type": "Muon", "params": {"rate": 1}}, {}, "rate: unknown key; Muon takes"),
         ({"type": "Muon", "params": {"ns_method": "gram"}}, {}, "only 'standard'"),
         ({"type": "Muon", "params": {"per_head_muon": True}}, {}, "per_head_muon = True"),
-        (
-            {"type": "Muon", "params": {"lr": -1}},
-            {},
-            "params.lr: Input should be greater",
-        ),
+        ({"type": "Muon", "params": {"lr": -1}}, {}, "params.lr: Input should be greater"),
         ({"type": "Lamb"}, {}, "pass an object of a Lamb class"),
     ],
 )

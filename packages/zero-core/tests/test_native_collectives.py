@@ -217,13 +217,7 @@ def _exchange(rank: int, world_size: int, per_node: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "per_node"),
-    [
-        (1, 1),
-        (3, 1),
-        (3, 3),
-        (4, 2),
-        pytest.param(6, 3, marks=pytest.mark.slow),
-    ],
+    [(1, 1), (3, 1), (3, 3), (4, 2), pytest.param(6, 3, marks=pytest.mark.slow)],
 )
 def test_hosts_exchange_what_torch_distributed_would(world_size: int, per_node: int) -> None:
     spawn(_exchange, world_size, per_node)
@@ -251,11 +245,7 @@ def _one_does_not_come(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=5))
     shared = SharedMemory(control, ranks_per_node=2)
     native = HostCollectives(
-        ProcessMessages(group),
-        rank=rank,
-        world_size=world_size,
-        shared=shared,
-        ranks_per_node=2,
+        ProcessMessages(group), rank=rank, world_size=world_size, shared=shared, ranks_per_node=2
     )
     if rank != 3:
         out, shard = torch.empty(world_size * NUMEL), torch.zeros(NUMEL)

@@ -23,6 +23,7 @@ from zero_core.testing import (
     Case,
     SimulatedRanks,
     check_like_ddp,
+    on_ranks,
     seeded,
     simulate,
     spawn,
@@ -78,7 +79,10 @@ def _inputs(step: int, ranks: SimulatedRanks, is_frozen: bool) -> tuple[Tensor, 
     return x, is_without and is_frozen, is_without and not is_frozen
 
 
-def _follow(ranks: SimulatedRanks, stage: int, is_frozen: bool) -> None:
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen blocks", "no_grad"])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (3, 2), (2, 3), (3, 3)])
+@on_ranks()
+def test_one_rank_may_need_no_gradient_of_any_block(ranks, stage, is_frozen):
     check_like_ddp(
         ranks,
         lambda: _make(is_frozen),
@@ -86,14 +90,6 @@ def _follow(ranks: SimulatedRanks, stage: int, is_frozen: bool) -> None:
         Case(stage),
         steps=len(WITHOUT),
     )
-
-
-@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen blocks", "no_grad"])
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (3, 2), (2, 3), (3, 3)])
-def test_one_rank_may_need_no_gradient_of_any_block(
-    world_size: int, stage: int, is_frozen: bool
-) -> None:
-    simulate(_follow, world_size, stage, is_frozen)
 
 
 def _count(ranks: SimulatedRanks) -> list[int]:
@@ -190,7 +186,8 @@ def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it() ->
     spawn(_retry, 2)
 
 
-def _all_know_it(ranks: SimulatedRanks) -> None:
+@on_ranks(3)
+def test_all_ranks_know_of_one_that_left_out_other_units(ranks):
     control, meter = ranks.connect(), Meter()
     communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
     facts = Facts(communicator, ranks.device, 1, 3, meter, PLAIN)
@@ -208,11 +205,9 @@ def _all_know_it(ranks: SimulatedRanks) -> None:
         assert facts.counts("used") == [3.0]
 
 
-def test_all_ranks_know_of_one_that_left_out_other_units() -> None:
-    simulate(_all_know_it, 3)
-
-
-def _plateau(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])
+@on_ranks()
+def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stage):
     engine = zero_core.build(_Net(), Case(stage).config(), process_group=ranks)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0, factor=0.5)
     for own_loss in (1.0, 0.5 + ranks.rank):
@@ -238,13 +233,6 @@ def _plateau(ranks: SimulatedRanks, stage: int) -> None:
     torch.testing.assert_close(engine.full_state_dict(), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])
-def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(
-    world_size: int, stage: int
-) -> None:
-    simulate(_plateau, world_size, stage)
-
-
 def _set_otherwise(ranks: SimulatedRanks, key: str, values: list[Any]) -> None:
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1), foreach=False)
@@ -263,7 +251,8 @@ def test_settings_in_tensors_and_lists_are_compared_exactly(key: str, values: li
     simulate(partial(_set_otherwise, key=key, values=values), 2)
 
 
-def _freeze(ranks: SimulatedRanks) -> None:
+@on_ranks(3)
+def test_a_parameter_that_is_frozen_on_one_rank_is_named(ranks):
     engine = zero_core.build(_Net(), Case(2).config(), process_group=ranks)
     engine.module.head.bias.requires_grad_(ranks.rank != 1)
     engine.backward(engine(torch.ones(3, WIDTH)))
@@ -272,11 +261,8 @@ def _freeze(ranks: SimulatedRanks) -> None:
         engine.step()
 
 
-def test_a_parameter_that_is_frozen_on_one_rank_is_named() -> None:
-    simulate(_freeze, 3)
-
-
-def _build_otherwise(ranks: SimulatedRanks) -> None:
+@on_ranks(3)
+def test_build_names_the_key_the_group_and_the_buffer_in_which_ranks_differ(ranks):
     net, config = _Net(), Case(3).config()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1 if ranks.rank else 0.2)
     with pytest.raises(
@@ -294,11 +280,9 @@ def _build_otherwise(ranks: SimulatedRanks) -> None:
         zero_core.build(net, config, process_group=ranks)
 
 
-def test_build_names_the_key_the_group_and_the_buffer_in_which_ranks_differ() -> None:
-    simulate(_build_otherwise, 3)
-
-
-def _corrupt(ranks: SimulatedRanks, stage: int) -> None:
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 0), (3, 1), (3, 2)])
+@on_ranks()
+def test_a_bit_that_flips_on_one_rank_is_named(ranks, stage):
     config = Case(stage).config() | {"check_replicas_every": 2}
     engine = zero_core.build(_Net(), config, process_group=ranks)
     for step in range(4):
@@ -313,11 +297,6 @@ def _corrupt(ranks: SimulatedRanks, stage: int) -> None:
     assert set(re.findall(r"([\w.]+): rank", str(caught.value))) >= {"blocks.1.bias", "head.weight"}
     said = "ranks 0, 1 have no majority" if ranks.size == 2 else "rank 1 differs from the others"
     assert str(caught.value).count(said) == 2
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 0), (3, 1), (3, 2)])
-def test_a_bit_that_flips_on_one_rank_is_named(world_size: int, stage: int) -> None:
-    simulate(_corrupt, world_size, stage)
 
 
 def test_replicas_are_refused_where_there_are_none() -> None:

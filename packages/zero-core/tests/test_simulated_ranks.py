@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from zero_core.comm.topology import Ranks
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    run_ddp,
-    run_engine,
-    run_on_processes,
-    simulate,
-)
+from zero_core.testing import Case, SimulatedRanks, run_ddp, run_engine, run_on_processes, simulate
 
 STEPS = 6  # in the fifth the branches differ between the ranks
 CASE = Case(stage=3, accumulation=2, clipping=0.5)

@@ -15,6 +15,7 @@ from zero_core.testing import (
     SimulatedRanks,
     batch,
     make_model,
+    on_ranks,
     run_on_processes,
     simulate,
 )
@@ -56,7 +57,9 @@ def _engine(stage: int, ranks: SimulatedRanks) -> zero_core.Engine:
     return engine
 
 
-def _reads(ranks: SimulatedRanks) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_weights_gradients_and_moments_are_those_of_ddp(ranks):
     reference = _Reference(ranks)
     control = ranks.connect()
     for stage in (0, 1, 2, 3):
@@ -76,11 +79,6 @@ def _reads(ranks: SimulatedRanks) -> None:
         frozen = states.get_full("frozen.0.up.weight")
         assert torch.equal(frozen, reference.read("frozen.0.up.weight", "master_weight"))
         assert torch.equal(states.get_full("head.weight"), states.get_full("embed.weight"))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_weights_gradients_and_moments_are_those_of_ddp(world_size):
-    simulate(_reads, world_size)
 
 
 def _new(name: str, what: str, shape: torch.Size) -> Tensor:
@@ -131,7 +129,14 @@ def test_what_is_set_is_what_the_step_uses(world_size, is_local):
     simulate(_sets, world_size, is_local)
 
 
-def _unscaled(ranks: SimulatedRanks) -> None:
+def _gradient_of_rank(rank: int) -> Tensor:
+    model = make_model()
+    model(**batch(0, 0, rank))["loss"].backward()
+    return model.embed.weight.grad
+
+
+@on_ranks(2)
+def test_gradients_are_free_of_the_loss_scale(ranks):
     config = Case(stage=3).config() | {"fp16": {"enabled": True, "loss_scale": 256.0}}
     engine = zero_core.build(make_model(), config, process_group=ranks)
     engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
@@ -140,16 +145,6 @@ def _unscaled(ranks: SimulatedRanks) -> None:
     torch.testing.assert_close(grad, exact / 2, rtol=0.0, atol=5e-3)
     engine.states.set_full("gain", torch.full((1,), 0.25), "grad")
     assert engine.states.get_full("gain", "grad").item() == 0.25
-
-
-def _gradient_of_rank(rank: int) -> Tensor:
-    model = make_model()
-    model(**batch(0, 0, rank))["loss"].backward()
-    return model.embed.weight.grad
-
-
-def test_gradients_are_free_of_the_loss_scale():
-    simulate(_unscaled, 2)
 
 
 def test_what_is_not_there_is_refused_by_name():

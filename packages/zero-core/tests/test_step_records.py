@@ -255,11 +255,7 @@ def test_a_line_cut_short_and_a_later_version(tmp_path: Path) -> None:
     [(None, "ended", ""), (ValueError("no data"), "failed", "ValueError: no data")],
 )
 def test_end_of_a_program_that_closes_no_engine_is_recorded(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception | None,
-    what: str,
-    text: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, what: str, text: str
 ) -> None:
     # As at the interpreter's end, after an uncaught error or without one.
     engine = _build()

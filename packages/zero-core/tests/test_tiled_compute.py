@@ -14,7 +14,7 @@ import zero_core
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.plan.activations import trace_step
-from zero_core.testing import Case, SimulatedRanks, seeded, simulate, train
+from zero_core.testing import Case, SimulatedRanks, on_ranks, seeded, train
 from zero_core.tiled.logits import TiledLogits
 
 VOCAB, WIDTH, TOKENS = 37, 12, 11
@@ -91,7 +91,12 @@ def _train(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[list[float], 
     return losses, engine.full_state_dict()
 
 
-def _equals_whole(ranks: SimulatedRanks, stage: int, further: dict[str, Any]) -> None:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("further", [{}, {"activation_checkpointing": {}}], ids=["", "recomputed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_training_in_tiles_follows_that_of_whole_modules(ranks, stage, further):
     losses, values = _train(ranks, _config(stage))
     tiled, tiled_values = _train(ranks, _config(stage, tiled_compute=TILED, **further))
     torch.testing.assert_close(tiled, losses, rtol=1e-6, atol=0.0)
@@ -99,14 +104,6 @@ def _equals_whole(ranks: SimulatedRanks, stage: int, further: dict[str, Any]) ->
     of_stage_0, values_of_stage_0 = _train(ranks, _config(0, tiled_compute=TILED))
     assert tiled == of_stage_0
     torch.testing.assert_close(tiled_values, values_of_stage_0, rtol=0.0, atol=0.0)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("further", [{}, {"activation_checkpointing": {}}], ids=["", "recomputed"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_training_in_tiles_follows_that_of_whole_modules(world_size, stage, further):
-    simulate(_equals_whole, world_size, stage, further)
 
 
 def test_gradients_are_those_of_tiles_written_by_hand():
@@ -219,7 +216,8 @@ def test_engine_that_has_ended_leaves_the_modules_as_they_were(modules):
         assert type(plain(_ids(0, 0))["logits"]) is Tensor
 
 
-def _reads(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_logits_are_read_on_one_rank_without_gradients_and_refused_by_name_too_late(ranks):
     engine = zero_core.build(_Model(), _config(3, tiled_compute=TILED), process_group=ranks)
     expected = _Model()(_ids(0, 0))
     with torch.no_grad():
@@ -234,10 +232,6 @@ def _reads(ranks: SimulatedRanks) -> None:
     engine.step()
     with pytest.raises(RuntimeError, match=r"'head' were read after step\(\)"):
         found["logits"].argmax(-1)
-
-
-def test_logits_are_read_on_one_rank_without_gradients_and_refused_by_name_too_late():
-    simulate(_reads, 2)
 
 
 def test_other_terms_of_the_loss_keep_their_gradient_after_a_look_without_gradients():

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_core
 from zero_core.core.exact_sums import NUM_BINS, bin_powers, chunk_norms, sum_bins
 from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
-from zero_core.testing import late_device, make_model, run_alone, simulate
+from zero_core.testing import late_device, make_model, on_ranks, run_alone, simulate
 from zero_core.testing.simulated import SimulatedRanks
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
@@ -291,11 +291,8 @@ class _UsedTwice(nn.Module):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_two_gradients_of_a_parameter_in_one_backward_are_refused(world_size: int) -> None:
-    simulate(_two_gradients, world_size)
-
-
-def _two_gradients(ranks: SimulatedRanks) -> None:
+@on_ranks()
+def test_two_gradients_of_a_parameter_in_one_backward_are_refused(ranks):
     engine = zero_core.build(_UsedTwice(), config(ranks.size), process_group=ranks)
     out = engine(torch.ones(1, 3, requires_grad=True))
     with pytest.raises(RuntimeError, match="two gradients in one backward"):
