@@ -118,15 +118,6 @@ def test_resume_continues_with_the_same_bits_when_a_program_starts_again(
         assert before + after == whole
 
 
-def test_resume_fails_when_only_some_ranks_find_a_checkpoint(tmp_path):
-    def resume(ranks: SimulatedRanks) -> None:
-        with pytest.raises(CheckpointError, match=r"rank 1.*holds no checkpoint"):
-            _build(0, ranks).resume(tmp_path / str(ranks.rank))
-
-    _build().save_checkpoint(tmp_path / "0")
-    simulate(resume, 2)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "further"),
     [

@@ -108,6 +108,7 @@ def test_grad_reads_and_counts_as_with_ddp(ranks: SimulatedRanks, name: str) -> 
 
     seen: list[list[Any]] = []
     model, engine = make_model(), _build(ranks)
+    assert engine.get_global_grad_norm() is None
     ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model)
     for step in range(STEPS):
         inputs = batch(step, 0, ranks.rank)

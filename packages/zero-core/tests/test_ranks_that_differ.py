@@ -273,6 +273,8 @@ def test_build_names_the_key_the_group_and_the_buffer_in_which_ranks_differ(rank
     differ = r"configuration: gradient_clipping: 0.0 on ranks 0, 1, 1.0 on rank 2\."
     with pytest.raises(zero_core.RankMismatchError, match=differ):
         zero_core.build(net, changed, process_group=ranks)
+    with pytest.raises(zero_core.RankMismatchError, match="different model"):
+        zero_core.build(nn.Linear(3 + ranks.rank, 2), config, process_group=ranks)
     if ranks.rank == 1:
         net.blocks[0].register_buffer("scale", torch.ones(2))
     differ = r"buffer blocks.0.scale: missing on ranks 0, 2, torch.float32 \(2,\) on rank 1\."
