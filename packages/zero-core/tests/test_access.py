@@ -15,18 +15,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core import RankMismatchError
 from zero_core.core.access import NEEDS_NO_VALUE
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    check_like_ddp,
-    on_ranks,
-    simulate,
-    step_ddp,
-    train,
-)
+from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.readers import (
     AFTER,
     BEFORE,
@@ -36,6 +25,8 @@ from zero_core.testing.readers import (
     inputs,
     read_everywhere,
 )
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import adamw, assert_same, check_like_ddp, step_ddp, train
 
 STEPS = 3
 REFUSAL = "parameter blocks.1.inner.weight was read where stage 3 holds only"
@@ -52,8 +43,7 @@ def _ddp(ranks: SimulatedRanks) -> tuple[dict[Any, Any], list[float]]:
     """Train under DDP and read the weight before and after the last step."""
     model, losses = Watched(), []
     log, ddp = Log(model.blocks[1].inner.weight), SimulatedDDP(model, ranks)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(model)
     for step in range(STEPS):
         log.look(BEFORE)
         losses.append(step_ddp(ddp, optimizer, inputs(step, ranks.rank)))
@@ -187,7 +177,7 @@ def test_edits_past_the_engine_are_those_within_gathered(
                     _clamp(model, "data")
         full = engine.full_state_dict(dtype=torch.float32)
         found.append({n: full[n] for n, _ in model.named_parameters()})
-    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (2, "fp32"), (2, "bf16")])
@@ -272,7 +262,7 @@ def test_zero_grad_of_the_module_drops_what_another_loss_has_left(
             model.zero_grad()
         train(engine, [inputs(0, ranks.rank)])
         trained.append(engine.full_state_dict())
-    torch.testing.assert_close(*trained, rtol=0.0, atol=0.0)
+    assert_same(*trained)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])

@@ -13,16 +13,11 @@ from torch import Tensor
 import zero_core
 from zero_core.errors import CheckpointError
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    make_model,
-    on_ranks,
-    run_on_processes,
-    simulate,
-    train_ddp,
-)
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, train_ddp
 
 EPOCHS = (3, 3, 2, 3, 1)
 """Micro-steps of each step where 3 are configured: two epochs that do not divide."""
@@ -55,7 +50,7 @@ def _follows_ddp(ranks: SimulatedRanks, stage: int, configured: int) -> None:
     engine = zero_core.build(make_model(), config, process_group=ranks)
     found = _train(engine, ranks.rank, EPOCHS)
     assert engine.micro_steps == sum(EPOCHS)
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    assert_same(found, expected)
 
 
 @pytest.mark.sampled(3)
@@ -79,7 +74,7 @@ def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(
         engine.set_gradient_accumulation_boundary(True if micro == 1 else None)
         engine.step()
     found = engine.full_state_dict()
-    torch.testing.assert_close({n: found[n] for n in expected}, expected, rtol=0.0, atol=0.0)
+    assert_same({n: found[n] for n in expected}, expected)
 
 
 def _engine(accumulation: int) -> zero_core.Engine:
@@ -154,7 +149,7 @@ def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
                 assert engine.global_steps == 2
                 found.append(engine.full_state_dict(dtype=torch.float32))
             for other in found[1:]:
-                torch.testing.assert_close(other, found[0], rtol=0.0, atol=0.0)
+                assert_same(other, found[0])
 
 
 @on_ranks(1)
@@ -184,7 +179,7 @@ def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
         assert engine.micro_steps == 2 * engine.global_steps
         assert not engine.is_gradient_accumulation_boundary()
         assert engine.get_global_grad_norm() == norm
-        torch.testing.assert_close(engine.full_state_dict(), expected, rtol=0.0, atol=0.0)
+        assert_same(engine.full_state_dict(), expected)
         assert all(torch.equal(expected[name], value) for name, value in oracle.items())
 
 

@@ -11,21 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    check_like_ddp,
-    late_device,
-    make_model,
-    make_tower,
-    on_ranks,
-    run_alone,
-    seeded,
-    simulate,
-    spawn,
-    train_unread,
-)
+from zero_core.testing import late_device
+from zero_core.testing.models import batch, make_model, make_tower, seeded
+from zero_core.testing.oracle import Case, train_unread
+from zero_core.testing.ranks import run_alone, spawn
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, check_like_ddp
 
 BLOCKS: tuple[dict[str, Any], ...] = ({}, {"cpu_checkpointing": True})
 
@@ -109,7 +100,7 @@ def _is_recomputed(rank: int, world_size: int) -> None:
             engine.close()
             assert all("forward" not in vars(b) for b in engine.module.blocks)
         for final in finals[1:]:
-            torch.testing.assert_close(final, finals[0], rtol=0.0, atol=0.0)
+            assert_same(final, finals[0])
 
 
 def test_blocks_keep_no_activations_and_repeat_their_dropout():
@@ -143,7 +134,7 @@ def _follow_the_cpu() -> None:
         expected = simulate(_train_late, world_size, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         found = simulate(_train_late, world_size, stage, device="late")
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+        assert_same(found, expected)
 
 
 def test_inputs_on_the_host_have_the_bits_of_the_cpu_on_a_device_that_is_late():

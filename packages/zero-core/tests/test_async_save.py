@@ -30,15 +30,10 @@ from zero_core.comm.control import Exchange
 from zero_core.comm.groups import StoreExchange
 from zero_core.comm.topology import Ranks
 from zero_core.sharded import snapshot
-from zero_core.testing import (
-    Case,
-    GatedRanks,
-    SimulatedRanks,
-    make_model,
-    run_engine,
-    run_on_processes,
-    simulate,
-)
+from zero_core.testing.models import make_model
+from zero_core.testing.oracle import Case, run_engine
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import GatedRanks, SimulatedRanks, simulate
 from zero_core.testing.training import assert_same, train_steps
 from zero_core.watch.watch import Watch
 

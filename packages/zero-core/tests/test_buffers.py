@@ -11,17 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedRanks,
-    make_tower,
-    on_ranks,
-    seeded,
-    spawn,
-    train,
-)
+from zero_core.testing.models import make_tower, seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import spawn
+from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.training import adamw, assert_same, train
 
 
 class _Normed(nn.Module):
@@ -65,7 +59,7 @@ def _train(case: Case, rank: int, world_size: int | None) -> tuple[list[float], 
         call = zero_core.build(model, case.config())
     elif world_size > 1:
         call = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(model)
     losses = []
     for step in range(4):
         for micro in range(case.accumulation):
@@ -116,7 +110,7 @@ def test_without_broadcast_buffers_each_rank_keeps_its_own(ranks: SimulatedRanks
     for step in range(2):
         engine(_x(step, 0, ranks.rank))
         alone(_x(step, 0, ranks.rank))
-    torch.testing.assert_close(_buffers(engine.module), _buffers(alone), rtol=0.0, atol=0.0)
+    assert_same(_buffers(engine.module), _buffers(alone))
 
 
 @on_ranks(2)

@@ -13,17 +13,11 @@ from torch import Tensor
 
 import zero_core
 import zero_core.comm.device
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    Tower,
-    make_tower,
-    on_ranks,
-    rows,
-    simulate,
-    spawn,
-    train,
-)
+from zero_core.testing.models import Tower, make_tower, rows
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import spawn
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import train
 
 
 def _net() -> Tower:

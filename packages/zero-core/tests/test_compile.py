@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.testing import LR, WEIGHT_DECAY, Case, rows, spawn, train
+from zero_core.testing import Case, adamw, rows, spawn, train
+from zero_core.testing.training import assert_same
 
 WHOLE: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
 ON_HOST: dict[str, Any] = {"cpu_checkpointing": True}
@@ -64,7 +65,7 @@ def _x(step: int, rank: int) -> Tensor:
 def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
     model = _Net()
     ddp = DistributedDataParallel(model) if world_size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(model)
     for step in range(3):
         optimizer.zero_grad()
         ddp(_x(step, rank)).backward()
@@ -109,7 +110,7 @@ def _follows_ddp(rank: int, world_size: int, again: dict[str, Any] | None) -> No
                 f"blocks.{i}" for i in range(3)
             ]
             found = _train(engine, rank)
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+            assert_same(found, expected)
             assert not counters["graph_break"]
             # Of the first block, whose input needs no gradient, and of the others: never again.
             assert counters["stats"]["unique_graphs"] == 2

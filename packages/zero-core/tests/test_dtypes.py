@@ -10,16 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedRanks,
-    check_like_ddp,
-    on_ranks,
-    seeded,
-    train,
-)
+from zero_core.testing.models import seeded
+from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
+from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.training import assert_same, check_like_ddp, train
 
 STEPS = 3
 
@@ -27,10 +21,6 @@ STEPS = 3
 def _x(step: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(5, 6, generator=generator).to(dtype)
-
-
-def _adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 # ----------------------------------------------------------------- adapters
@@ -172,7 +162,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(
     for block in plain.blocks:  # bf16 parameters, fp32 everything else
         block.linear.to(torch.bfloat16)
     inputs = [x.bfloat16() for x in batches]
-    losses = _train_masters(plain, masters, _adamw(masters.values()), ranks, inputs, 2)
+    losses = _train_masters(plain, masters, OPTIMIZERS["AdamW"](masters.values()), ranks, inputs, 2)
     config = Case(stage, "bf16", accumulation=2).config() | APART
     engine = zero_core.build(_Running(), config, process_group=ranks)
     assert train(engine, batches) == losses
@@ -184,7 +174,7 @@ def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(
     assert own["blocks.0.mean"].dtype == torch.float32
     assert own["blocks.0.count"].dtype == torch.int64
     if ranks.rank == 0:  # the others take rank 0's before the next forward
-        torch.testing.assert_close(own, dict(plain.named_buffers()), rtol=0.0, atol=0.0)
+        assert_same(own, dict(plain.named_buffers()))
     trained = sum(s.shard_numel for s in engine.layout.segments)
     assert engine.memory_report()["gradient shards"] == 4 * trained
     with torch.device("meta"):
@@ -232,7 +222,7 @@ def test_a_model_cast_before_build_keeps_its_dtype(ranks: SimulatedRanks, stage:
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
         values.append(engine.full_state_dict(dtype=torch.float32))
     # Cast before build() or by it: the same, down to the fp32 master weights.
-    torch.testing.assert_close(*values, rtol=0.0, atol=0.0)
+    assert_same(*values)
     weight = values[0]["blocks.0.linear.weight"]
     assert not torch.equal(weight, weight.bfloat16())
 

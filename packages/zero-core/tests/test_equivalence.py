@@ -15,18 +15,17 @@ from functools import cache
 import pytest
 import torch
 
-from zero_core.testing import (
+from zero_core.testing.oracle import (
     Case,
     Gap,
-    SimulatedRanks,
     Trace,
     compare_with_ddp,
     read_gaps,
     run_ddp,
     run_engine,
-    simulate,
-    spawn,
 )
+from zero_core.testing.ranks import spawn
+from zero_core.testing.simulated import SimulatedRanks, simulate
 
 STEPS = 10
 SIMULATED_STEPS = 5  # the fifth step's branches differ between the ranks

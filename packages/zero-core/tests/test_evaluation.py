@@ -11,6 +11,7 @@ from torch import nn
 import zero_core
 from zero_core import ConfigError, EvaluationOnlyError
 from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks, train
+from zero_core.testing.training import assert_same
 
 
 def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:
@@ -38,9 +39,7 @@ def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(
             found = engine(**batch(step, 0, ranks.rank))["logits"]
             assert torch.equal(found, expected)
             assert not found.requires_grad
-        torch.testing.assert_close(
-            engine.full_state_dict(), dict(plain.state_dict()), rtol=0.0, atol=0.0
-        )
+        assert_same(engine.full_state_dict(), dict(plain.state_dict()))
         with engine.gathered(params=[engine.module.gain]):
             assert engine.module.gain.item() == 1.0
         report = engine.memory_report()
@@ -105,14 +104,14 @@ def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(
     params = list(model.parameters())
     assert evaluated.unwrap() is model
     found = dict(model.state_dict())
-    torch.testing.assert_close(found, dict(expected), rtol=0.0, atol=0.0)
+    assert_same(found, dict(expected))
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     assert model.head.weight is model.embed.weight
     engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
     train(engine, [batch(step, 0, ranks.rank) for step in range(2)])
     trained = engine.full_state_dict()
     engine.unwrap()
-    torch.testing.assert_close(dict(model.state_dict()), trained, rtol=0.0, atol=0.0)
+    assert_same(dict(model.state_dict()), trained)
     assert not torch.equal(trained["embed.weight"], expected["embed.weight"])
 
 
@@ -120,7 +119,7 @@ def test_values_are_given_back_unrounded_where_asked():
     engine = zero_core.build(make_model(), Case(3, "bf16").config())
     expected = engine.full_state_dict(dtype=torch.float32)
     model = engine.unwrap(dtype=torch.float32)
-    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0.0, atol=0.0)
+    assert_same(dict(model.state_dict()), expected)
 
 
 @on_ranks(2)

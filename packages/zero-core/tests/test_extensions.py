@@ -13,16 +13,7 @@ import zero_core
 from zero_core import CheckpointError, ConfigError, RankMismatchError
 from zero_core.core.extension import Extension
 from zero_core.extensions.weight_average import AVERAGE, WeightAverage
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    batch,
-    make_model,
-    simulate,
-)
+from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, adamw, batch, make_model, simulate
 from zero_core.testing.training import step_ddp, train_steps
 
 DECAY = 0.9
@@ -48,8 +39,7 @@ def test_average_is_that_of_torch_beside_ddp_at_every_stage(world_size: int) -> 
     def run(ranks: SimulatedRanks) -> None:
         model = make_model()
         ddp = SimulatedDDP(model, ranks)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        optimizer = adamw(model)
         reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
         reference.update_parameters(model)  # the first one copies
         for step in range(3):

@@ -14,18 +14,10 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.errors import CollectiveError, ConfigError
 from zero_core.init.slices import put_in_slices
-from zero_core.testing import (
-    Call,
-    Case,
-    Failure,
-    SimulatedRanks,
-    batch,
-    described,
-    failing,
-    make_model,
-    seeded,
-    simulate,
-)
+from zero_core.testing.failing import Call, Failure, described, failing
+from zero_core.testing.models import batch, make_model, seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.simulated import SimulatedRanks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 BUILD = sys.modules["zero_core.build"].__file__

@@ -11,22 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    Tower,
-    make_tower,
-    on_ranks,
-    rows,
-    run_on_processes,
-    seeded,
-    simulate,
-    step_ddp,
-    train,
-)
+from zero_core.testing.models import Tower, make_tower, rows, seeded
+from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case, SimulatedDDP
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, step_ddp, train
 
 STEPS_PER_PHASE = 2
 
@@ -190,7 +179,7 @@ def _resumes_in_stages(ranks: SimulatedRanks, stage: int, name: str, folder: str
         _run(engine, ranks.rank, phase)
         engine.save_checkpoint(folder)
     found = engine.full_state_dict()
-    torch.testing.assert_close(found, _staged_in_torch(ranks, name), rtol=0.0, atol=0.0)
+    assert_same(found, _staged_in_torch(ranks, name))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +241,7 @@ def test_states_pair_by_name_at_another_number_of_ranks(
     (values, moment), _ = simulate(_read_after, 2, 0, 2, optimizer, *place)
     values[1] = values[1].bfloat16().float()
     for found, own in simulate(_read_after, world_size, 2, stage, optimizer, *place):
-        torch.testing.assert_close([*found, own], [*values, moment], rtol=0.0, atol=0.0)
+        assert_same([*found, own], [*values, moment])
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -10,7 +10,7 @@ from torch import nn
 
 import zero_core
 from zero_core.testing import Case, SimulatedRanks, make_tower, on_ranks, rows, simulate, train
-from zero_core.testing.training import Launch, LoggedCollectives
+from zero_core.testing.training import Launch, LoggedCollectives, assert_same
 
 
 def _build(ranks: SimulatedRanks, **case: Any) -> tuple[zero_core.Engine, list[Launch]]:
@@ -101,7 +101,7 @@ def test_numbers_stay_the_same(ranks, change):
     change(changed)
     assert train(changed, batches) == train(plain, batches)
     values = plain.full_state_dict()
-    torch.testing.assert_close(changed.full_state_dict(), values, rtol=0.0, atol=0.0)
+    assert_same(changed.full_state_dict(), values)
 
 
 @on_ranks(2)
@@ -118,7 +118,7 @@ def test_last_backward_ends_the_step(ranks):
             engine.step()
         assert engine.global_steps == expected.global_steps == step + 1
     values = engine.full_state_dict()
-    torch.testing.assert_close(values, expected.full_state_dict(), rtol=0.0, atol=0.0)
+    assert_same(values, expected.full_state_dict())
 
 
 @on_ranks(2)
@@ -137,7 +137,7 @@ def test_gradients_wait_until_they_are_to_be_reduced(ranks):
     engine.backward(engine(rows(1, ranks.rank)))
     engine.step()
     values = engine.full_state_dict()
-    torch.testing.assert_close(values, expected.full_state_dict(), rtol=0.0, atol=0.0)
+    assert_same(values, expected.full_state_dict())
     engine.set_requires_gradient_sync(False)
     engine.backward(engine(rows(0, ranks.rank)))
     engine.step()

@@ -14,18 +14,11 @@ import zero_core
 from zero_core import RankMismatchError
 from zero_core.comm import control
 from zero_core.core import access
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    make_model,
-    on_ranks,
-    run_ddp,
-    run_on_processes,
-    seeded,
-    simulate,
-    train,
-)
+from zero_core.testing.models import batch, make_model, seeded
+from zero_core.testing.oracle import Case, run_ddp
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, train
 
 
 def _batches(rank: int, steps: int) -> list[dict[str, Any]]:
@@ -52,14 +45,14 @@ def test_they_hold_their_exact_values_and_others_do_not(ranks: SimulatedRanks, s
         expected = [p.detach().clone() for p in _some(model)]
     with engine.gathered(params=iter(_some(engine.module))) as model:
         found = _some(model)
-        torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
+        assert_same([p.detach() for p in found], expected)
         if stage == 3 and ranks.size > 1:
             assert access.is_refused(model.blocks[1].up.weight)
             for param in found:  # no more memory than its own
                 assert param.untyped_storage().nbytes() == param.nbytes
         with torch.no_grad():  # a forward in between takes nothing away
             engine(**batch(0, 0, ranks.rank))
-        torch.testing.assert_close([p.detach() for p in found], expected, rtol=0.0, atol=0.0)
+        assert_same([p.detach() for p in found], expected)
     if stage == 3 and ranks.size > 1:
         assert all(map(access.is_refused, _some(engine.module)))
 
@@ -106,7 +99,7 @@ def _reaches_all(
                 elif not is_whole:
                     param.mul_(-3.0)  # of another rank: does not count
         assert train(engine, _batches(ranks.rank, 3)) == losses
-        torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
+        assert_same(engine.full_state_dict(), values)
 
 
 @pytest.mark.parametrize(("world_size", "modifier"), [(1, 0), (2, 0), (2, 1), (3, 2)])
@@ -137,8 +130,8 @@ def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(
         values["embed.weight"][5] = 0.5
     expected["head.weight"][5] = 0.5
     after = engine.full_state_dict(dtype=torch.float32)
-    torch.testing.assert_close(after, expected, rtol=0.0, atol=0.0)
-    torch.testing.assert_close(_gathered(engine), rounded, rtol=0.0, atol=0.0)
+    assert_same(after, expected)
+    assert_same(_gathered(engine), rounded)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -195,7 +188,7 @@ def test_within_a_forward_it_takes_nothing_away(ranks: SimulatedRanks) -> None:
             vars(engine.module)["engine"] = engine
         train(engine, [x, x])
         results.append(engine.full_state_dict())
-    torch.testing.assert_close(*results, rtol=0.0, atol=0.0)
+    assert_same(*results)
 
 
 @on_ranks(2)
@@ -382,7 +375,7 @@ def test_one_rank_alone_reads_the_current_values(ranks: SimulatedRanks, stage: i
         found = engine.module.state_dict()
         again: dict[str, Tensor] = dict(engine.module.named_parameters())
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0.0, atol=0.0)
+            assert_same(found[name], value)
             assert torch.equal(again[name], value)
     train(engine, _batches(ranks.rank, 1))  # and all goes on
 

@@ -16,23 +16,11 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core import CheckpointError
-from zero_core.testing import (
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    Tower,
-    batch,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-    run_on_processes,
-    seeded,
-    simulate,
-    spawn,
-    train,
-)
-from zero_core.testing.training import assert_same
+from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import run_on_processes, spawn
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, train
 
 OPT: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 ALONE = {"train_batch_size": 1}

@@ -12,23 +12,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedRanks,
-    Tower,
-    batch,
-    check_like_ddp,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-    seeded,
-    simulate,
-    spawn,
-    train,
-)
+from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import spawn
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import adamw, assert_same, check_like_ddp, train
 
 # By step: how many micro-batches of two each rank has.
 NUM_MICRO = [(2, 2, 2), (2, 1, 0), (2, 0, 1), (1, 2, 0), (0, 0, 2)]
@@ -67,7 +55,7 @@ def _join(rank: int, world_size: int) -> None:
     lengths = _LENGTHS[:world_size]
     model = _normed()
     ddp: Any = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(model)
     with Join([ddp]):
         for step in range(lengths[rank]):
             optimizer.zero_grad()
@@ -184,4 +172,4 @@ def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(
                 else:
                     engine(x, skipped=1)
         results.append(engine.full_state_dict())
-    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=0.0)
+    assert_same(results[1], results[0])

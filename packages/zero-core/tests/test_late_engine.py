@@ -7,17 +7,12 @@ import pytest
 import torch
 
 import zero_core
-from zero_core.testing import (
-    Case,
-    batch,
-    device_collectives,
-    late_device,
-    make_model,
-    run_alone,
-    seeded,
-    simulate,
-    train_unread,
-)
+from zero_core.testing import late_device
+from zero_core.testing.models import batch, make_model, seeded
+from zero_core.testing.oracle import Case, train_unread
+from zero_core.testing.ranks import run_alone
+from zero_core.testing.simulated import device_collectives, simulate
+from zero_core.testing.training import assert_same
 
 STEPS = 3
 GRID = [
@@ -123,9 +118,9 @@ def _running_means(ranks: Any) -> list[torch.Tensor]:
 def _run_running_means() -> None:
     late_device.load()
     expected = simulate(_running_means, 2)
-    torch.testing.assert_close(expected[1], expected[0], rtol=0, atol=0)
+    assert_same(expected[1], expected[0])
     found = simulate(_running_means, 2, device="late")
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_same(found, expected)
 
 
 def test_buffers_in_16_bits_are_those_of_rank_0() -> None:

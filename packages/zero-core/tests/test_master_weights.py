@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedDDP, batch, make_model, simulate
-from zero_core.testing.oracle import LR, WEIGHT_DECAY
+from zero_core.testing import Case, SimulatedDDP, adamw, batch, make_model, simulate
+from zero_core.testing.oracle import LR
 from zero_core.testing.training import assert_same, train_steps
 
 STEPS = 4
@@ -24,11 +24,6 @@ BF16_MASTERS = {
     "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 }
 Result = tuple[list[float], dict[str, Tensor]]
-
-
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    params = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(params, LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def by_engine(ranks: Any, stage: int, top: dict[str, Any]) -> Result:

@@ -10,20 +10,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    Tower,
-    make_tower,
-    on_ranks,
-    rows,
-    seeded,
-    step_ddp,
-    train,
-)
+from zero_core.testing.models import Tower, make_tower, rows, seeded
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.training import adamw, step_ddp, train
 
 DECAY = 0.9
 
@@ -38,11 +28,6 @@ def _net() -> Tower:
         model.last.weight = model.first.weight
         model.first.bias.requires_grad_(False)
     return model
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    params = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def _engine(stage: int, process_group: SimulatedRanks | None = None) -> zero_core.Engine:
@@ -68,7 +53,7 @@ def _trains_alone(model: nn.Module, state: dict[str, Tensor]) -> None:
     plain.load_state_dict(state)
     for each in (model, plain):
         each.train()
-        optimizer = _adamw(each)
+        optimizer = adamw(each)
         for step in range(2):
             optimizer.zero_grad()
             each(rows(step, 7)).backward()
@@ -131,7 +116,7 @@ def test_a_copy_is_refused_where_values_are_not_whole(ranks: SimulatedRanks, sta
 def test_an_averaged_model_follows_the_one_over_ddp(ranks: SimulatedRanks, stage: int) -> None:
     net = _net()
     ddp = SimulatedDDP(net, ranks)
-    optimizer = _adamw(net)
+    optimizer = adamw(net)
     expected = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     for step in range(3):
         step_ddp(ddp, optimizer, rows(step, ranks.rank))

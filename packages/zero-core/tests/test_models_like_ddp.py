@@ -17,27 +17,23 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_core.comm.topology import Ranks
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
+from zero_core.testing.models import (
+    MIXTURE_WIDTH,
     Hard,
-    SimulatedDDP,
-    SimulatedRanks,
+    Mixture,
+    MixtureModel,
     Tower,
     batch,
-    check_like_ddp,
     make_model,
     make_tower,
-    on_ranks,
+    routed_batch,
     rows,
-    run_on_processes,
     seeded,
-    train,
-    train_ddp,
 )
-from zero_core.testing.models import MIXTURE_WIDTH, Mixture, MixtureModel, routed_batch
-from zero_core.testing.training import Inputs, assert_same
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.training import Inputs, adamw, assert_same, check_like_ddp, train, train_ddp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 
@@ -408,8 +404,7 @@ def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks: Simulate
             yield loss.item()
 
     ddp = SimulatedDDP(make_tower(), ranks)
-    params = ddp.module.parameters()
-    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(ddp.module)
 
     def end() -> None:
         ddp.average_gradients()
@@ -501,7 +496,7 @@ def test_gradient_penalty_follows_torch_at_every_stage(
     ]
     model = make_tower()
     ddp = SimulatedDDP(model, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = adamw(model)
     for step in range(3):
         x = rows(step, ranks.rank).requires_grad_()
         loss = penalize(ddp, x)

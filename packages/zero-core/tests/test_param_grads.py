@@ -16,17 +16,11 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.comm.topology import Ranks
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    batch,
-    make_model,
-    on_ranks,
-    run_on_processes,
-)
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.training import adamw, assert_same
 
 STEPS = 3
 Edit = Callable[[nn.Module], object]
@@ -65,11 +59,6 @@ EDITS: dict[str, Edit] = {
 }
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-
 def _read(model: nn.Module) -> dict[str, Tensor | None]:
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {name: None if g is None else g.clone() for name, g in grads.items()}
@@ -93,7 +82,7 @@ def _step_ddp(
 def _build(ranks: SimulatedRanks | None = None, **case: object) -> zero_core.Engine:
     model = make_model()
     config = Case(**case).config()  # type: ignore[arg-type]
-    return zero_core.build(model, config, optimizer=_optimizer(model), process_group=ranks)
+    return zero_core.build(model, config, optimizer=adamw(model), process_group=ranks)
 
 
 @pytest.mark.sampled(3)
@@ -109,7 +98,7 @@ def test_grad_reads_and_counts_as_with_ddp(ranks: SimulatedRanks, name: str) -> 
     seen: list[list[Any]] = []
     model, engine = make_model(), _build(ranks)
     assert engine.get_global_grad_norm() is None
-    ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model)
+    ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     for step in range(STEPS):
         inputs = batch(step, 0, ranks.rank)
         _step_ddp(ddp, optimizer, inputs, edit)
@@ -118,9 +107,9 @@ def test_grad_reads_and_counts_as_with_ddp(ranks: SimulatedRanks, name: str) -> 
         engine.step()
         assert math.isclose(engine.get_global_grad_norm(), seen[-1][-1], rel_tol=1e-6)
         assert all(p.grad is None for p in engine.module.parameters())
-    torch.testing.assert_close(seen[1::2], seen[::2], rtol=0.0, atol=0.0)
+    assert_same(seen[1::2], seen[::2])
     values = dict(model.state_dict())
-    torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
+    assert_same(engine.full_state_dict(), values)
 
 
 def _assert_as_with_ddp(model: nn.Module, wanted: nn.Module, ranks: Ranks) -> None:
@@ -136,8 +125,8 @@ def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[
     changed it, and is in the sum of the step's statistics, having done all that it does before.
     """
     wanted, model = make_model(), make_model()
-    ddp, optimizer = SimulatedDDP(wanted, ranks), _optimizer(wanted)
-    engine = zero_core.build(model, case.config(), optimizer=_optimizer(model))
+    ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)
+    engine = zero_core.build(model, case.config(), optimizer=adamw(model))
     control, group, is_due = engine.sharded_state.control, dist.new_group(), [False]
     plain_sum = control.sum
 
@@ -188,7 +177,7 @@ def _change_a_bias(model: nn.Module) -> None:
 @on_ranks()
 def test_changes_after_clipping_reach_the_owners_of_their_shards(ranks: SimulatedRanks) -> None:
     wanted, engine = make_model(), _build(ranks)
-    ddp, optimizer = SimulatedDDP(wanted, ranks), _optimizer(wanted)
+    ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)
     inputs = batch(0, 0, ranks.rank)
     for edit in (_zero_and_assign, _freeze, _change_a_bias):
         _step_ddp(ddp, optimizer, inputs, edit)
@@ -210,7 +199,7 @@ def test_changes_of_one_rank_are_refused_by_all(ranks: SimulatedRanks) -> None:
         _change_a_bias(engine.module)
     with pytest.raises(zero_core.RankMismatchError, match=told):
         engine.step()
-    torch.testing.assert_close(dict(engine.module.named_parameters()), before, rtol=0.0, atol=0.0)
+    assert_same(dict(engine.module.named_parameters()), before)
     engine.optimizer.zero_grad()
     engine.backward(engine(**inputs)["loss"])
     engine.clip_grad_norm_(1e9)
@@ -256,14 +245,14 @@ def _reads(ranks: SimulatedRanks, case: Case, *, is_read: bool) -> dict[str, Ten
 @on_ranks()
 def test_reading_on_one_rank_changes_no_bit(ranks: SimulatedRanks, case: Case) -> None:
     wanted, found = (_reads(ranks, case, is_read=is_read) for is_read in (False, True))
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0)
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_a_further_backward_adds_to_what_was_changed(ranks: SimulatedRanks) -> None:
     model = make_model()
-    ddp, optimizer = SimulatedDDP(model, ranks), _optimizer(model)
+    ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     ddp(**batch(0, 0, ranks.rank))["loss"].backward()
     ddp.average_gradients()
     _clip_norm(model)
@@ -321,7 +310,7 @@ def test_grad_of_16_bit_parameters_has_their_dtype(
 @on_ranks()
 def test_what_is_assigned_without_a_backward_is_stepped_with(ranks: SimulatedRanks) -> None:
     wanted, engine = make_model(), _build(ranks)
-    optimizer = _optimizer(wanted)
+    optimizer = adamw(wanted)
     for _ in range(2):
         for model in (wanted, engine.module):
             for number, param in enumerate(p for p in model.parameters() if p.requires_grad):
@@ -332,7 +321,7 @@ def test_what_is_assigned_without_a_backward_is_stepped_with(ranks: SimulatedRan
         engine.step()
         assert math.isclose(engine.get_global_grad_norm(), norm, rel_tol=1e-6)
     values = dict(wanted.state_dict())
-    torch.testing.assert_close(engine.full_state_dict(), values, rtol=0.0, atol=0.0)
+    assert_same(engine.full_state_dict(), values)
 
 
 def test_a_gradient_that_is_made_infinite_skips_the_step():
@@ -342,7 +331,7 @@ def test_a_gradient_that_is_made_infinite_skips_the_step():
     next(p for p in engine.module.parameters() if p.grad is not None).grad[0] = math.inf
     engine.step()
     assert engine.skipped_steps == 1
-    torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
+    assert_same(engine.full_state_dict(), before)
 
 
 def test_an_optimizer_of_whole_parameters_gets_what_was_changed():

@@ -25,22 +25,12 @@ from zero_core.core.param_offload import OffloadedShard
 from zero_core.core.pool import BufferPool, CopyStream, allocator
 from zero_core.layout.arithmetic import Segment
 from zero_core.protocols import ParamTier
-from zero_core.testing import (
-    Case,
-    Hard,
-    SimulatedRanks,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-    run_ddp,
-    run_engine,
-    run_on_processes,
-    simulate,
-    train,
-)
 from zero_core.testing.equal import Row, Variant, check, cover
-from zero_core.testing.training import assert_same, train_steps
+from zero_core.testing.models import Hard, make_model, make_tower, rows
+from zero_core.testing.oracle import Case, run_ddp, run_engine
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, train, train_steps
 
 EVERYTHING = {"stage3_param_persistence_threshold": 0}
 

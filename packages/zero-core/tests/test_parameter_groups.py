@@ -9,19 +9,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero_core
-from zero_core.testing import (
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    Tower,
-    batch,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-    step_ddp,
-    train,
-)
+from zero_core.testing.models import Tower, batch, make_model, make_tower, rows
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.training import assert_same, step_ddp, train
 
 
 def _optimizer(model: Tower, *, begins_empty: bool) -> torch.optim.Optimizer:
@@ -73,7 +64,7 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks: SimulatedRanks) -> 
             found = [group["lr"] for group in engine.optimizer.param_groups]
             assert found == [group["lr"] for group in optimizer.param_groups]
             values = engine.full_state_dict()
-            torch.testing.assert_close(values, dict(model.state_dict()), rtol=0.0, atol=0.0)
+            assert_same(values, dict(model.state_dict()))
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])

@@ -21,19 +21,10 @@ from zero_core import ConfigError, MissingPartError
 from zero_core.comm.topology import Ranks
 from zero_core.layout.discovery import MIN_TAIL_NUMEL
 from zero_core.plan.result import format_bytes
-from zero_core.testing import (
-    SimulatedRanks,
-    Tower,
-    batch,
-    make_model,
-    on_ranks,
-    rows,
-    run_alone,
-    run_on_processes,
-    simulate,
-    train,
-    wide_blocks,
-)
+from zero_core.testing.models import Tower, batch, make_model, rows, wide_blocks
+from zero_core.testing.ranks import run_alone, run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import train
 
 
 class Frozen(Tower):

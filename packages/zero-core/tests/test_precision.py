@@ -14,22 +14,10 @@ import zero_core
 from zero_core.config import Fp16Config
 from zero_core.optim.train_state import LossScaler
 from zero_core.step.gradient import clip_factor
-from zero_core.testing import (
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    batch,
-    device_collectives,
-    make_model,
-    make_tower,
-    on_ranks,
-    rows,
-    run_ddp,
-    run_engine,
-    seeded,
-    simulate,
-    train,
-)
+from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
+from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
+from zero_core.testing.simulated import SimulatedRanks, device_collectives, on_ranks, simulate
+from zero_core.testing.training import train
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,8 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.errors import CheckpointError, ConfigError
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    on_ranks,
-    rows,
-    seeded,
-    simulate,
-    train,
-    train_ddp,
-)
+from zero_core.testing.models import rows, seeded
+from zero_core.testing.oracle import Case
 from zero_core.testing.quantized import (
     Adapted,
     AttachedLinear,
@@ -30,7 +22,8 @@ from zero_core.testing.quantized import (
     WrappedLinear,
     dequantize,
 )
-from zero_core.testing.training import assert_same
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, train, train_ddp
 
 STEPS = 2
 WIDTH = 24

@@ -17,18 +17,11 @@ from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
 from zero_core.core.facts import Facts
 from zero_core.core.norms import PLAIN
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedRanks,
-    check_like_ddp,
-    on_ranks,
-    seeded,
-    simulate,
-    spawn,
-)
-from zero_core.testing.training import Launch, LoggedCollectives
+from zero_core.testing.models import seeded
+from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
+from zero_core.testing.ranks import spawn
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import Launch, LoggedCollectives, assert_same, check_like_ddp
 
 WIDTH = 6
 
@@ -219,7 +212,7 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stag
     differ = r"step 3: .* optimizer group 0, 'lr': 0.01 on rank 0, 0.005 on rank"
     with pytest.raises(zero_core.RankMismatchError, match=differ):
         engine.step()
-    torch.testing.assert_close(engine.full_state_dict(), before, rtol=0.0, atol=0.0)
+    assert_same(engine.full_state_dict(), before)
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.005
     engine.step()

@@ -9,15 +9,10 @@ from torch import Tensor
 
 import zero_core
 from zero_core.protocols import EXACT_GRADIENTS, Work
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    batch,
-    device_collectives,
-    make_model,
-    on_ranks,
-    train,
-)
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case
+from zero_core.testing.simulated import SimulatedRanks, device_collectives, on_ranks
+from zero_core.testing.training import train
 
 
 class _Logged:

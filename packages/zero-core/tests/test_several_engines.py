@@ -11,19 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import (
-    Case,
-    Hard,
-    SimulatedDDP,
-    batch,
-    late_device,
-    make_model,
-    run_alone,
-    seeded,
-    simulate,
-)
-from zero_core.testing.models import RootAndBlocks
-from zero_core.testing.oracle import LR, WEIGHT_DECAY
+from zero_core.testing import late_device
+from zero_core.testing.models import Hard, RootAndBlocks, batch, make_model, seeded
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import run_alone
+from zero_core.testing.simulated import simulate
+from zero_core.testing.training import adamw, assert_same
 
 STEPS = 5
 Result = tuple[list[float], dict[str, dict[str, Tensor]]]
@@ -45,9 +38,7 @@ class Plain:
         self.module, self._ranks = module, ranks
         self._ddp = SimulatedDDP(module, ranks)
         if is_training:
-            params = [p for p in module.parameters() if p.requires_grad]
-            settings = {"lr": LR, "weight_decay": WEIGHT_DECAY, "fused": True}
-            self._optimizer = torch.optim.AdamW(params, **settings)
+            self._optimizer = adamw(module)
         else:
             module.requires_grad_(False)
 
@@ -130,17 +121,11 @@ def reinforce(ranks: Any, policy_of: Any, critic_of: Any, frozen_of: Any, sleeps
     return losses, {str(i): one.full_state_dict() for i, one in enumerate(everyone)}
 
 
-def check_equal(found: list[Result], expected: list[Result]) -> None:
-    for (losses, values), (exact_losses, exact_values) in zip(found, expected, strict=True):
-        assert losses == exact_losses
-        torch.testing.assert_close(values, exact_values, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_student_learns_from_a_teacher_as_under_ddp(world_size: int) -> None:
     expected = simulate(distill, world_size, Plain, Plain, False)
     for stage, sleeps in ((2, False), (3, True)):
-        check_equal(simulate(distill, world_size, engine(stage), engine(3), sleeps), expected)
+        assert_same(simulate(distill, world_size, engine(stage), engine(3), sleeps), expected)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -148,7 +133,7 @@ def test_policy_critic_reference_and_reward_train_as_under_ddp(world_size: int) 
     expected = simulate(reinforce, world_size, Plain, Plain, Plain, False)
     for policy, critic, sleeps in ((3, 2, True), (1, 0, False)):
         makers = engine(policy), engine(critic), engine(3)
-        check_equal(simulate(reinforce, world_size, *makers, sleeps), expected)
+        assert_same(simulate(reinforce, world_size, *makers, sleeps), expected)
 
 
 CAPACITY = 80 << 20

@@ -9,6 +9,7 @@ import torch
 
 from zero_core.comm.topology import Ranks
 from zero_core.testing import Case, SimulatedRanks, run_ddp, run_engine, run_on_processes, simulate
+from zero_core.testing.training import assert_same
 
 STEPS = 6  # in the fifth the branches differ between the ranks
 CASE = Case(stage=3, accumulation=2, clipping=0.5)
@@ -41,4 +42,4 @@ def test_simulated_ranks_compute_the_bits_of_processes_and_of_ddp(
         found, expected = (
             torch.load(tmp_path / f"{kind} {rank}.pt") for kind in ("simulated", "process")
         )
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+        assert_same(found, expected)

@@ -7,19 +7,11 @@ import torch
 from torch import Tensor
 
 import zero_core
-from zero_core.testing import (
-    LR,
-    WEIGHT_DECAY,
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    batch,
-    make_model,
-    on_ranks,
-    run_on_processes,
-    simulate,
-)
-from zero_core.testing.training import assert_same
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import adamw, assert_same
 
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -31,8 +23,7 @@ class _Reference:
     def __init__(self, ranks: SimulatedRanks) -> None:
         self.model = make_model()
         self.ddp = SimulatedDDP(self.model, ranks)
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        self.optimizer = adamw(self.model)
         self.params = dict(self.model.named_parameters())
         for step in (0, 1, 4):
             self.optimizer.zero_grad()

@@ -14,16 +14,10 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.checkpoint.files import read_weights
 from zero_core.layout.stored import dim_order, flatten, unflatten
-from zero_core.testing import (
-    Case,
-    SimulatedDDP,
-    SimulatedRanks,
-    on_ranks,
-    seeded,
-    simulate,
-    step_ddp,
-    train,
-)
+from zero_core.testing.models import seeded
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, step_ddp, train
 
 STEPS = 3
 
@@ -105,7 +99,7 @@ def test_losses_weights_and_strides_are_those_of_ddp(
     assert _train(engine, ranks.rank, range(STEPS)) == losses
     full = engine.full_state_dict()
     assert all(value.is_contiguous() for value in full.values())  # as files of safetensors need
-    torch.testing.assert_close(full, dict(model.state_dict()), rtol=0.0, atol=0.0)
+    assert_same(full, dict(model.state_dict()))
     for name, param in model.named_parameters():
         if param.requires_grad:
             moment = optimizer.state[param]["exp_avg"]

@@ -15,18 +15,12 @@ from zero_core.core import access
 from zero_core.layout.discovery import MIN_TAIL_NUMEL, discover, note_reader
 from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import EXACT_GRADIENTS, Work
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    check_like_ddp,
-    late_device,
-    on_ranks,
-    run_alone,
-    seeded,
-    simulate,
-    spawn,
-    train,
-)
+from zero_core.testing import late_device
+from zero_core.testing.models import seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import run_alone, spawn
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, check_like_ddp, train
 
 WIDTH, VOCAB, DEPTH = 64, 1024, 3
 TAIL = DEPTH + 1  # its unit
@@ -300,7 +294,7 @@ def _train_around(ranks: SimulatedRanks, way: str, stage: int) -> Any:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_stage_changes_no_bit_of_a_tail_that_is_used_besides(stage, way) -> None:
     found, expected = (simulate(_train_around, 2, way, number) for number in (stage, 0))
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    assert_same(found, expected)
 
 
 @on_ranks(2)
@@ -342,7 +336,7 @@ def _train_late() -> None:
         expected = simulate(_train, 2, way, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         found = simulate(_train, 2, way, stage, device="late")
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+        assert_same(found, expected)
 
 
 def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late() -> None:
@@ -388,7 +382,7 @@ def _train_compiled(rank: int, world_size: int) -> None:
         found.append((losses, engine.full_state_dict()))
         engine.close()
     assert counters["stats"]["unique_graphs"] >= 1
-    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
+    assert_same(*found)
 
 
 def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits() -> None:

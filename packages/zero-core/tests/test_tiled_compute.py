@@ -15,6 +15,7 @@ from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.plan.activations import trace_step
 from zero_core.testing import Case, SimulatedRanks, on_ranks, seeded, train
+from zero_core.testing.training import assert_same
 from zero_core.tiled.logits import TiledLogits
 
 VOCAB, WIDTH, TOKENS = 37, 12, 11
@@ -103,7 +104,7 @@ def test_training_in_tiles_follows_that_of_whole_modules(ranks, stage, further):
     torch.testing.assert_close(tiled_values, values, rtol=1e-3, atol=1e-5)
     of_stage_0, values_of_stage_0 = _train(ranks, _config(0, tiled_compute=TILED))
     assert tiled == of_stage_0
-    torch.testing.assert_close(tiled_values, values_of_stage_0, rtol=0.0, atol=0.0)
+    assert_same(tiled_values, values_of_stage_0)
 
 
 def test_gradients_are_those_of_tiles_written_by_hand():

@@ -12,16 +12,9 @@ from torch import Tensor
 
 import zero_core
 from zero_core.comm.meter import Links, Meter, Traffic
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    Trace,
-    batch,
-    device_collectives,
-    make_model,
-    run_engine,
-    simulate,
-)
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, Trace, run_engine
+from zero_core.testing.simulated import SimulatedRanks, device_collectives, simulate
 from zero_core.testing.training import assert_same
 
 NODES = [(4, 2), (6, 2), (6, 3)]

@@ -13,17 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
 from zero_core.errors import AccumulationScheduleError
-from zero_core.testing import (
-    Case,
-    SimulatedRanks,
-    on_ranks,
-    run_alone,
-    run_on_processes,
-    seeded,
-    simulate,
-    train,
-)
-from zero_core.testing.training import assert_same
+from zero_core.testing.models import seeded
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import run_alone, run_on_processes
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import assert_same, train
 
 WIDTH, NUM_BLOCKS, STEPS = 7, 4, 3
 VERTICAL = {"accumulation_schedule": "vertical"}

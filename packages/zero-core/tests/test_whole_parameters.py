@@ -12,18 +12,10 @@ import zero_core
 from zero_core import CheckpointError, ConfigError
 from zero_core.layout.arithmetic import Layout, ParamSpec
 from zero_core.layout.owners import assign_owners
-from zero_core.testing import (
-    Case,
-    SimulatedDDP,
-    batch,
-    make_model,
-    on_ranks,
-    run_ddp,
-    run_engine,
-    simulate,
-    step_ddp,
-    train,
-)
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import assert_same, step_ddp, train
 
 STEPS = 3
 HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -278,7 +270,7 @@ def test_own_states_are_restored_all_or_none(ranks, make, stage):
         wrong = (before[name][0], {what: torch.zeros(1, 1, 1, 2)})
         with pytest.raises(ValueError, match="load a checkpoint instead"):
             other.states.load_own({**saved, name: wrong})
-    torch.testing.assert_close(own(other), before, rtol=0.0, atol=0.0)
+    assert_same(own(other), before)
     other.states.load_own(fresh)
     assert not any(states for _, states in own(other).values())
 

@@ -35,7 +35,7 @@ from zero_core.testing.simulated import (
     on_ranks,
     simulate,
 )
-from zero_core.testing.training import check_like_ddp, loss_of, step_ddp, train, train_ddp
+from zero_core.testing.training import adamw, check_like_ddp, loss_of, step_ddp, train, train_ddp
 
 __all__ = [
     "LR",
@@ -53,6 +53,7 @@ __all__ = [
     "SimulatedRanks",
     "Tower",
     "Trace",
+    "adamw",
     "batch",
     "check_left_anywhere",
     "check_like_ddp",

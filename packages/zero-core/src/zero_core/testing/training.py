@@ -43,6 +43,12 @@ def train(engine: zero_core.Engine, batches: Iterable[Inputs | None]) -> list[fl
     return losses
 
 
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Return the optimizer of `Case` for what a model trains."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+
 def train_ddp(
     model: nn.Module,
     ranks: SimulatedRanks,
@@ -59,9 +65,7 @@ def train_ddp(
         batches: of this rank; None where it has no data.
         accumulation: micro-steps of every step, or of each.
     """
-    ddp = SimulatedDDP(model, ranks)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     counts = iter(accumulation) if isinstance(accumulation, Sequence) else repeat(accumulation)
     sums: dict[nn.Parameter, Tensor] = {}
     losses, count, num_done = [], next(counts), 0
@@ -71,8 +75,8 @@ def train_ddp(
             torch.autograd.backward(loss / count)
             losses.append(loss.item())
         ddp.average_gradients()
-        for param in trained:
-            if param.grad is not None:
+        for param in model.parameters():
+            if param.requires_grad and param.grad is not None:
                 grad, param.grad = param.grad, None
                 sums[param] = sums[param] + grad if param in sums else grad
         num_done += 1
