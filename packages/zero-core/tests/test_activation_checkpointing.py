@@ -14,7 +14,7 @@ from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import late_device
 from zero_core.testing.models import batch, make_model, make_tower, seeded
 from zero_core.testing.oracle import Case, train_unread
-from zero_core.testing.ranks import run_alone, spawn
+from zero_core.testing.ranks import alone, on_processes, run_alone
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import assert_same, check_like_ddp
 
@@ -79,14 +79,15 @@ class _Net(nn.Module):
         return x.square().mean()
 
 
-def _is_recomputed(rank: int, world_size: int) -> None:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+@on_processes(2)
+def test_blocks_keep_no_activations_and_repeat_their_dropout(ranks):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(ranks.rank))
     for stage in (0, 3):
         finals = []
         for block in (None, {"enabled": False}, *BLOCKS):
             is_on = block is not None and block.get("enabled", True)
             engine = zero_core.build(_Net(), _config(stage, block))
-            torch.manual_seed(rank)
+            torch.manual_seed(ranks.rank)
             loss = engine(x)
             alive = [not ref.expired() for b in engine.module.blocks for ref in b.kept]
             assert alive == [not is_on] * 3
@@ -101,10 +102,6 @@ def _is_recomputed(rank: int, world_size: int) -> None:
             assert all("forward" not in vars(b) for b in engine.module.blocks)
         for final in finals[1:]:
             assert_same(final, finals[0])
-
-
-def test_blocks_keep_no_activations_and_repeat_their_dropout():
-    spawn(_is_recomputed, 2)  # processes: each has its own random state
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a second memory")
@@ -128,17 +125,14 @@ def _train_late(ranks: Any, stage: int) -> Any:
     return train_unread(engine, ranks.rank, ranks.device, steps=3)
 
 
-def _follow_the_cpu() -> None:
+@alone
+def test_inputs_on_the_host_have_the_bits_of_the_cpu_on_a_device_that_is_late():
     for seed, (world_size, stage) in enumerate([(1, 0), (2, 1), (2, 3)]):
         late_device.load()
         expected = simulate(_train_late, world_size, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         found = simulate(_train_late, world_size, stage, device="late")
         assert_same(found, expected)
-
-
-def test_inputs_on_the_host_have_the_bits_of_the_cpu_on_a_device_that_is_late():
-    run_alone(_follow_the_cpu)
 
 
 DEPTH, ROWS = 6, 1360

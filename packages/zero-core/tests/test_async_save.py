@@ -33,7 +33,7 @@ from zero_core.sharded import snapshot
 from zero_core.testing.models import make_model
 from zero_core.testing.oracle import Case, run_engine
 from zero_core.testing.ranks import run_on_processes
-from zero_core.testing.simulated import GatedRanks, SimulatedRanks, simulate
+from zero_core.testing.simulated import GatedRanks, SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 from zero_core.watch.watch import Watch
 
@@ -89,26 +89,24 @@ def test_an_overtaken_save_has_the_bytes_of_one_at_once(
     assert (tmp_path / "beside" / "latest").read_text() == "step-3"
 
 
-def test_a_second_save_waits_or_is_refused_and_loads_wait(tmp_path):
-    def program(ranks: SimulatedRanks) -> None:
-        gated = _gated(ranks)
-        engine = _build(gated, 2)
-        train_steps(engine, 0, 1)
-        first = engine.async_save(tmp_path)
-        with pytest.raises(CheckpointError, match="save of step-1 is under way"):
-            engine.async_save(tmp_path, "other", on_pending="refuse")
-        assert not first.done()
-        threading.Timer(0.05, gated.gate.set).start()
-        second = engine.async_save(tmp_path, "other")
-        assert first.done()
-        engine.load_checkpoint(tmp_path, "step-1")
-        assert second.done()
-        train_steps(engine, 1, 2)
-        engine.async_save(tmp_path)
-        engine.close()
-        assert (tmp_path / "step-2" / "manifest.json").exists()
-
-    simulate(program, 2)
+@on_ranks(2)
+def test_a_second_save_waits_or_is_refused_and_loads_wait(ranks, tmp_path):
+    gated = _gated(ranks)
+    engine = _build(gated, 2)
+    train_steps(engine, 0, 1)
+    first = engine.async_save(tmp_path)
+    with pytest.raises(CheckpointError, match="save of step-1 is under way"):
+        engine.async_save(tmp_path, "other", on_pending="refuse")
+    assert not first.done()
+    threading.Timer(0.05, gated.gate.set).start()
+    second = engine.async_save(tmp_path, "other")
+    assert first.done()
+    engine.load_checkpoint(tmp_path, "step-1")
+    assert second.done()
+    train_steps(engine, 1, 2)
+    engine.async_save(tmp_path)
+    engine.close()
+    assert (tmp_path / "step-2" / "manifest.json").exists()
 
 
 def test_copies_are_bounded_if_asked_except_of_whole_states(tmp_path, monkeypatch):
@@ -204,17 +202,15 @@ class _Losing(SimulatedRanks):
         return exchange
 
 
-def test_an_exchange_that_fails_on_one_rank_is_an_error_of_all_at_the_next_save(tmp_path):
-    def program(ranks: SimulatedRanks) -> None:
-        engine = _build(_Losing(**vars(ranks)), 2)
-        train_steps(engine, 0, 1)
-        engine.async_save(tmp_path)
-        with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .*no answer in time"):
-            engine.save_checkpoint(tmp_path, "other")
-        assert engine.save_checkpoint(tmp_path, "other") == tmp_path / "other"
-        engine.close()
-
-    simulate(program, 2, timeout_s=20.0)
+@on_ranks(2, timeout_s=20.0)
+def test_an_exchange_that_fails_on_one_rank_is_an_error_of_all_at_the_next_save(ranks, tmp_path):
+    engine = _build(_Losing(**vars(ranks)), 2)
+    train_steps(engine, 0, 1)
+    engine.async_save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"prepare failed on rank 1: .*no answer in time"):
+        engine.save_checkpoint(tmp_path, "other")
+    assert engine.save_checkpoint(tmp_path, "other") == tmp_path / "other"
+    engine.close()
 
 
 def test_a_disk_that_is_full_from_then_on_is_an_error_on_all_ranks_and_changes_nothing(tmp_path):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_core
 from zero_core.testing.models import make_tower, seeded
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import spawn
+from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks
 from zero_core.testing.training import adamw, assert_same, train
 
@@ -83,22 +83,19 @@ def _train(case: Case, rank: int, world_size: int | None) -> tuple[list[float], 
     return losses, _buffers(model)
 
 
-def _follows_ddp(rank: int, world_size: int) -> None:
-    for accumulation in (1, 3):
-        expected = _train(Case(accumulation=accumulation), rank, world_size)
-        for stage in (1, 3):
-            found = _train(Case(stage, accumulation=accumulation), rank, None)
-            # Three ranks: DDP adds gradients in the order of its ring.
-            atol = 0.0 if world_size <= 2 else 1e-5
-            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
-
-
 @pytest.mark.parametrize(
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
 )
-def test_batch_norm_follows_ddp_in_training_evaluation_and_no_sync(world_size):
-    spawn(_follows_ddp, world_size)
+@on_processes()
+def test_batch_norm_follows_ddp_in_training_evaluation_and_no_sync(ranks):
+    for accumulation in (1, 3):
+        expected = _train(Case(accumulation=accumulation), ranks.rank, ranks.size)
+        for stage in (1, 3):
+            found = _train(Case(stage, accumulation=accumulation), ranks.rank, None)
+            # Three ranks: DDP adds gradients in the order of its ring.
+            atol = 0.0 if ranks.size <= 2 else 1e-5
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
 
 
 @on_ranks(2)

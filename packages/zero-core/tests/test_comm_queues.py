@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero_core.comm.queues import CommQueues, HostQueues, StreamQueues
-from zero_core.testing import late_device, run_alone
+from zero_core.testing import alone, late_device
 
 LIMIT_S = 20.0
 
@@ -99,7 +99,8 @@ def _check_failed_job(queues: CommQueues) -> None:
             failed.wait()
 
 
-def _queues_are_streams() -> None:
+@alone
+def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for_the_job():
     late_device.load()
     device = torch.device("late:0")
     queues, reader = StreamQueues(device), torch.Stream(device)
@@ -133,7 +134,3 @@ def _queues_are_streams() -> None:
     assert gathers == nested != reductions
     assert torch.accelerator.current_stream(device) not in streams
     _check_failed_job(queues)
-
-
-def test_queues_of_a_device_are_streams_that_wait_for_the_caller_and_readers_for_the_job() -> None:
-    run_alone(_queues_are_streams)

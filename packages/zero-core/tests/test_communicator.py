@@ -14,7 +14,7 @@ from support.board import Board
 from zero_core.comm.communicator import Communicator
 from zero_core.comm.control import ControlGroup
 from zero_core.errors import CollectiveError, ConfigError
-from zero_core.testing import late_device, run_alone
+from zero_core.testing import alone, late_device
 from zero_core.watch.beats import Beat
 from zero_core.watch.device_waits import DeviceWaits
 from zero_core.watch.place import Place
@@ -237,7 +237,8 @@ def test_collectives_are_ranges_of_a_profile() -> None:
     assert {f"rank 1: {v} of unit 3 (blocks.2)" for v in ("all_gather", "reduce_scatter")} <= names
 
 
-def _watches_a_device() -> None:
+@alone
+def test_the_thread_of_a_watch_touches_no_other_device():
     late_device.load(2)
     torch.accelerator.set_device_index(1)
     values = torch.zeros(8, device="late:1")
@@ -251,7 +252,3 @@ def _watches_a_device() -> None:
     waits.close()  # waits for what is under way
     assert torch.accelerator.current_stream().query()
     assert late_device.contexts() == [1]
-
-
-def test_the_thread_of_a_watch_touches_no_other_device() -> None:
-    run_alone(_watches_a_device)

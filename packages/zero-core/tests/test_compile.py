@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.testing import Case, adamw, rows, spawn, train
+from zero_core.testing import Case, adamw, on_processes, rows, train
 from zero_core.testing.training import assert_same
 
 WHOLE: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
@@ -94,28 +94,6 @@ def _build(how: str, config: dict[str, Any]) -> zero_core.Engine:
     return engine
 
 
-def _follows_ddp(rank: int, world_size: int, again: dict[str, Any] | None) -> None:
-    expected = _reference(rank, world_size)
-    # What keeps inputs on the host cannot be within a graph.
-    ways = ("wrapped",) if again == ON_HOST else ("before", "after", "wrapped")
-    for how in ways:
-        # Graphs are the same whoever made them when, so one way goes through the stages: one where
-        # values are whole, and one where they are sharded.
-        for stage in (0, 3) if (world_size, how, again) == (2, "before", None) else (3,):
-            torch._dynamo.reset()
-            counters.clear()
-            config = Case(stage).config() | {"activation_checkpointing": again}
-            engine = _build(how, config)
-            assert [u.name.removesuffix("._orig_mod") for u in engine.layout.units[1:]] == [
-                f"blocks.{i}" for i in range(3)
-            ]
-            found = _train(engine, rank)
-            assert_same(found, expected)
-            assert not counters["graph_break"]
-            # Of the first block, whose input needs no gradient, and of the others: never again.
-            assert counters["stats"]["unique_graphs"] == 2
-
-
 RECOMPUTED = {"saved": None, "recomputed": {}, "recomputed from the host": ON_HOST}
 
 
@@ -126,16 +104,37 @@ RECOMPUTED = {"saved": None, "recomputed": {}, "recomputed from the host": ON_HO
     [*((2, again) for again in RECOMPUTED.values()), (1, RECOMPUTED["recomputed"])],
     ids=[*(f"2-{name}" for name in RECOMPUTED), "1-recomputed"],
 )
-def test_compiled_blocks_follow_ddp_without_a_graph_break(world_size, again):
-    spawn(_follows_ddp, world_size, again)
+@on_processes()
+def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, again):
+    expected = _reference(ranks.rank, ranks.size)
+    # What keeps inputs on the host cannot be within a graph.
+    ways = ("wrapped",) if again == ON_HOST else ("before", "after", "wrapped")
+    for how in ways:
+        # Graphs are the same whoever made them when, so one way goes through the stages: one where
+        # values are whole, and one where they are sharded.
+        for stage in (0, 3) if (ranks.size, how, again) == (2, "before", None) else (3,):
+            torch._dynamo.reset()
+            counters.clear()
+            config = Case(stage).config() | {"activation_checkpointing": again}
+            engine = _build(how, config)
+            assert [u.name.removesuffix("._orig_mod") for u in engine.layout.units[1:]] == [
+                f"blocks.{i}" for i in range(3)
+            ]
+            found = _train(engine, ranks.rank)
+            assert_same(found, expected)
+            assert not counters["graph_break"]
+            # Of the first block, whose input needs no gradient, and of the others: never again.
+            assert counters["stats"]["unique_graphs"] == 2
 
 
 def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def _parts(rank: int, world_size: int) -> None:
-    expected = _reference(rank, world_size)
+@pytest.mark.slow
+@on_processes(2)
+def test_a_model_compiled_as_a_whole_or_in_parts_that_are_recomputed_gives_the_same_numbers(ranks):
+    expected = _reference(ranks.rank, ranks.size)
     # Values are whole, and sharded.
     for stage, recompute in itertools.product((0, 3), ("root", "plain", "reentrant")):
         torch._dynamo.reset()
@@ -147,14 +146,9 @@ def _parts(rank: int, world_size: int) -> None:
         engine = zero_core.build(model, Case(stage).config())
         if recompute == "root":
             model.compile(backend="aot_eager")
-        train(engine, [_x(step, rank).requires_grad_() for step in range(3)])
+        train(engine, [_x(step, ranks.rank).requires_grad_() for step in range(3)])
         assert _equal(engine.full_state_dict(), expected), (recompute, stage)
         assert counters["stats"]["unique_graphs"] >= 1
-
-
-@pytest.mark.slow
-def test_a_model_compiled_as_a_whole_or_in_parts_that_are_recomputed_gives_the_same_numbers():
-    spawn(_parts, 2)
 
 
 # Dynamo warns about itself in the process that pytest watches.

@@ -13,8 +13,10 @@ import zero_core
 from zero_core import CheckpointError, ConfigError, RankMismatchError
 from zero_core.core.extension import Extension
 from zero_core.extensions.weight_average import AVERAGE, WeightAverage
-from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, adamw, batch, make_model, simulate
-from zero_core.testing.training import step_ddp, train_steps
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.training import adamw, step_ddp, train_steps
 
 DECAY = 0.9
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes", "never")
@@ -35,28 +37,26 @@ def _check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_average_is_that_of_torch_beside_ddp_at_every_stage(world_size: int) -> None:
-    def run(ranks: SimulatedRanks) -> None:
-        model = make_model()
-        ddp = SimulatedDDP(model, ranks)
-        optimizer = adamw(model)
-        reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-        reference.update_parameters(model)  # the first one copies
-        for step in range(3):
-            step_ddp(ddp, optimizer, batch(step, 0, ranks.rank))
-            reference.update_parameters(model)
-        params = dict(reference.module.named_parameters())
-        for stage in range(4):
-            engine = _build(ranks, stage=stage)
-            train_steps(engine, 0, 3)
-            for name, found in _averages(engine).items():
-                expected = params[name].detach()
-                if world_size == 2:
-                    assert torch.equal(found, expected), (stage, name)
-                else:  # DDP adds up in another order
-                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-    simulate(run, world_size)
+@on_ranks()
+def test_average_is_that_of_torch_beside_ddp_at_every_stage(ranks):
+    model = make_model()
+    ddp = SimulatedDDP(model, ranks)
+    optimizer = adamw(model)
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    reference.update_parameters(model)  # the first one copies
+    for step in range(3):
+        step_ddp(ddp, optimizer, batch(step, 0, ranks.rank))
+        reference.update_parameters(model)
+    params = dict(reference.module.named_parameters())
+    for stage in range(4):
+        engine = _build(ranks, stage=stage)
+        train_steps(engine, 0, 3)
+        for name, found in _averages(engine).items():
+            expected = params[name].detach()
+            if ranks.size == 2:
+                assert torch.equal(found, expected), (stage, name)
+            else:  # DDP adds up in another order
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_average_of_master_weights_ignores_a_step_that_is_skipped() -> None:

@@ -18,7 +18,7 @@ import zero_core
 from zero_core import CheckpointError
 from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.ranks import run_on_processes, spawn
+from zero_core.testing.ranks import on_processes, run_on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import assert_same, train
 
@@ -185,19 +185,16 @@ def test_every_rank_starts_from_rank_zeros_values(ranks: SimulatedRanks) -> None
     assert (engine.module[1].running_mean == 0).all()
 
 
-def _lost_peer(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_lost_peer_is_named_by_rank_unit_and_collective(ranks):
     engine = zero_core.build(make_model(), Case(stage=3).config())
-    if rank == 1:
+    if ranks.rank == 1:
         dist.destroy_process_group()
         store = dist.HashStore()  # of a group for the caller to destroy
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return
     with pytest.raises(zero_core.CollectiveError, match=r"rank 0: all_gather of unit 0 \(root\)"):
-        engine(**batch(0, 0, rank))
-
-
-def test_a_lost_peer_is_named_by_rank_unit_and_collective():
-    spawn(_lost_peer, 2)
+        engine(**batch(0, 0, ranks.rank))
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_core
 from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import spawn
+from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same, check_like_ddp, train
 
@@ -51,34 +51,34 @@ def _normed() -> Tower:
 _LENGTHS = (4, 2, 0)
 
 
-def _join(rank: int, world_size: int) -> None:
-    lengths = _LENGTHS[:world_size]
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_processes()
+def test_the_average_is_that_of_join(ranks):
+    lengths = _LENGTHS[: ranks.size]
     model = _normed()
     ddp: Any = DistributedDataParallel(model)
     optimizer = adamw(model)
     with Join([ddp]):
-        for step in range(lengths[rank]):
+        for step in range(lengths[ranks.rank]):
             optimizer.zero_grad()
-            ddp(rows(step, rank)).backward()
+            ddp(rows(step, ranks.rank)).backward()
             optimizer.step()
     # As Join leaves it: every rank has the weights of those that ended last.
     expected = {name: value.detach() for name, value in model.state_dict().items()}
     del ddp
     for stage in (1, 3):
         engine = zero_core.build(_normed(), Case(stage).config())
-        train(engine, [rows(n, rank) if n < lengths[rank] else None for n in range(max(lengths))])
+        train(
+            engine,
+            [rows(n, ranks.rank) if n < lengths[ranks.rank] else None for n in range(max(lengths))],
+        )
         found = engine.full_state_dict()
         for name in dict(model.named_parameters()):
             # With three ranks gloo adds up in another order.
-            atol = 0.0 if world_size == 2 else 1e-6
+            atol = 0.0 if ranks.size == 2 else 1e-6
             torch.testing.assert_close(found[name], expected[name], rtol=0.0, atol=atol)
         engine.close()
     dist.barrier()
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_average_is_that_of_join(world_size):
-    spawn(_join, world_size)
 
 
 def _wait_in_vain(ranks: SimulatedRanks) -> None:

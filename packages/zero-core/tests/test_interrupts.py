@@ -19,7 +19,7 @@ import zero_core
 from zero_core.engine import Engine
 from zero_core.errors import UnusedParameterError
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import Case, batch, check_left_anywhere, make_model, spawn
+from zero_core.testing import Case, batch, check_left_anywhere, make_model, on_processes
 from zero_core.testing.interrupted import Interruption
 from zero_core.testing.training import assert_same, train_steps
 
@@ -137,10 +137,11 @@ def test_sigint_waits_until_the_step_has_ended() -> None:
     assert_same(engine.full_state_dict(), _values_after(2))
 
 
-def _interrupt_one_of_two(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_sigint_on_one_of_two_ranks_changes_no_bit(ranks):
     for stage in (1, 3):
         found = []
-        for is_interrupted in (False, rank == 0):
+        for is_interrupted in (False, ranks.rank == 0):
             engine, num_interrupts = _build(stage), 0
             if is_interrupted:
                 _interrupt_update(engine)
@@ -153,10 +154,6 @@ def _interrupt_one_of_two(rank: int, world_size: int) -> None:
             found.append(engine.full_state_dict())
             engine.close()
         assert_same(*found)
-
-
-def test_sigint_on_one_of_two_ranks_changes_no_bit() -> None:
-    spawn(_interrupt_one_of_two, 2)
 
 
 @pytest.fixture

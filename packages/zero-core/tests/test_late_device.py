@@ -1,19 +1,13 @@
 """The device that is not there keeps what it promises: the CPU's bits, later, and CUDA's traps."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from zero_core.testing import late_device, run_alone
+from zero_core.testing import alone, late_device
 
 DEVICE = "late:1"
-
-
-def _load_and_run(test: Callable[[], None]) -> None:
-    late_device.load()
-    test()
 
 
 def _the_host_runs_ahead_until_it_waits() -> None:
@@ -92,5 +86,7 @@ def _only_pinned_copies_do_not_block() -> None:
     ],
     ids=lambda promise: promise.__name__.strip("_"),
 )
-def test_the_device_keeps_its_promise(promise: Callable[[], None]) -> None:
-    run_alone(_load_and_run, promise)
+@alone
+def test_the_device_keeps_its_promise(promise):
+    late_device.load()
+    promise()

@@ -10,7 +10,7 @@ import zero_core
 from zero_core.testing import late_device
 from zero_core.testing.models import batch, make_model, seeded
 from zero_core.testing.oracle import Case, train_unread
-from zero_core.testing.ranks import run_alone
+from zero_core.testing.ranks import alone, run_alone
 from zero_core.testing.simulated import device_collectives, simulate
 from zero_core.testing.training import assert_same
 
@@ -91,14 +91,11 @@ def _hold(ranks: Any) -> None:
     engine.close()
 
 
-def _hold_on_nodes(per_node: int) -> None:
+@pytest.mark.parametrize("per_node", [4, 2])
+@alone
+def test_buffers_of_reductions_are_allocated_in_build(per_node):
     late_device.load()
     simulate(_hold, 4, device="late", ranks_per_node=per_node)
-
-
-@pytest.mark.parametrize("per_node", [4, 2])
-def test_buffers_of_reductions_are_allocated_in_build(per_node: int) -> None:
-    run_alone(_hold_on_nodes, per_node)
 
 
 def _running_means(ranks: Any) -> list[torch.Tensor]:
@@ -115,13 +112,10 @@ def _running_means(ranks: Any) -> list[torch.Tensor]:
     return [buffer.cpu() for buffer in model.buffers()]
 
 
-def _run_running_means() -> None:
+@alone
+def test_buffers_in_16_bits_are_those_of_rank_0():
     late_device.load()
     expected = simulate(_running_means, 2)
     assert_same(expected[1], expected[0])
     found = simulate(_running_means, 2, device="late")
     assert_same(found, expected)
-
-
-def test_buffers_in_16_bits_are_those_of_rank_0() -> None:
-    run_alone(_run_running_means)

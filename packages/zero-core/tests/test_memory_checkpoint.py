@@ -22,7 +22,7 @@ from zero_core import CheckpointError, ConfigError
 from zero_core.checkpoint.in_memory import keeper, place, snapshots
 from zero_core.checkpoint.in_memory.slot import Ring, Slot
 from zero_core.step.update import updates_in_backward
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, simulate
+from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks, simulate
 from zero_core.testing.training import assert_same
 
 STEPS = 5
@@ -126,22 +126,20 @@ def test_copies_are_restored_at_another_number_of_ranks_as_a_checkpoint(tmp_path
     assert_same(by_memory, [(3, values) for values in simulate(by_disk, 2, 1, STEPS)])
 
 
-def test_of_a_checkpoint_on_the_disk_only_the_manifest_is_read(tmp_path: Path) -> None:
-    def restart(ranks: SimulatedRanks) -> None:
-        memory = tmp_path / "memory"
-        engine = _build(ranks, 3, memory)
-        assert engine.resume(tmp_path / "disk") is None
-        expected = _run(engine, 0, 2)
-        place = engine.save_checkpoint(tmp_path / "disk", client_state={"step": 2})
-        engine.close()
-        ranks.connect().barrier()
-        for path in place.glob(f"*-{ranks.rank:05d}.safetensors"):
-            path.unlink()
-        again = _build(ranks, 3, memory)
-        assert again.resume(tmp_path / "disk") == {"step": 2}
-        assert_same(again.full_state_dict(), expected)
-
-    simulate(restart, 2)
+@on_ranks(2)
+def test_of_a_checkpoint_on_the_disk_only_the_manifest_is_read(ranks, tmp_path):
+    memory = tmp_path / "memory"
+    engine = _build(ranks, 3, memory)
+    assert engine.resume(tmp_path / "disk") is None
+    expected = _run(engine, 0, 2)
+    place = engine.save_checkpoint(tmp_path / "disk", client_state={"step": 2})
+    engine.close()
+    ranks.connect().barrier()
+    for path in place.glob(f"*-{ranks.rank:05d}.safetensors"):
+        path.unlink()
+    again = _build(ranks, 3, memory)
+    assert again.resume(tmp_path / "disk") == {"step": 2}
+    assert_same(again.full_state_dict(), expected)
 
 
 def test_states_that_were_loaded_replace_the_copies(

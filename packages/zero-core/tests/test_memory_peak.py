@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero_core
-from zero_core.testing import PeakMemory, run_alone, spawn
+from zero_core.testing import PeakMemory, alone, spawn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
@@ -73,7 +73,11 @@ def measure(dtype: str, rows: int) -> dict[str, int]:
     return {"peak": peak, "early": early, "late": status("VmRSS") - before}
 
 
-def _check(dtype: str, rows: int) -> None:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("rows", [2, 256])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@alone
+def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
     # Large tensors go back to the system when they are freed.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     found = measure(dtype, rows)
@@ -87,13 +91,6 @@ def _check(dtype: str, rows: int) -> None:
     assert 0.95 < found["peak"] / planned < 1.05
     # A leak of a block grows by more; what the allocator keeps on a busy machine by less.
     assert found["late"] - found["early"] < 0.02 * planned, found
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("rows", [2, 256])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_peak_is_what_was_planned_and_does_not_grow(dtype: str, rows: int) -> None:
-    run_alone(_check, dtype, rows)
 
 
 # -------------------------------------------------------------------- constructions

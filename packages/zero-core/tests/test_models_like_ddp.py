@@ -16,7 +16,6 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.comm.topology import Ranks
 from zero_core.testing.models import (
     MIXTURE_WIDTH,
     Hard,
@@ -31,7 +30,7 @@ from zero_core.testing.models import (
     seeded,
 )
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks
 from zero_core.testing.training import Inputs, adamw, assert_same, check_like_ddp, train, train_ddp
 
@@ -415,14 +414,11 @@ def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks: Simulate
     assert list(losses_of(engine, engine.step)) == list(losses_of(ddp, end))
 
 
-def _check_branches(ranks: Ranks) -> None:
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_processes()
+def test_processes_end_when_one_leaves_out_or_skips_blocks(ranks):
     for draw in (_branching, _without_blocks):
         check_like_ddp(ranks, _of(_Branches), draw, Case(3), steps=len(LEFT_OUT))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_processes_end_when_one_leaves_out_or_skips_blocks(world_size: int) -> None:
-    run_on_processes(_check_branches, world_size)
 
 
 # ------------------------------------------------------------------ beside other things

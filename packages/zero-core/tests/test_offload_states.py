@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import zero_core
-from zero_core.testing import Case, batch, late_device, make_model, on_ranks, run_alone, simulate
-from zero_core.testing.models import RootAndBlocks
+from zero_core.testing import late_device
+from zero_core.testing.models import RootAndBlocks, batch, make_model
+from zero_core.testing.oracle import Case
+from zero_core.testing.ranks import alone, run_alone
+from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same
 
 STEPS = 3
@@ -105,14 +108,11 @@ def _measure(ranks: Any, stage: int, done: Barrier) -> None:
     engine.close()
 
 
-def _measure_all() -> None:
+@alone
+def test_99_percent_of_the_device_is_free():
     late_device.load()
     for stage in range(4):
         simulate(_measure, 2, stage, Barrier(2), device="late")
-
-
-def test_99_percent_of_the_device_is_free() -> None:
-    run_alone(_measure_all)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -194,7 +194,8 @@ def _leaving(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def _scarce_memory() -> None:
+@alone
+def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated():
     """Check that neither direction loses anything when memory runs out halfway.
 
     Both can be repeated.
@@ -229,7 +230,3 @@ def _scarce_memory() -> None:
         engine.backward(engine(x))
         engine.step()
         engine.close()
-
-
-def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated() -> None:
-    run_alone(_scarce_memory)

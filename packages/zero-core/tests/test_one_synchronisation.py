@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from torch import Tensor
 
 import zero_core
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import Case, Tower, late_device, make_tower, run_alone, simulate
+from zero_core.testing import Case, Tower, alone, late_device, make_tower, simulate
 
 WIDTH, NUM_STEPS = 16, 5
 OPTIMIZERS = {"AdamW": {"lr": 1e-2}, "SGD": {"lr": 1e-2, "momentum": 0.9}}
@@ -113,7 +111,16 @@ def count_waits(ranks: Any) -> int:
     return sum(late_device.counters(ranks.device.index).syncs.values())
 
 
-def _train_on_both(world_size: int) -> None:
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
+
+
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
+)
+@alone
+def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size):
     late_device.load()
     for case in CASES_OF[world_size]:
         expected = simulate(train, world_size, case)
@@ -124,18 +131,6 @@ def _train_on_both(world_size: int) -> None:
             budget = 2 if case.is_twice else 1  # they agree again on gradients that came late
             assert max(waits) <= budget, (case, waits)
             assert all(map(same, results, on_cpu)), (case, results[:NUM_STEPS], on_cpu[:NUM_STEPS])
-
-
-def same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
-
-
-@pytest.mark.parametrize(
-    "world_size",
-    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
-)
-def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size: int) -> None:
-    run_alone(_train_on_both, world_size)
 
 
 def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
@@ -254,11 +249,6 @@ def _one_rank_downloads_what_it_gathers_once(folder: str) -> None:
     assert simulate(_gather_alone, 1, device="late") == [1]
 
 
-def _run(what: Callable[[str], None], folder: str) -> None:
-    late_device.load()
-    what(folder)
-
-
 @pytest.mark.parametrize(
     "what",
     [
@@ -270,5 +260,7 @@ def _run(what: Callable[[str], None], folder: str) -> None:
     ],
     ids=lambda what: what.__name__.strip("_"),
 )
-def test_a_late_device(what: Callable[[str], None], tmp_path: Path) -> None:
-    run_alone(_run, what, str(tmp_path))
+@alone
+def test_a_late_device(what, tmp_path):
+    late_device.load()
+    what(tmp_path)

@@ -18,7 +18,7 @@ import zero_core
 from zero_core.comm.topology import Ranks
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks
 from zero_core.testing.training import adamw, assert_same
 
@@ -155,18 +155,15 @@ def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[
     engine.close()
 
 
-def _on_late_processes(ranks: Ranks) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_processes()
+def test_changes_do_not_reach_peers_that_read_later(ranks):
     _step_with_late_ranks(ranks, 30, Case(), list(EDITS.values()))
     edits = (_clip_norm, _zero_and_assign)
     # Where the ranks' shards are parts of the sum, and where both are of two dtypes.
     _step_with_late_ranks(ranks, 4, Case(top={"communication_data_type": "bf16"}), edits)
     _step_with_late_ranks(ranks, 4, Case(dtype="bf16"), edits)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_changes_do_not_reach_peers_that_read_later(world_size):
-    run_on_processes(_on_late_processes, world_size)
 
 
 def _change_a_bias(model: nn.Module) -> None:

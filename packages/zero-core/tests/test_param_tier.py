@@ -28,7 +28,7 @@ from zero_core.protocols import ParamTier
 from zero_core.testing.equal import Row, Variant, check, cover
 from zero_core.testing.models import Hard, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, run_ddp, run_engine
-from zero_core.testing.ranks import run_on_processes
+from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import assert_same, train, train_steps
 
@@ -123,15 +123,12 @@ def _case(dtype: str = "fp32", **zero: Any) -> Case:
     return Case(stage=3, dtype=dtype, zero={**EVERYTHING, **zero})
 
 
-def _as_ddp(ranks: SimulatedRanks) -> None:
+@on_processes(2)
+def test_offloaded_shards_follow_ddp_where_ranks_share_memory(ranks):
     expected = run_ddp(Case(), ranks.rank, 4, ranks)
     found = run_engine(_case(), ranks.rank, 4, param_tier=Shelves(), process_group=ranks)
     assert found.losses == expected.losses
     assert_same(found.values, expected.values)
-
-
-def test_offloaded_shards_follow_ddp_where_ranks_share_memory() -> None:
-    run_on_processes(_as_ddp, 2)
 
 
 def _tower(

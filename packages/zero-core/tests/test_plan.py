@@ -22,7 +22,7 @@ from zero_core.comm.topology import Ranks
 from zero_core.layout.discovery import MIN_TAIL_NUMEL
 from zero_core.plan.result import format_bytes
 from zero_core.testing.models import Tower, batch, make_model, rows, wide_blocks
-from zero_core.testing.ranks import run_alone, run_on_processes
+from zero_core.testing.ranks import alone, run_on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import train
 
@@ -289,7 +289,9 @@ def test_traffic_is_that_of_the_paper(stage: int) -> None:
         assert gathered.between_nodes_bytes == gathered.sent_bytes // 8
 
 
-def _plan_a_trillion() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@alone
+def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte():
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
     start = time.thread_time()
     model = wide_blocks(128, 25600)
@@ -306,11 +308,6 @@ def _plan_a_trillion() -> None:
     assert peak_bytes < 10**9
     assert seconds < 10
     assert str(planned.best) == "stage 3"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_a_trillion_parameters_on_4096_ranks_are_planned_within_a_gigabyte() -> None:
-    run_alone(_plan_a_trillion)
 
 
 def test_advice_raises_the_stage_before_it_offloads_and_has_numbers_where_nothing_fits() -> None:

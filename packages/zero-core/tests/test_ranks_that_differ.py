@@ -19,7 +19,7 @@ from zero_core.core.facts import Facts
 from zero_core.core.norms import PLAIN
 from zero_core.testing.models import seeded
 from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
-from zero_core.testing.ranks import spawn
+from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import Launch, LoggedCollectives, assert_same, check_like_ddp
 
@@ -104,10 +104,12 @@ def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_
     assert simulate(_count, 2)[0] == [3, 0, 0]  # at first the last block is still there
 
 
-def _fail(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_processes()
+def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(ranks):
     engine = zero_core.build(_Net(), Case(3).config())
-    x = torch.full((3, WIDTH), float("nan")) if rank == 1 else torch.ones(3, WIDTH)
-    if rank == 1:
+    x = torch.full((3, WIDTH), float("nan")) if ranks.rank == 1 else torch.ones(3, WIDTH)
+    if ranks.rank == 1:
         with pytest.raises(ArithmeticError):
             engine(x)
     else:
@@ -117,26 +119,18 @@ def _fail(rank: int, world_size: int) -> None:
     os._exit(0)  # as a rank ends that has failed: without the others
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(world_size: int) -> None:
-    spawn(_fail, world_size)
-
-
-def _go_on(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
     engine = zero_core.build(_Net(), Case(3).config())
     with pytest.raises(ArithmeticError):
         engine(torch.full((3, WIDTH), float("nan")))  # on every rank
     engine.backward(engine(torch.ones(3, WIDTH)))
     engine.step()
-    if rank == 0:
+    if ranks.rank == 0:
         found = "failed or timed out: the process of rank 1 has ended, last seen in"
         with pytest.raises(zero_core.CollectiveError, match=found):
             engine.backward(engine(torch.ones(3, WIDTH)))
     os._exit(0)
-
-
-def test_a_failure_that_all_ranks_got_over_is_not_named_later() -> None:
-    spawn(_go_on, 2)
 
 
 class _Keeping(nn.Module):
@@ -162,21 +156,18 @@ class _OfKeeping(nn.Module):
         return kept[-1].mean()
 
 
-def _retry(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it(ranks):
     engine = zero_core.build(_OfKeeping(), Case(3).config())
     try:
         raise MemoryError("the batch before")
     except MemoryError:
         loss = engine(torch.ones(3, WIDTH))
-    if rank == 0:
+    if ranks.rank == 0:
         with pytest.raises(zero_core.CollectiveError) as caught:
             engine.backward(loss)
         assert "MemoryError" not in str(caught.value)
     os._exit(0)
-
-
-def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it() -> None:
-    spawn(_retry, 2)
 
 
 @on_ranks(3)

@@ -14,7 +14,7 @@ import zero_core
 from zero_core.testing import late_device
 from zero_core.testing.models import Hard, RootAndBlocks, batch, make_model, seeded
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.ranks import run_alone
+from zero_core.testing.ranks import alone
 from zero_core.testing.simulated import simulate
 from zero_core.testing.training import adamw, assert_same
 
@@ -180,12 +180,9 @@ def _colocate(ranks: Any, done: Barrier) -> None:
     assert found == expected, (found, expected)
 
 
-def _colocate_all() -> None:
+@pytest.mark.slow
+@alone
+def test_another_program_has_the_device_while_training_sleeps():
     late_device.load()
     late_device.set_capacity(CAPACITY)
     simulate(_colocate, 2, Barrier(2), device="late")
-
-
-@pytest.mark.slow
-def test_another_program_has_the_device_while_training_sleeps() -> None:
-    run_alone(_colocate_all)

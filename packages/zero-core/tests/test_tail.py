@@ -18,7 +18,7 @@ from zero_core.protocols import EXACT_GRADIENTS, Work
 from zero_core.testing import late_device
 from zero_core.testing.models import seeded
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import run_alone, spawn
+from zero_core.testing.ranks import alone, on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import assert_same, check_like_ddp, train
 
@@ -330,17 +330,14 @@ def _train(ranks: SimulatedRanks, way: str, stage: int) -> dict[str, Tensor]:
     return values
 
 
-def _train_late() -> None:
+@alone
+def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late():
     late_device.load()
     for seed, (way, stage) in enumerate([("read last", 1), ("read from a list", 3)]):
         expected = simulate(_train, 2, way, stage)
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         found = simulate(_train, 2, way, stage, device="late")
         assert_same(found, expected)
-
-
-def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late() -> None:
-    run_alone(_train_late)
 
 
 # ------------------------------------------------------------------ compiled
@@ -370,7 +367,8 @@ class _Head(nn.Module):
         return functional.linear(x, self.head.weight).square().mean()
 
 
-def _train_compiled(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits(ranks):
     found = []
     for is_compiled in (False, True):
         model = _Head()
@@ -378,12 +376,8 @@ def _train_compiled(rank: int, world_size: int) -> None:
         assert engine.layout.has_tail
         if is_compiled:
             model.compile(backend="aot_eager")
-        losses = train(engine, [_ids(step, rank) for step in range(3)])
+        losses = train(engine, [_ids(step, ranks.rank) for step in range(3)])
         found.append((losses, engine.full_state_dict()))
         engine.close()
     assert counters["stats"]["unique_graphs"] >= 1
     assert_same(*found)
-
-
-def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits() -> None:
-    spawn(_train_compiled, 2)  # processes: torch compiles in one thread at a time

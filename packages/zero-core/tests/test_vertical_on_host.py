@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import Case, SimulatedRanks, late_device, run_alone, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, alone, late_device, run_alone, seeded, simulate
 from zero_core.testing.training import assert_same
 
 VOCAB, WIDTH, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
@@ -66,7 +66,8 @@ def _train(
     return losses, values
 
 
-def _follow_the_cpu() -> None:
+@alone
+def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_the_cpu():
     late_device.load()
     on_device = {"activation_checkpointing": {}}
     cases: list[tuple[int, int, bool, dict[str, Any]]] = [
@@ -79,10 +80,6 @@ def _follow_the_cpu() -> None:
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         config = config | {"accumulation_schedule": "vertical"}
         assert_same(simulate(_train, world_size, is_shared, config, device="late"), expected)
-
-
-def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_the_cpu():
-    run_alone(_follow_the_cpu)
 
 
 def _take_what_was_planned(ranks: SimulatedRanks) -> None:
@@ -139,14 +136,11 @@ def _num_gradients_at_a_time(ranks: SimulatedRanks, steps: int) -> int:
     return most
 
 
-def _keep_few_on_the_device() -> None:
+@alone
+def test_device_has_two_gradients_however_many_micro_batches():
     late_device.load()
     for steps in (4, 8):  # two of them, and two that autograd makes and adds up
         assert simulate(_num_gradients_at_a_time, 1, steps, device="late") == [4]
-
-
-def test_device_has_two_gradients_however_many_micro_batches():
-    run_alone(_keep_few_on_the_device)
 
 
 def _fail_and_go_on(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[Any, list[Tensor]]:
@@ -172,16 +166,13 @@ def _fail_and_go_on(ranks: SimulatedRanks, config: dict[str, Any]) -> tuple[Any,
     return values, [loss.item() for loss in losses]
 
 
-def _recover() -> None:
+@alone
+def test_training_goes_on_after_a_loss_that_failed():
     late_device.load()
     config = _config(accumulation_schedule="vertical")
     expected = simulate(_fail_and_go_on, 1, config)
     late_device.set_delays(seed=7, kernel_s=5e-5, copy_s=2e-3)
     assert_same(simulate(_fail_and_go_on, 1, config, device="late"), expected)
-
-
-def test_training_goes_on_after_a_loss_that_failed():
-    run_alone(_recover)
 
 
 def _fetch_one_turn_ahead(ranks: SimulatedRanks) -> None:

@@ -15,7 +15,7 @@ import zero_core
 from zero_core.errors import AccumulationScheduleError
 from zero_core.testing.models import seeded
 from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import run_alone, run_on_processes
+from zero_core.testing.ranks import alone, run_alone, run_on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import assert_same, train
 
@@ -340,7 +340,8 @@ def test_bits_are_those_of_a_loop_of_forward_backward_and_step(
     assert_same(vertical[2], engine.full_state_dict(dtype=torch.float32))
 
 
-def _compiled() -> None:
+@alone
+def test_bits_are_the_same_with_compiled_blocks():
     for block in (None, {}):
         found = []
         for schedule in ("horizontal", "vertical"):
@@ -351,10 +352,6 @@ def _compiled() -> None:
             found.append(_train(model, config, None))
         assert found[0][:2] == found[1][:2]
         assert_same(found[0][2], found[1][2])
-
-
-def test_bits_are_the_same_with_compiled_blocks():
-    run_alone(_compiled)
 
 
 # ------------------------------------------------------------------------------------ its costs

@@ -47,36 +47,34 @@ def _assert_same(engine: zero_core.Engine, receiver: nn.Module) -> None:
         pytest.param(2, 3, "bf16", 201, marks=pytest.mark.slow),
     ],
 )
-def test_a_receiver_follows_every_version(tmp_path, world_size, stage, dtype, steps):
-    def program(ranks: SimulatedRanks) -> None:
-        engine = _build(ranks, _case(stage, dtype))
-        receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of all, of each fifth
-        versions = [0, 0]
-        for step in range(steps):
-            train_steps(engine, step, step + 1)
-            if step == steps // 3:
-                engine.save_checkpoint(tmp_path)
-            if step == steps // 2:
-                engine.load_checkpoint(tmp_path)
-            if step == steps // 2 + 2:
-                for name in ("embed.weight", "frozen.0.up.weight"):
-                    param = engine.module.get_parameter(name)
-                    with engine.gathered(params=[param], modifier_rank=0):
-                        if ranks.rank == 0:
-                            param.data[0] = 2.0
-            for number in range(1 if step % 5 else 2):
-                patch = engine.weight_patch(since=versions[number])
-                versions[number] = patch.version
-                if ranks.rank == 0:
-                    known = None if step else 0
-                    zero_core.apply_patch(receivers[number], patch, version=known)
-            if step % 5 == 0:
-                for receiver in receivers:
-                    _assert_same(engine, receiver)
-        assert versions[0] == engine.patch_version
-        assert engine.patch_version >= steps - engine.skipped_steps
-
-    simulate(program, world_size)
+@on_ranks()
+def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype, steps):
+    engine = _build(ranks, _case(stage, dtype))
+    receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of all, of each fifth
+    versions = [0, 0]
+    for step in range(steps):
+        train_steps(engine, step, step + 1)
+        if step == steps // 3:
+            engine.save_checkpoint(tmp_path)
+        if step == steps // 2:
+            engine.load_checkpoint(tmp_path)
+        if step == steps // 2 + 2:
+            for name in ("embed.weight", "frozen.0.up.weight"):
+                param = engine.module.get_parameter(name)
+                with engine.gathered(params=[param], modifier_rank=0):
+                    if ranks.rank == 0:
+                        param.data[0] = 2.0
+        for number in range(1 if step % 5 else 2):
+            patch = engine.weight_patch(since=versions[number])
+            versions[number] = patch.version
+            if ranks.rank == 0:
+                known = None if step else 0
+                zero_core.apply_patch(receivers[number], patch, version=known)
+        if step % 5 == 0:
+            for receiver in receivers:
+                _assert_same(engine, receiver)
+    assert versions[0] == engine.patch_version
+    assert engine.patch_version >= steps - engine.skipped_steps
 
 
 def _mlp(seed: int = 0, width: int = 128) -> nn.Sequential:

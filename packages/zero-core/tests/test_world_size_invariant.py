@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_core
 from zero_core.core.exact_sums import NUM_BINS, bin_powers, chunk_norms, sum_bins
 from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
-from zero_core.testing import late_device, make_model, on_ranks, run_alone, simulate
+from zero_core.testing import alone, late_device, make_model, on_ranks, simulate
 from zero_core.testing.simulated import SimulatedRanks
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
@@ -120,7 +120,8 @@ def test_the_norm_of_edited_gradients_is_that_of_torch() -> None:
     assert engine.get_global_grad_norm() == pytest.approx(expected, rel=1e-6)
 
 
-def _compare_with_device() -> None:
+@alone
+def test_accelerators_on_nodes_have_the_bits_of_one_host():
     late_device.load()
     for kind in ({**KINDS["narrow"], "zero_optimization": {"stage": 3}}, {}):
         alone = run(1, kind)
@@ -128,10 +129,6 @@ def _compare_with_device() -> None:
         assert_same_bits(run(4, kind, device="late", ranks_per_node=2), alone)
     with pytest.raises(zero_core.ConfigError, match="border elsewhere"):
         run(1, offload(1, ratio=0.5), device="late")
-
-
-def test_accelerators_on_nodes_have_the_bits_of_one_host() -> None:
-    run_alone(_compare_with_device)
 
 
 def _split(numel: int, world_size: int) -> list[slice]:

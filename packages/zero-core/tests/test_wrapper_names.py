@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zero_core
-from zero_core.testing import Case, Tower, make_tower, rows, spawn, train
+from zero_core.testing import Case, Tower, make_tower, on_processes, rows, train
 
 
 def _net(how: str = "plain") -> Tower:
@@ -41,30 +39,6 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         torch.testing.assert_close(found[name], value, rtol=0.0, atol=0.0, msg=name)
 
 
-def _wrapped(rank: int, world_size: int, how: str, folder: str) -> None:
-    for stage in (0, 3):
-        config = Case(stage).config()
-        engine, plain = (zero_core.build(_net(h), config) for h in (how, "plain"))
-        for each in (engine, plain):
-            _train(each, rank)
-        state = engine.full_state_dict()
-        _net().load_state_dict(state)
-        plain.save_checkpoint(f"{folder}/{how}/plain-{stage}")
-        engine.load_checkpoint(f"{folder}/{how}/plain-{stage}")
-        _assert_equal(state, plain.full_state_dict())
-        engine.save_checkpoint(f"{folder}/{how}/{stage}")
-        engine.export_safetensors(f"{folder}/{how}/export-{stage}")
-        assert load_file(f"{folder}/{how}/export-{stage}/model.safetensors").keys() == state.keys()
-        other = zero_core.build(_net(), config)
-        other.load_checkpoint(f"{folder}/{how}/{stage}")
-        _assert_equal(other.full_state_dict(), engine.full_state_dict())
-        fresh = zero_core.build(_net(how), config, pretrained=f"{folder}/{how}/export-{stage}")
-        _assert_equal(fresh.full_state_dict(), engine.full_state_dict())
-        for name, param in engine.module.named_parameters():  # wrappers' names are known, too
-            own = zero_core.engine_of(param).owns(param)
-            assert torch.equal(engine.states.get_full(name), state[own])
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -74,5 +48,28 @@ def _wrapped(rank: int, world_size: int, how: str, folder: str) -> None:
         pytest.param("parts", marks=pytest.mark.slow),
     ],
 )
-def test_wrapped_models_have_the_names_of_the_model(how, tmp_path: Path):
-    spawn(_wrapped, 2, how, str(tmp_path))
+@on_processes(2)
+def test_wrapped_models_have_the_names_of_the_model(ranks, how, tmp_path):
+    for stage in (0, 3):
+        config = Case(stage).config()
+        engine, plain = (zero_core.build(_net(h), config) for h in (how, "plain"))
+        for each in (engine, plain):
+            _train(each, ranks.rank)
+        state = engine.full_state_dict()
+        _net().load_state_dict(state)
+        plain.save_checkpoint(f"{tmp_path}/{how}/plain-{stage}")
+        engine.load_checkpoint(f"{tmp_path}/{how}/plain-{stage}")
+        _assert_equal(state, plain.full_state_dict())
+        engine.save_checkpoint(f"{tmp_path}/{how}/{stage}")
+        engine.export_safetensors(f"{tmp_path}/{how}/export-{stage}")
+        assert (
+            load_file(f"{tmp_path}/{how}/export-{stage}/model.safetensors").keys() == state.keys()
+        )
+        other = zero_core.build(_net(), config)
+        other.load_checkpoint(f"{tmp_path}/{how}/{stage}")
+        _assert_equal(other.full_state_dict(), engine.full_state_dict())
+        fresh = zero_core.build(_net(how), config, pretrained=f"{tmp_path}/{how}/export-{stage}")
+        _assert_equal(fresh.full_state_dict(), engine.full_state_dict())
+        for name, param in engine.module.named_parameters():  # wrappers' names are known, too
+            own = zero_core.engine_of(param).owns(param)
+            assert torch.equal(engine.states.get_full(name), state[own])

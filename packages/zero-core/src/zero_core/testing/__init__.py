@@ -27,7 +27,7 @@ from zero_core.testing.oracle import (
     train_unread,
 )
 from zero_core.testing.peak_memory import OwnPeakMemory, PeakMemory
-from zero_core.testing.ranks import preload, run_alone, run_on_processes, spawn
+from zero_core.testing.ranks import alone, on_processes, preload, run_alone, run_on_processes, spawn
 from zero_core.testing.simulated import (
     GatedRanks,
     SimulatedRanks,
@@ -54,6 +54,7 @@ __all__ = [
     "Tower",
     "Trace",
     "adamw",
+    "alone",
     "batch",
     "check_left_anywhere",
     "check_like_ddp",
@@ -64,6 +65,7 @@ __all__ = [
     "loss_of",
     "make_model",
     "make_tower",
+    "on_processes",
     "on_ranks",
     "preload",
     "read_gaps",
