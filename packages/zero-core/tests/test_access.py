@@ -81,9 +81,6 @@ def test_integers_are_no_zeros_where_they_are_not(ranks: SimulatedRanks, stage: 
     assert stage == 3 or counts.tolist() == [0, 1, 2]
 
 
-# ----------------------------------------------------------------- other blocks
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
 def test_a_block_that_reads_a_later_ones_weight_follows_ddp_or_is_refused_by_name(
@@ -98,9 +95,6 @@ def test_a_block_that_reads_a_later_ones_weight_follows_ddp_or_is_refused_by_nam
     refusal = pytest.raises(RuntimeError, match=r"blocks\.2\.inner\.weight was read where stage 3")
     with refusal if stage == 3 else nullcontext():
         check_like_ddp(ranks, make, inputs, Case(stage))
-
-
-# ------------------------------------------------------------------- penalties
 
 
 def _penalty(weight: Tensor) -> Tensor:
@@ -139,9 +133,6 @@ def test_a_penalty_of_gathered_weights_has_torchs_gradient(
     with engine.gathered():
         for one, other in zip(model.parameters(), own.parameters(), strict=True):
             assert torch.equal(one, other)
-
-
-# ----------------------------------------------------------------------- edits
 
 
 @torch.no_grad()
@@ -314,9 +305,6 @@ def _writes_without_modifier(ranks: SimulatedRanks, where: str, way: str) -> Non
 def test_a_write_that_stage_3_would_lose_is_told(where, way):
     with pytest.raises(RuntimeError, match=r"1\.inner\.weight changed within engine\.gathered"):
         simulate(_writes_without_modifier, 2, where, way)
-
-
-# -------------------------------------------------------------- without values
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -12,33 +12,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import late_device
-from zero_core.testing.models import batch, make_model, make_tower, seeded
+from zero_core.testing.models import make_model, make_tower, seeded
 from zero_core.testing.oracle import Case, train_unread
 from zero_core.testing.ranks import alone, on_processes, run_alone
-from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
-from zero_core.testing.training import assert_same, check_like_ddp
+from zero_core.testing.simulated import SimulatedRanks, simulate
+from zero_core.testing.training import assert_same
 
 BLOCKS: tuple[dict[str, Any], ...] = ({}, {"cpu_checkpointing": True})
 
 
 def _config(stage: int, block: dict[str, Any] | None) -> dict[str, Any]:
     return Case(stage=stage).config() | {"activation_checkpointing": block}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("block", BLOCKS, ids=["on the device", "on the host"])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
-def test_losses_and_weights_are_those_of_ddp_without_it(
-    ranks: SimulatedRanks, stage: int, block: dict[str, Any]
-) -> None:
-    case = Case(stage, top={"activation_checkpointing": block})
-
-    def draw(step: int, rank: int) -> dict[str, Any]:
-        return batch(step, 0, rank)
-
-    check_like_ddp(ranks, make_model, draw, case, steps=5)
 
 
 def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradient():

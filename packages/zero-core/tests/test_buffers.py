@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_core
-from zero_core.testing.models import make_tower, seeded
+from zero_core.testing.models import make_tower, rows, seeded
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks
@@ -42,9 +42,7 @@ class _Normed(nn.Module):
 
 
 def _x(step: int, micro: int, rank: int) -> Tensor:
-    return torch.randn(
-        4, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-    )
+    return rows(3 * step + micro, rank, 6)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -32,9 +32,6 @@ def _train(engine: Engine, rank: int, steps: range) -> list[float]:
     return train(engine, [rows(step, rank) for step in steps])
 
 
-# ------------------------------------------------------------------ refused
-
-
 def _replace_by_a_tensor(engine: Engine) -> None:
     del engine.module.first.bias
     engine.module.first.bias = torch.zeros(7)
@@ -193,9 +190,6 @@ def test_copies_of_the_engine_are_refused_with_what_to_do(how):
     engine = _build(None, 0)
     with pytest.raises(TypeError, match=r"cannot be copied or pickled.*save_checkpoint"):
         how(engine)
-
-
-# ------------------------------------------------------------------ followed
 
 
 class _FlatLSTM(nn.LSTM):

@@ -58,9 +58,6 @@ def _everything(engine: zero_core.Engine) -> dict[str, Tensor]:
     return found
 
 
-# ----------------------------------------------------------------------- other stages and ranks
-
-
 @pytest.mark.parametrize(
     ("saved", "loaded", "dtype"),
     [
@@ -139,9 +136,6 @@ def test_states_of_any_optimizer_and_of_the_generator_come_back(tmp_path, optimi
     other.load_checkpoint(tmp_path)
     assert torch.equal(torch.rand(3), drawn)
     assert train_steps(engine, 1, 4) == train_steps(other, 1, 4)
-
-
-# -------------------------------------------------------------------- what fails or is refused
 
 
 def test_save_without_room_keeps_the_checkpoint_before(tmp_path):
@@ -246,9 +240,6 @@ def test_another_models_checkpoint_is_refused_before_anything_is_written(
     assert_same(engine.full_state_dict(), before)
 
 
-# ---------------------------------------------------------------------------- a program's values
-
-
 _FORMER = {"__tensor__": "int64", "shape": [1], "values": [7]}
 _KEYS = ("__tensor__", "__tuple__", "__counter__", "__mapping__")
 
@@ -275,9 +266,6 @@ def test_client_state_comes_back(value):
 def test_tensor_that_a_checkpoint_does_not_keep_is_named_by_its_path(tensor):
     with pytest.raises(CheckpointError, match=r"state\.best\[1\] is a tensor of shape .* real, de"):
         encode({"best": [0, tensor]}, "state")
-
-
-# -------------------------------------------------------------------------------------- exports
 
 
 def test_export_is_read_by_safetensors_and_full_state_dict_by_the_model(tmp_path):
@@ -358,9 +346,6 @@ def test_weights_without_elements_are_read(tmp_path, world_size):
     assert by_name["low"].dtype is torch.float16
 
 
-# ---------------------------------------------------------------------------------- parts of it
-
-
 def _check_parts(ranks: SimulatedRanks, folder: Path) -> None:
     first = _build(3, ranks, **WARM_UP)
     train_steps(first, 0, 3)
@@ -439,9 +424,6 @@ def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_ev
         if dtype == "fp32":
             with torch.no_grad():
                 assert torch.equal(loss, first(**batch(0, 0, ranks.rank))["loss"])
-
-
-# ------------------------------------------------------------------------------------ schedules
 
 
 def _build_with(

@@ -127,10 +127,6 @@ def test_compiled_blocks_follow_ddp_without_a_graph_break(ranks, again):
             assert counters["stats"]["unique_graphs"] == 2
 
 
-def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 @pytest.mark.slow
 @on_processes(2)
 def test_a_model_compiled_as_a_whole_or_in_parts_that_are_recomputed_gives_the_same_numbers(ranks):
@@ -147,7 +143,7 @@ def test_a_model_compiled_as_a_whole_or_in_parts_that_are_recomputed_gives_the_s
         if recompute == "root":
             model.compile(backend="aot_eager")
         train(engine, [_x(step, ranks.rank).requires_grad_() for step in range(3)])
-        assert _equal(engine.full_state_dict(), expected), (recompute, stage)
+        assert_same(engine.full_state_dict(), expected)
         assert counters["stats"]["unique_graphs"] >= 1
 
 
@@ -157,4 +153,4 @@ def test_an_exception_in_a_compiled_block_does_no_harm():
     engine = _build("before", {**Case().config(), "activation_checkpointing": {}})
     with pytest.raises(RuntimeError):
         engine(torch.ones(5, 5))  # one column too few
-    assert _equal(_train(engine, 0), _reference(0, 1))
+    assert_same(_train(engine, 0), _reference(0, 1))

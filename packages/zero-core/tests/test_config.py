@@ -14,6 +14,9 @@ from zero_core import ConfigError, build, check_config, load_config
 from zero_core.config import UNNEEDED, ActivationCheckpointingConfig, Config, load_effective
 
 SMALL = {"train_micro_batch_size_per_gpu": 2}
+BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
+BF16_MASTERS["bf16_optimizer_states"] = True
+FP16_MASTERS = {"fp16_master_weights_and_grads": True}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
@@ -138,6 +141,22 @@ def quantized(stage: int = 3, **keys):
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown = True is not served"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
         ({"gradient_clipping": -1.0}, "gradient_clipping"),
+        ({"data_types": {"buffer_dtype": "fp8"}}, r"data_types\.buffer_dtype: .*found 'fp8'"),
+        ({"check_replicas_every": 2, **quantized()}, "check_replicas_every needs zero_opt"),
+        (quantized(leaf_module={"names": [3]}), r"leaf_module.names: .*list of strings"),
+        *(
+            ({"world_size_invariant": True, **block}, match)
+            for block, match in (
+                ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+                (quantized(zero_quantized_weights=True), "zero_quantized_w"),
+                (offload(1, ratio="auto"), "ratio 'auto'"),
+                (offload(state_dtype="int8"), "state_dtype 'int8'"),
+            )
+        ),
+        ({"bf16": {**BF16_MASTERS, "enabled": False}}, "bf16.enabled = true"),
+        ({"bf16": {**BF16_MASTERS, "bf16_optimizer_states": False}}, "optimizer_states = true"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "optimizer_states needs"),
+        ({"fp16": {"enabled": True, **FP16_MASTERS}}, "needs .*offload_optimizer: moments in fp16"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "params.lr: Input should"),
     ],
 )

@@ -16,7 +16,7 @@ from zero_core.extensions.weight_average import AVERAGE, WeightAverage
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
-from zero_core.testing.training import adamw, step_ddp, train_steps
+from zero_core.testing.training import adamw, assert_same, step_ddp, train_steps
 
 DECAY = 0.9
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes", "never")
@@ -30,10 +30,6 @@ def _build(ranks: SimulatedRanks | None, **case: Any) -> zero_core.Engine:
 
 def _averages(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
     return {name: engine.states.get_full(name, AVERAGE) for name in NAMES}
-
-
-def _check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert {n for n, value in found.items() if not torch.equal(value, expected[n])} == set()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -66,7 +62,7 @@ def test_average_of_master_weights_ignores_a_step_that_is_skipped() -> None:
     engine.backward(engine(**batch(1, 0, 0))["loss"] * float("inf"))
     engine.step()
     assert engine.skipped_steps == 1
-    _check_same(_averages(engine), before)
+    assert_same(_averages(engine), before)
 
 
 @pytest.mark.parametrize("call", ["save_checkpoint", "async_save"])
@@ -92,7 +88,7 @@ def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path: Path, c
     def load(ranks: SimulatedRanks) -> None:
         engine = _build(ranks, stage=1)
         engine.load_checkpoint(tmp_path)
-        _check_same(_averages(engine), expected)
+        assert_same(_averages(engine), expected)
 
     simulate(load, 3)
 
@@ -108,7 +104,7 @@ def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
         averaged.load_checkpoint(tmp_path, "plain")
     averaged.load_checkpoint(tmp_path, "plain", without=(AVERAGE,))
     loaded = {name: plain.states.get_full(name) for name in NAMES}
-    _check_same(_averages(averaged), loaded)  # it begins anew
+    assert_same(_averages(averaged), loaded)  # it begins anew
     train_steps(averaged, 1, 2)
     averaged.save_checkpoint(tmp_path, "averaged")
     assert zero_core.verify_checkpoint(tmp_path, "averaged") > 0
@@ -116,7 +112,7 @@ def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
         plain.load_checkpoint(tmp_path, "averaged")
     plain.load_checkpoint(tmp_path, "averaged", without=(AVERAGE,))
     averaged.load_checkpoint(tmp_path, "plain", without=("optimizer", "progress"))
-    _check_same(_averages(averaged), loaded)
+    assert_same(_averages(averaged), loaded)
 
 
 def test_memory_checkpoint_has_the_average_of_its_step(tmp_path: Path) -> None:
@@ -129,7 +125,7 @@ def test_memory_checkpoint_has_the_average_of_its_step(tmp_path: Path) -> None:
     engine = _build(None, top=memory)
     assert engine.resume(tmp_path) is not None
     assert engine.global_steps == 2
-    _check_same(_averages(engine), expected)
+    assert_same(_averages(engine), expected)
 
 
 class _Faulty(Extension):

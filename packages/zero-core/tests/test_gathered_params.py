@@ -255,9 +255,6 @@ def test_changes_reach_all_ranks_where_they_share_memory() -> None:
     run_on_processes(_reaches_all, 3, 1, [(2, True), (3, False)])
 
 
-# ------------------------------------------------------------------ saved for backward
-
-
 class _Distance(torch.autograd.Function):
     """The mean squared distance of two projections, which gathers a teacher's weight by itself."""
 
@@ -327,8 +324,6 @@ def test_a_parameter_saved_after_its_gather_is_gathered_in_backward(ranks: Simul
     engine.step()
     assert access.is_refused(weight)
 
-
-# ------------------------------------------------------------------ exports and single readers
 
 LIMIT = 512
 

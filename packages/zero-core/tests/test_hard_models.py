@@ -31,9 +31,6 @@ def _build(ranks: SimulatedRanks | None, stage: int, **case: Any) -> zero_core.E
     return zero_core.build(make_tower(), config, process_group=ranks)
 
 
-# ------------------------------------------------------------------ forwards and backwards
-
-
 def _calls(model: Any, way: str, step: int, rank: int) -> list[Tensor]:
     """Return the losses that a step runs backward from."""
     x, y = rows(step, rank), rows(step + 50, rank)
@@ -170,9 +167,6 @@ def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(
     assert engine.memory_report()["gathered units"] <= 4 * (2 * block + root)
 
 
-# ------------------------------------------------------------------ ranks that differ
-
-
 @on_ranks(2)
 def test_every_rank_starts_from_rank_zeros_values(ranks: SimulatedRanks) -> None:
     with seeded(ranks.rank):
@@ -210,9 +204,6 @@ def test_a_failure_on_one_rank_reaches_all(ranks: SimulatedRanks, tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="export failed on rank 0"):
         engine.export_safetensors(tmp_path / "file")
-
-
-# ------------------------------------------------------------------ one rank
 
 
 def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog):
@@ -298,9 +289,6 @@ def test_a_plain_backward_in_fp16_needs_the_loss_scale():
         engine.scale(engine(**batch(0, 0, 0))["loss"]).backward()
         engine.step()
     assert (engine.global_steps, engine.skipped_steps) == (1, 0)
-
-
-# ------------------------------------------------------------------ broken off
 
 
 def _fail(grad: Tensor) -> None:

@@ -94,9 +94,6 @@ def test_a_save_or_load_left_at_any_moment_may_be_repeated(
         assert_same(train(left), expected)
 
 
-# ------------------------------------------------------------------ within step()
-
-
 def _build(stage: int = 2, **top: Any) -> Engine:
     engine = zero_core.build(make_model(), Case(stage=stage, top=top).config())
     assert isinstance(engine, Engine)
@@ -284,9 +281,6 @@ def test_a_step_that_is_refused_or_skipped_needs_no_load() -> None:
     engine.zero_grad()
     train_steps(engine, 0, 1)
     assert engine.skipped_steps == 1
-
-
-# -------------------------------------------------------- between backward and step
 
 
 def _run(engine: Engine, program: str) -> None:

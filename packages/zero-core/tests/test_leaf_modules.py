@@ -9,7 +9,6 @@ import pytest
 from torch import Tensor, nn
 
 import zero_core
-from zero_core import ConfigError
 from zero_core.layout.discovery import discover, note_reader
 from zero_core.testing import Case
 
@@ -83,11 +82,6 @@ def test_names_that_the_model_lacks_are_told(caplog):
     with caplog.at_level(logging.WARNING, "zero_core"):
         _units(_net(), {"classes": ["Elsewhere"], "names": ["mixture"], "name_suffixes": ["x.y"]})
     assert "what the model lacks: ['Elsewhere', 'x.y']" in caplog.text
-
-
-def test_a_list_of_other_things_than_names_is_refused():
-    with pytest.raises(ConfigError, match=r"leaf_module.names: .*list of strings"):
-        _units(_net(), {"names": [3]})
 
 
 def test_a_parameter_that_another_block_reads_is_gathered_with_the_root():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import re
 from collections.abc import Callable
 from threading import Barrier
 from typing import Any
@@ -80,23 +79,6 @@ def test_bf16_masters_take_no_further_memory() -> None:
     ((dtypes, masters),) = simulate(_measure, 1)
     assert dtypes == dict.fromkeys(["master_weight", "exp_avg", "exp_avg_sq"], torch.bfloat16)
     assert masters == 0
-
-
-@pytest.mark.parametrize(
-    ("config", "advice"),
-    [
-        ({"bf16": BF16_MASTERS["bf16"] | {"enabled": False}}, "bf16.enabled = true"),
-        ({"bf16": BF16_MASTERS["bf16"] | {"bf16_optimizer_states": False}}, "offload_optimizer"),
-        (
-            {"bf16": BF16_MASTERS["bf16"] | {"bf16_master_weights_and_grads": False}},
-            "bf16_optimizer_states needs",
-        ),
-        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "offload_optimizer"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(config: dict[str, Any], advice: str) -> None:
-    with pytest.raises(zero_core.ConfigError, match=re.escape(advice)):
-        zero_core.build(nn.Linear(4, 4), Case(stage=2, top=config).config())
 
 
 def from_rounded(ranks: Any) -> Result:

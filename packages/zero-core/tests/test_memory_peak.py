@@ -93,9 +93,6 @@ def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
     assert found["late"] - found["early"] < 0.02 * planned, found
 
 
-# -------------------------------------------------------------------- constructions
-
-
 LARGE, NUM_UNITS = 1024, 25
 UNIT_BYTES = 4 * LARGE * (LARGE + 1)
 MODEL_BYTES = NUM_UNITS * UNIT_BYTES  # 105 MB

@@ -179,9 +179,6 @@ class _Branches(nn.Module):
         return out
 
 
-# ------------------------------------------------------------------ hooks
-
-
 class _Scaled(nn.Module):
     """A parametrization that scales a weight, by a trained parameter if ``is_trained``."""
 
@@ -256,9 +253,6 @@ def _with_tensor_hooks() -> Tower:
     model.blocks[1][3].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
     model.blocks[1][0].requires_grad_(False)  # and half a block is frozen for good
     return model
-
-
-# ------------------------------------------------------------------ the table
 
 
 def _routed(number: int, rank: int, counts: tuple[int, ...] = (8, 1, 2)) -> Inputs:
@@ -419,9 +413,6 @@ def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks: Simulate
 def test_processes_end_when_one_leaves_out_or_skips_blocks(ranks):
     for draw in (_branching, _without_blocks):
         check_like_ddp(ranks, _of(_Branches), draw, Case(3), steps=len(LEFT_OUT))  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------ beside other things
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -154,31 +154,23 @@ def test_activations_are_what_autograd_saves(dtype: str, tolerance: float) -> No
     assert planned.memory.device["activations"] == pytest.approx(saved, rel=tolerance)
 
 
-class _HalfFrozen(nn.Module):
-    """A trained matrix before a frozen norm, which autocast leaves in fp32, and a frozen matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 24))
-        self.layers[1:].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y.sum()
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_casts_of_weights_that_autocast_keeps_are_counted(stage: int) -> None:
-    x = torch.ones(3, 8)
+    # A trained matrix before a frozen norm, which autocast leaves in fp32, and a frozen matrix.
+    model, x = (
+        nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 24)),
+        torch.ones(3, 8),
+    )
+    model[1:].requires_grad_(False)
     weights = {(8, 16), (16, 8), (16, 24), (24, 16)}
     config = {**make_config(stage), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     cast, plain = (
-        zero_core.plan(_HalfFrozen(), given, 2, example_inputs={"x": x}).memory.device
+        zero_core.plan(model, given, 2, example_inputs=[x]).memory.device
         for given in (config, make_config(stage))
     )
-    engine = zero_core.build(_HalfFrozen(), config)
+    engine = zero_core.build(model, config)
     with _Casts() as casts:
-        loss = engine(x)
+        loss = engine(x).sum()
     made = [nbytes for shape, ref, nbytes in casts.made if shape in weights and not ref.expired()]
     assert cast["activations"] - plain["activations"] == sum(made)
     engine.backward(loss)

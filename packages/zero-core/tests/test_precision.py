@@ -133,9 +133,6 @@ def test_communication_and_accumulation_dtypes_are_honoured(
         torch.testing.assert_close(other, finals[0], atol=0.02, rtol=0.0)
 
 
-# ------------------------------------------------------------------ gradients that are not finite
-
-
 class _Scaled(nn.Module):
     """Two blocks whose outputs are summed, so that one can be spoilt without the other."""
 

@@ -17,7 +17,7 @@ from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
 from zero_core.core.facts import Facts
 from zero_core.core.norms import PLAIN
-from zero_core.testing.models import seeded
+from zero_core.testing.models import rows, seeded
 from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
@@ -66,10 +66,8 @@ WITHOUT = [(True, False), (False, False), (True, False), (True, True), (True, Tr
 
 
 def _inputs(step: int, ranks: SimulatedRanks, is_frozen: bool) -> tuple[Tensor, bool, bool]:
-    generator = torch.Generator().manual_seed(10 * step + ranks.rank)
-    x = torch.randn(3, WIDTH, generator=generator)
     is_without = WITHOUT[step][ranks.rank < ranks.size - 1]
-    return x, is_without and is_frozen, is_without and not is_frozen
+    return rows(step, ranks.rank, WIDTH), is_without and is_frozen, is_without and not is_frozen
 
 
 @pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen blocks", "no_grad"])
@@ -283,9 +281,3 @@ def test_a_bit_that_flips_on_one_rank_is_named(ranks, stage):
     assert set(re.findall(r"([\w.]+): rank", str(caught.value))) >= {"blocks.1.bias", "head.weight"}
     said = "ranks 0, 1 have no majority" if ranks.size == 2 else "rank 1 differs from the others"
     assert str(caught.value).count(said) == 2
-
-
-def test_replicas_are_refused_where_there_are_none() -> None:
-    config = Case(3).config() | {"check_replicas_every": 2}
-    with pytest.raises(zero_core.ConfigError, match="check_replicas_every needs zero_optimization"):
-        zero_core.build(_Net(), config)

@@ -110,7 +110,7 @@ def test_losses_weights_and_strides_are_those_of_ddp(
     left = engine.unwrap()
     assert _strides(left) == _strides(model)
     for found in (left, copied):
-        assert _equal(dict(found.state_dict()), dict(model.state_dict()))
+        assert_same(dict(found.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -123,9 +123,6 @@ def test_views_of_memory_have_the_strides_that_torch_gives(
         found = unflatten(flatten(values, order), shape, order)
         assert found.stride() == values.stride(), shape
         assert found.data_ptr() == values.data_ptr()
-
-
-# ----------------------------------------------------------------------- by index
 
 
 def _saves(ranks: SimulatedRanks, folder: Path, kind: type, is_channels_last: bool) -> _Values:
@@ -157,16 +154,11 @@ def _loads(
     loaded = _values(engine)
     with engine.gathered():
         module = {n: v.float() for n, v in engine.module.state_dict().items()}
-    assert _equal(module, {n: loaded[n] for n in module})
+    assert_same(module, {n: loaded[n] for n in module})
     _train(engine, ranks.rank, range(2, 3))  # states fit the kernels
     fresh = _build(ranks, stage, kind, "bf16", is_channels_last=is_channels_last)
     zero_core.load_pretrained(fresh, folder / "export")
     return loaded, {n: v.float() for n, v in fresh.full_state_dict().items()}
-
-
-def _equal(found: _Values, expected: _Values) -> bool:
-    assert found.keys() == expected.keys()
-    return all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -193,8 +185,8 @@ def test_checkpoints_and_exports_have_values_by_index_whatever_the_strides(
     zero_core.verify_checkpoint(tmp_path)
     args = tmp_path, stage, optimizer, is_channels_last
     for loaded, exported in simulate(_loads, world_size, *args):
-        assert _equal(loaded, expected)
-        assert _equal(exported, {n: expected[n] for n in exported})
+        assert_same(loaded, expected)
+        assert_same(exported, {n: expected[n] for n in exported})
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,6 @@ def _ids(step: int, rank: int) -> Tensor:
     return torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-# ------------------------------------------------------------------ layout
-
-
 def _units(model: nn.Module, **options: Any) -> dict[str, set[str]]:
     found = discover(model, **options)
     return {name: {found.names[p][0] for p in members} for name, _, members in found.units}
@@ -128,9 +125,6 @@ def test_the_flat_space_is_in_the_order_of_need() -> None:
     units = [engine.layout.segments[index].unit for index in sorted(starts, key=starts.__getitem__)]
     assert units == list(range(TAIL + 1))
     assert engine.layout.describe_segments()[TAIL] == "unit 4 (tail)"
-
-
-# ------------------------------------------------------------------ order
 
 
 class _Waited:
@@ -249,8 +243,6 @@ def test_one_rank_waits_for_an_update_and_passes_a_gradient_on_unit_by_unit() ->
     ]
 
 
-# ------------------------------------------------------------------ any use
-
 WAYS = [
     *("plain", "read last", "read first", "read from a list", "read now and then"),
     *("after each block", "each rank another head", "without the last block", "recomputed"),
@@ -338,9 +330,6 @@ def test_a_tail_has_the_bits_of_the_cpu_on_a_device_that_is_late():
         late_device.set_delays(seed=seed, kernel_s=5e-5, copy_s=2e-3)
         found = simulate(_train, 2, way, stage, device="late")
         assert_same(found, expected)
-
-
-# ------------------------------------------------------------------ compiled
 
 
 class _Layer(nn.Linear):

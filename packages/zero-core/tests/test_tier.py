@@ -167,9 +167,6 @@ def test_hyperparameters_of_each_step_are_used_and_discarded_gradients_are_not()
     assert torch.equal(_parts(_read(tier))[0], moved)
 
 
-# ------------------------------------------------------------------ in turns
-
-
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("optimizer", "options"),

@@ -27,9 +27,6 @@ def _config(stage: int = 3, **further: Any) -> dict[str, Any]:
     return Case(stage, accumulation=3, top={"activation_checkpointing": {}, **further}).config()
 
 
-# --------------------------------------------------------------------------------------- models
-
-
 def _mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 
@@ -230,9 +227,6 @@ def _batches(step: int, rank: int = 0, number: int = 3) -> list[Tensor]:
     return [torch.randn(2 + micro, 4, WIDTH, generator=generator) for micro in range(number)]
 
 
-# ------------------------------------------------------------------------------- the same bits
-
-
 def _train(
     model: nn.Module, config: dict[str, Any], ranks: SimulatedRanks | None, steps: int = STEPS
 ) -> tuple[Any, ...]:
@@ -354,9 +348,6 @@ def test_bits_are_the_same_with_compiled_blocks():
         assert_same(found[0][2], found[1][2])
 
 
-# ------------------------------------------------------------------------------------ its costs
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_steps", [2, 5])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -402,9 +393,6 @@ def test_memory_has_the_blocks_inputs_of_all_micro_batches_and_the_logits_of_one
     # The last block and the head take one micro-batch after the other.
     assert num_alive == [(3 * (NUM_BLOCKS - 1) + number, 1) for number in (1, 2, 3)]
     assert all(ref.expired() for ref in (*inputs, *logits))
-
-
-# ---------------------------------------------------------------------- failures and evaluations
 
 
 @pytest.mark.parametrize(
@@ -495,9 +483,6 @@ def test_step_needs_all_of_its_micro_batches_and_none_before(schedule):
         train(engine, _batches(0)[:1])
         with pytest.raises(RuntimeError, match="runs a whole step"):
             engine.train_batch(_batches(0))
-
-
-# ----------------------------------------------------------------------------------------- auto
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zero_core
 from zero_core.testing import Case, Tower, make_tower, on_processes, rows, train
+from zero_core.testing.training import assert_same
 
 
 def _net(how: str = "plain") -> Tower:
@@ -33,12 +34,6 @@ def _train(engine: zero_core.Engine, rank: int) -> None:
     train(engine, [rows(step, rank) for step in range(2)])
 
 
-def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0.0, atol=0.0, msg=name)
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -59,7 +54,8 @@ def test_wrapped_models_have_the_names_of_the_model(ranks, how, tmp_path):
         _net().load_state_dict(state)
         plain.save_checkpoint(f"{tmp_path}/{how}/plain-{stage}")
         engine.load_checkpoint(f"{tmp_path}/{how}/plain-{stage}")
-        _assert_equal(state, plain.full_state_dict())
+        assert_same(state, plain.full_state_dict())
+        assert list(state) == list(plain.full_state_dict())
         engine.save_checkpoint(f"{tmp_path}/{how}/{stage}")
         engine.export_safetensors(f"{tmp_path}/{how}/export-{stage}")
         assert (
@@ -67,9 +63,9 @@ def test_wrapped_models_have_the_names_of_the_model(ranks, how, tmp_path):
         )
         other = zero_core.build(_net(), config)
         other.load_checkpoint(f"{tmp_path}/{how}/{stage}")
-        _assert_equal(other.full_state_dict(), engine.full_state_dict())
+        assert_same(other.full_state_dict(), engine.full_state_dict())
         fresh = zero_core.build(_net(how), config, pretrained=f"{tmp_path}/{how}/export-{stage}")
-        _assert_equal(fresh.full_state_dict(), engine.full_state_dict())
+        assert_same(fresh.full_state_dict(), engine.full_state_dict())
         for name, param in engine.module.named_parameters():  # wrappers' names are known, too
             own = zero_core.engine_of(param).owns(param)
             assert torch.equal(engine.states.get_full(name), state[own])
