@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedDDP, SimulatedRanks, batch, make_model, on_ranks
-from zero_core.testing.training import assert_same
+from zero_core.testing.models import batch, make_model
+from zero_core.testing.oracle import Case, SimulatedDDP
+from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.training import assert_same, step_ddp
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 STEPS = 3
@@ -29,13 +31,13 @@ def _max_norm(norm_type: float, step: int) -> float:
 def _ddp(norm_type: float, ranks: SimulatedRanks) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = make_model()
     ddp, optimizer, norms = SimulatedDDP(model, ranks), _optimizer(model), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ddp(**batch(step, 0, ranks.rank))["loss"].backward()
-        ddp.average_gradients()
-        limit = _max_norm(norm_type, step)
+
+    def clip(model):
+        limit = _max_norm(norm_type, len(norms))
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type).item())
-        optimizer.step()
+
+    for step in range(STEPS):
+        step_ddp(ddp, optimizer, batch(step, 0, ranks.rank), clip)
     return norms, dict(model.state_dict())
 
 

@@ -280,15 +280,15 @@ def test_buffers_that_modules_share_stay_shared() -> None:
         assert torch.equal(model[0].table, torch.arange(4.0))
 
 
-def _defer_on_one_rank(ranks: SimulatedRanks, models: list[nn.Module]) -> dict[str, Tensor]:
-    return zero_core.build(models[ranks.rank], CONFIG, process_group=ranks).full_state_dict()
-
-
 def test_ranks_need_not_defer_alike() -> None:
     models = [_seeded(lambda: nn.Linear(4, 3), rank, is_deferred=rank == 1) for rank in range(2)]
     expected = {name: value.clone() for name, value in models[0].state_dict().items()}
-    for found in simulate(_defer_on_one_rank, 2, models):
-        assert_same(found, expected)  # rank 0's values count
+
+    def build(ranks):
+        engine = zero_core.build(models[ranks.rank], CONFIG, process_group=ranks)
+        assert_same(engine.full_state_dict(), expected)  # rank 0's values count
+
+    simulate(build, 2)
 
 
 @on_ranks(2)
@@ -296,13 +296,6 @@ def test_a_meta_model_on_one_rank_is_refused_on_all(ranks):
     model = nn.Linear(4, 3, device="meta" if ranks.rank == 1 else "cpu")
     with pytest.raises(zero_core.ConfigError, match="weight is on the meta device"):
         zero_core.build(model, CONFIG, process_group=ranks)
-
-
-def _build_from_slices(ranks: SimulatedRanks, slices: dict[int, list[Slice]]) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    put_in_slices(list(model.parameters()), ranks.connect())
-    slices[threading.get_ident()] = [slice_of(param) for param in model.parameters()]
-    zero_core.build(model, Case(3).config(), process_group=ranks)
 
 
 def test_slices_are_freed_as_their_unit_is_filled() -> None:
@@ -313,6 +306,12 @@ def test_slices_are_freed_as_their_unit_is_filled() -> None:
         held.append(sum(found.own.nbytes for found in slices[threading.get_ident()]))
         return whole_value(tensor)
 
+    def build(ranks):
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        put_in_slices(list(model.parameters()), ranks.connect())
+        slices[threading.get_ident()] = [slice_of(param) for param in model.parameters()]
+        zero_core.build(model, Case(3).config(), process_group=ranks)
+
     with mock.patch.object(values, "whole_value", noted):
-        simulate(_build_from_slices, 2, slices)
+        simulate(build, 2)
     assert sorted(held) == [n * 8 * 8 * 4 // 2 for n in (1, 1, 2, 2, 3, 3, 4, 4)]

@@ -15,17 +15,9 @@ from functools import cache
 import pytest
 import torch
 
-from zero_core.testing.oracle import (
-    Case,
-    Gap,
-    Trace,
-    compare_with_ddp,
-    read_gaps,
-    run_ddp,
-    run_engine,
-)
+from zero_core.testing.oracle import Case, Gap, compare_with_ddp, read_gaps, run_ddp, run_engine
 from zero_core.testing.ranks import spawn
-from zero_core.testing.simulated import SimulatedRanks, simulate
+from zero_core.testing.simulated import on_ranks
 
 STEPS = 10
 SIMULATED_STEPS = 5  # the fifth step's branches differ between the ranks
@@ -119,11 +111,6 @@ def test_ten_steps_on_processes_follow_ddp(
     assert gap.value <= (0.0 if is_exact else VALUE[case.dtype])
 
 
-def _train(ranks: SimulatedRanks, case: Case) -> tuple[Trace, Trace]:
-    expected = run_ddp(case, ranks.rank, SIMULATED_STEPS, ranks)
-    return run_engine(case, ranks.rank, SIMULATED_STEPS, process_group=ranks), expected
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world_size", "case"),
@@ -134,13 +121,15 @@ def _train(ranks: SimulatedRanks, case: Case) -> tuple[Trace, Trace]:
         for case in [replace(given, stage=(3 - number) % 4)]
     ],
 )
-def test_five_steps_follow_ddp(world_size: int, case: Case) -> None:
+@on_ranks()
+def test_five_steps_follow_ddp(ranks, case):
     # A third of a sum and a sum of thirds differ.
-    is_exact = not case.clipping and not (world_size == 3 and case.is_local)
-    is_exact &= case.dtype == "fp32" or (case.dtype == "fp16" and world_size == 1)
-    for found, expected in simulate(_train, world_size, case):
-        assert found.num_skipped == expected.num_skipped
-        atol = 0.0 if is_exact else LOSS[case.dtype]
-        torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=atol)
-        atol = 0.0 if is_exact else VALUE[case.dtype]
-        torch.testing.assert_close(found.values, expected.values, rtol=0.0, atol=atol)
+    is_exact = not case.clipping and not (ranks.size == 3 and case.is_local)
+    is_exact &= case.dtype == "fp32" or (case.dtype == "fp16" and ranks.size == 1)
+    expected = run_ddp(case, ranks.rank, SIMULATED_STEPS, ranks)
+    found = run_engine(case, ranks.rank, SIMULATED_STEPS, process_group=ranks)
+    assert found.num_skipped == expected.num_skipped
+    atol = 0.0 if is_exact else LOSS[case.dtype]
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=atol)
+    atol = 0.0 if is_exact else VALUE[case.dtype]
+    torch.testing.assert_close(found.values, expected.values, rtol=0.0, atol=atol)

@@ -17,7 +17,7 @@ from zero_core.init.slices import put_in_slices
 from zero_core.testing.failing import Call, Failure, described, failing
 from zero_core.testing.models import batch, make_model, seeded
 from zero_core.testing.oracle import Case
-from zero_core.testing.simulated import SimulatedRanks, simulate
+from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 BUILD = sys.modules["zero_core.build"].__file__
@@ -115,7 +115,13 @@ def test_a_build_that_any_of_its_calls_ends_changes_nothing(tmp_path, every, sta
     simulate(_each_call, 2, calls[stage % every :: every], event, *case)
 
 
-def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
+def _no_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": []}], lr=0.0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@on_ranks(2)
+def test_values_that_one_rank_cannot_write_stay_in_the_models_of_all(ranks, stage):
     num_writes = 0
 
     def broken(*, device_tier: Any, **options: Any) -> Any:
@@ -142,15 +148,6 @@ def _one_rank(ranks: SimulatedRanks, stage: int) -> None:
     made, _ = _make(ranks, "ordinary")
     expected = _result(zero_core.build(made, config, process_group=ranks))
     assert_same(found, expected)
-
-
-def _no_optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": []}], lr=0.0)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_values_that_one_rank_cannot_write_stay_in_the_models_of_all(stage):
-    simulate(_one_rank, 2, stage)
 
 
 def _lost(ranks: SimulatedRanks, kind: str) -> nn.Module:

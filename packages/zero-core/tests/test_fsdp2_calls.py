@@ -78,21 +78,21 @@ def test_prefetched_units_are_gathered_once_with_the_one_before_in_one_order(dep
     assert simulate(_in_advance, 3, depth) == [(one_step[: 2 + depth], one_step * 3)] * 3
 
 
-def _keep(engine: zero_core.Engine) -> None:
-    engine.set_reshard_after_forward(False)
-
-
-def _keep_some(engine: zero_core.Engine) -> None:
-    engine.set_reshard_after_forward(False, modules=engine.module.blocks[:2])
-
-
 def _prefetch(engine: zero_core.Engine) -> None:
     blocks = engine.module.blocks
     engine.set_modules_to_forward_prefetch(blocks[0], blocks[1:])
     engine.set_modules_to_backward_prefetch(blocks[3], [blocks[2], blocks[1], blocks[0]])
 
 
-@pytest.mark.parametrize("change", [_keep, _keep_some, _prefetch])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda engine: engine.set_reshard_after_forward(False),
+        lambda engine: engine.set_reshard_after_forward(False, modules=engine.module.blocks[:2]),
+        _prefetch,
+    ],
+    ids=["keep", "keep some", "prefetch"],
+)
 @pytest.mark.parametrize("world_size", [1, 3])
 @on_ranks()
 def test_numbers_stay_the_same(ranks, change):
@@ -100,8 +100,7 @@ def test_numbers_stay_the_same(ranks, change):
     (plain, _), (changed, _) = _build(ranks), _build(ranks)
     change(changed)
     assert train(changed, batches) == train(plain, batches)
-    values = plain.full_state_dict()
-    assert_same(changed.full_state_dict(), values)
+    assert_same(changed.full_state_dict(), plain.full_state_dict())
 
 
 @on_ranks(2)
@@ -179,7 +178,8 @@ def test_generation_that_breaks_off_frees_what_it_kept(ranks):
     engine.close()
 
 
-def _has_hooks_where_needed(ranks: SimulatedRanks) -> None:
+@on_ranks(2)
+def test_parts_are_without_hooks_while_all_blocks_stay_gathered(ranks):
     engine, _ = _build(ranks)
     parts = [block[0] for block in engine.module.blocks]
     x = rows(0, ranks.rank)
@@ -202,7 +202,3 @@ def _has_hooks_where_needed(ranks: SimulatedRanks) -> None:
     values = engine.full_state_dict()
     expected = nn.functional.linear(x, values["blocks.1.0.weight"], values["blocks.1.0.bias"])
     assert torch.equal(found, expected)
-
-
-def test_parts_are_without_hooks_while_all_blocks_stay_gathered() -> None:
-    simulate(_has_hooks_where_needed, 2)

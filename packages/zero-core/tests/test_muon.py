@@ -9,8 +9,8 @@ from torch import nn
 import zero_core
 from zero_core import ConfigError
 from zero_core.optim.muon import Muon, split_groups, tag_matrices
-from zero_core.testing import SimulatedDDP, batch, make_model, on_ranks, seeded, simulate, train
-from zero_core.testing.training import train_steps
+from zero_core.testing import SimulatedDDP, batch, make_model, on_ranks, seeded, train
+from zero_core.testing.training import assert_same, train_steps
 
 STEPS = 4
 OPTIONS = {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.1, "momentum": 0.9}
@@ -47,15 +47,6 @@ def build(ranks=None, stage=0, model=None, **more):
     return zero_core.build(model or make_model(), config_of(stage, **more), process_group=ranks)
 
 
-def compare(engine, expected):
-    found = engine.full_state_dict(dtype=torch.float32)
-    start = make_model().state_dict()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-    moved = {name for name in expected if not torch.allclose(found[name], start[name], atol=1e-3)}
-    assert sum(start[name].ndim == 2 for name in moved) > 3
-
-
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("shape", [(7, 3), (3, 7), (1, 5)])
 def test_alone_it_is_torchs_muon_bit_by_bit(shape, adjust_lr_fn):
@@ -80,7 +71,11 @@ def test_update_is_that_of_torchs_muon_and_adamw_at_every_stage(ranks, stage):
     expected = train_whole(ranks)
     engine = build(ranks, stage)
     train_steps(engine, 0, STEPS)
-    compare(engine, expected)
+    found = engine.full_state_dict(dtype=torch.float32)
+    start = make_model().state_dict()
+    assert_same({name: found[name] for name in expected}, expected)
+    moved = {name for name in expected if not torch.allclose(found[name], start[name], atol=1e-3)}
+    assert sum(start[name].ndim == 2 for name in moved) > 3
     sent = [row for row in engine.comm_report() if row.content == "whole parameters"]
     assert bool(sent) == (stage > 0 and ranks.size > 1)
 
@@ -109,7 +104,8 @@ class WithoutSlices(Muon):
 WithoutSlices.__name__ = "Muon"  # a checkpoint names it
 
 
-def _declares_otherwise(ranks, folder):
+@on_ranks(2)
+def test_states_of_an_optimizer_that_declares_otherwise_are_refused(ranks, tmp_path):
     def made(kind):
         model = make_model()
         tag_matrices(model.named_parameters())
@@ -122,13 +118,9 @@ def _declares_otherwise(ranks, folder):
     for kind, other, how in ((WithoutSlices, Muon, "whole"), (Muon, WithoutSlices, "in slices")):
         engine = made(kind)
         train_steps(engine, 0, 1)
-        engine.save_checkpoint(folder / how)
+        engine.save_checkpoint(tmp_path / how)
         with pytest.raises(zero_core.CheckpointError, match=f"was saved {how}, and this engine"):
-            made(other).load_checkpoint(folder / how)
-
-
-def test_states_of_an_optimizer_that_declares_otherwise_are_refused(tmp_path):
-    simulate(_declares_otherwise, 2, tmp_path)
+            made(other).load_checkpoint(tmp_path / how)
 
 
 class Branches(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core import ConfigError, Lion
 from zero_core.optim.adam import Adam
-from zero_core.testing import Case, SimulatedRanks, run_ddp, run_engine, simulate
+from zero_core.testing import Case, on_ranks, run_ddp, run_engine
 from zero_core.testing.training import assert_same
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
@@ -158,16 +158,6 @@ def test_keys_of_a_named_optimizer_are_taken_or_refused():
             build(params, kind)
 
 
-def _as_ddp(ranks: SimulatedRanks, case: Case) -> None:
-    """Some parameters join later, and start their momentum then."""
-    ours = run_engine(case, ranks.rank, 4, process_group=ranks)
-    theirs = run_ddp(case, ranks.rank, 4, ranks)
-    if case.top["optimizer"]["type"] == "Lion":
-        assert ours.losses == theirs.losses
-        assert_same(ours.values, theirs.values)
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("world_size", "stage", "optimizer"),
     [
@@ -175,5 +165,13 @@ def _as_ddp(ranks: SimulatedRanks, case: Case) -> None:
         *((n, 2, {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}) for n in (1, 2)),
     ],
 )
-def test_named_optimizer_trains_as_under_ddp(world_size, stage, optimizer):
-    simulate(_as_ddp, world_size, Case(stage, top={"optimizer": optimizer}))
+@on_ranks()
+def test_named_optimizer_trains_as_under_ddp(ranks, stage, optimizer):
+    # Some parameters join later, and start their momentum then.
+    case = Case(stage, top={"optimizer": optimizer})
+    ours = run_engine(case, ranks.rank, 4, process_group=ranks)
+    theirs = run_ddp(case, ranks.rank, 4, ranks)
+    if optimizer["type"] == "Lion":
+        assert ours.losses == theirs.losses
+        assert_same(ours.values, theirs.values)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)

@@ -20,7 +20,7 @@ from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes
 from zero_core.testing.simulated import SimulatedRanks, on_ranks
-from zero_core.testing.training import adamw, assert_same
+from zero_core.testing.training import adamw, assert_same, step_ddp
 
 STEPS = 3
 Edit = Callable[[nn.Module], object]
@@ -69,16 +69,6 @@ def _norm(model: nn.Module) -> float:
     return nn.utils.get_total_norm(grads).item() if grads else 0.0
 
 
-def _step_ddp(
-    ddp: SimulatedDDP, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], edit: Edit
-) -> None:
-    ddp(**inputs)["loss"].backward()
-    ddp.average_gradients()
-    edit(ddp.module)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def _build(ranks: SimulatedRanks | None = None, **case: object) -> zero_core.Engine:
     model = make_model()
     config = Case(**case).config()  # type: ignore[arg-type]
@@ -101,7 +91,7 @@ def test_grad_reads_and_counts_as_with_ddp(ranks: SimulatedRanks, name: str) -> 
     ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     for step in range(STEPS):
         inputs = batch(step, 0, ranks.rank)
-        _step_ddp(ddp, optimizer, inputs, edit)
+        step_ddp(ddp, optimizer, inputs, edit)
         engine.backward(engine(**inputs)["loss"])
         edit(engine.module)
         engine.step()
@@ -140,7 +130,7 @@ def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[
     control.sum = sum_and_release
     for step in range(steps):
         inputs, edit = batch(step, 0, ranks.rank), edits[step % len(edits)]
-        _step_ddp(ddp, optimizer, inputs, edit)
+        step_ddp(ddp, optimizer, inputs, edit)
         engine.backward(engine(**inputs)["loss"])
         is_due[0] = True
         if ranks.rank > 0:
@@ -177,7 +167,7 @@ def test_changes_after_clipping_reach_the_owners_of_their_shards(ranks: Simulate
     ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)
     inputs = batch(0, 0, ranks.rank)
     for edit in (_zero_and_assign, _freeze, _change_a_bias):
-        _step_ddp(ddp, optimizer, inputs, edit)
+        step_ddp(ddp, optimizer, inputs, edit)
         engine.backward(engine(**inputs)["loss"])
         engine.clip_grad_norm_(1e9)
         edit(engine.module)

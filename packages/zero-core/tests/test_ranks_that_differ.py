@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -215,7 +213,12 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stag
     torch.testing.assert_close(engine.full_state_dict(), dict(model.state_dict()))
 
 
-def _set_otherwise(ranks: SimulatedRanks, key: str, values: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("lr", [torch.tensor(0.1), torch.tensor(0.10001)]), ("betas", [[0.9, 0.99], [0.9, 0.98]])],
+)
+@on_ranks(2)
+def test_settings_in_tensors_and_lists_are_compared_exactly(ranks, key, values):
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1), foreach=False)
     engine = zero_core.build(net, Case(1).config(), optimizer=optimizer, process_group=ranks)
@@ -223,14 +226,6 @@ def _set_otherwise(ranks: SimulatedRanks, key: str, values: list[Any]) -> None:
     engine.optimizer.param_groups[0][key] = values[ranks.rank]
     with pytest.raises(zero_core.RankMismatchError, match=rf"optimizer group 0, '{key}': "):
         engine.step()
-
-
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [("lr", [torch.tensor(0.1), torch.tensor(0.10001)]), ("betas", [[0.9, 0.99], [0.9, 0.98]])],
-)
-def test_settings_in_tensors_and_lists_are_compared_exactly(key: str, values: list[Any]) -> None:
-    simulate(partial(_set_otherwise, key=key, values=values), 2)
 
 
 @on_ranks(3)

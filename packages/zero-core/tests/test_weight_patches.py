@@ -23,10 +23,6 @@ def _case(stage: int, dtype: str, lr: float = 1e-5, **zero: object) -> Case:
     return Case(stage, dtype, zero=zero, top={**PATCHES, "optimizer": optimizer})
 
 
-def _build(ranks: SimulatedRanks, case: Case) -> zero_core.Engine:
-    return zero_core.build(make_model(), case.config(), process_group=ranks)
-
-
 def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.reshape(-1).view(torch.uint8)
 
@@ -49,7 +45,7 @@ def _assert_same(engine: zero_core.Engine, receiver: nn.Module) -> None:
 )
 @on_ranks()
 def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype, steps):
-    engine = _build(ranks, _case(stage, dtype))
+    engine = zero_core.build(make_model(), _case(stage, dtype).config(), process_group=ranks)
     receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of all, of each fifth
     versions = [0, 0]
     for step in range(steps):

@@ -30,10 +30,6 @@ def _net(how: str = "plain") -> Tower:
     return model
 
 
-def _train(engine: zero_core.Engine, rank: int) -> None:
-    train(engine, [rows(step, rank) for step in range(2)])
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -49,7 +45,7 @@ def test_wrapped_models_have_the_names_of_the_model(ranks, how, tmp_path):
         config = Case(stage).config()
         engine, plain = (zero_core.build(_net(h), config) for h in (how, "plain"))
         for each in (engine, plain):
-            _train(each, ranks.rank)
+            train(each, [rows(step, ranks.rank) for step in range(2)])
         state = engine.full_state_dict()
         _net().load_state_dict(state)
         plain.save_checkpoint(f"{tmp_path}/{how}/plain-{stage}")

@@ -121,12 +121,21 @@ def check_like_ddp(
     engine.close()
 
 
-def step_ddp(ddp: SimulatedDDP, optimizer: torch.optim.Optimizer, inputs: Inputs) -> float:
-    """Train one step by `SimulatedDDP` and an optimizer of the caller's. Return the loss."""
+def step_ddp(
+    ddp: SimulatedDDP,
+    optimizer: torch.optim.Optimizer,
+    inputs: Inputs,
+    edit: Callable[[nn.Module], object] = lambda module: None,
+) -> float:
+    """Train one step by `SimulatedDDP` and an optimizer of the caller's. Return the loss.
+
+    ``edit`` may change the module's averaged gradients.
+    """
     loss = loss_of(ddp, inputs)
     optimizer.zero_grad()
     torch.autograd.backward(loss)
     ddp.average_gradients()
+    edit(ddp.module)
     optimizer.step()
     return loss.item()
 
