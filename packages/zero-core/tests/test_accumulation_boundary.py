@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import MadeTier
 from torch import Tensor
 
 import zero_core
 from zero_core.errors import CheckpointError
-from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import run_on_processes
@@ -113,7 +113,7 @@ def test_a_loss_over_no_micro_steps_is_refused():
     assert engine.scale(torch.ones(())) == 0.5
 
 
-class _Keeper(DeviceTier):
+class _Keeper(MadeTier):
     """A tier that stores gradients itself and leaves the engine only those on their way to it."""
 
     owns_grads = True
@@ -122,17 +122,11 @@ class _Keeper(DeviceTier):
         super().offer_grad(start, grad.float() if grad.dtype is torch.bfloat16 else grad.clone())
 
 
-def _keeper(
-    *, config: object, adam_kernel: object, device_tier: object, names: object, **kept: Any
-) -> _Keeper:
-    return _Keeper(**kept)
-
-
 @on_ranks(1)
 def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
     ranks: SimulatedRanks,
 ) -> None:
-    for tier in (None, _keeper):
+    for tier in (None, _Keeper.made):
         for stage in (2, 3):
             found = []
             for how in ("config", "setter", "declared"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.late import on_late_rank
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -14,7 +15,7 @@ from zero_core.runtime.host_inputs import HostInputs
 from zero_core.testing import late_device
 from zero_core.testing.models import make_model, make_tower, seeded
 from zero_core.testing.oracle import Case, train_unread
-from zero_core.testing.ranks import alone, on_processes, run_alone
+from zero_core.testing.ranks import alone, on_processes
 from zero_core.testing.simulated import SimulatedRanks, simulate
 from zero_core.testing.training import assert_same
 
@@ -129,7 +130,8 @@ def _deep(ranks: SimulatedRanks) -> tuple[zero_core.Engine, Tensor]:
     return engine, torch.randn(ROWS, 8, device=ranks.device)
 
 
-def _trace_a_step(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_inputs_come_up_one_block_ahead_on_a_stream_of_their_own_and_the_host_waits_for_none(ranks):
     engine, x = _deep(ranks)
     for _ in range(2):
         engine.backward(engine(x))
@@ -151,7 +153,8 @@ def _trace_a_step(ranks: SimulatedRanks) -> None:
     engine.close()
 
 
-def _count_page_locked(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_inputs_on_the_host_take_the_page_locked_memory_that_they_fill(ranks):
     engine, x = _deep(ranks)
     late_device.start_trace()
     for _ in range(3):
@@ -163,7 +166,8 @@ def _count_page_locked(ranks: SimulatedRanks) -> None:
     engine.close()
 
 
-def _drop_what_is_idle(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_later(ranks):
     host = HostInputs(ranks.device)
 
     def save(numel: int, times: int = 1) -> Tensor:
@@ -184,23 +188,6 @@ def _drop_what_is_idle(ranks: SimulatedRanks) -> None:
     save(8000)
     freed = [r.writes[0] for r in late_device.stop_trace() if r.kind == "pinned_free"]
     assert taken in freed
-
-
-def _run_late(program: Any) -> None:
-    late_device.load()
-    simulate(program, 1, device="late")
-
-
-def test_inputs_come_up_one_block_ahead_on_a_stream_of_their_own_and_the_host_waits_for_none():
-    run_alone(_run_late, _trace_a_step)
-
-
-def test_inputs_on_the_host_take_the_page_locked_memory_that_they_fill():
-    run_alone(_run_late, _count_page_locked)
-
-
-def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_later():
-    run_alone(_run_late, _drop_what_is_idle)
 
 
 def test_a_forward_that_was_set_on_the_object_comes_back():

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import MadeTier
 from torch import Tensor
 
 import zero_core
 from zero_core.engine import Engine
 from zero_core.errors import UnusedParameterError
-from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing import Case, batch, check_left_anywhere, make_model, on_processes
 from zero_core.testing.interrupted import Interruption
 from zero_core.testing.training import assert_same, train_steps
@@ -95,9 +95,7 @@ def test_a_save_or_load_left_at_any_moment_may_be_repeated(
 
 
 def _build(stage: int = 2, **top: Any) -> Engine:
-    engine = zero_core.build(make_model(), Case(stage=stage, top=top).config())
-    assert isinstance(engine, Engine)
-    return engine
+    return zero_core.build(make_model(), Case(stage=stage, top=top).config())
 
 
 def _go_backward(engine: Engine, step: int = 0) -> None:
@@ -224,7 +222,7 @@ def test_a_second_sigint_passes_and_the_engine_asks_for_a_checkpoint(tmp_path: P
     assert_same(engine.full_state_dict(), _values_after(1))
 
 
-class _Failing(DeviceTier):
+class _Failing(MadeTier):
     """A tier whose update, or the write of a load, runs out of memory."""
 
     fails = ""
@@ -242,14 +240,8 @@ class _Failing(DeviceTier):
 
 @pytest.mark.parametrize("fails", ["step", "load"])
 def test_values_that_an_exception_left_half_written_need_a_load(fails: str, tmp_path: Path) -> None:
-    def make(**kwargs: Any) -> _Failing:
-        names = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
-        return _Failing(**{name: kwargs[name] for name in names})
-
-    engine = zero_core.build(make_model(), Case(stage=2).config(), state_tier=make)
-    assert isinstance(engine, Engine)
+    engine = zero_core.build(make_model(), Case(2).config(), state_tier=_Failing.made)
     tier = engine.sharded_state.tier
-    assert isinstance(tier, _Failing)
     engine.save_checkpoint(tmp_path)
     _go_backward(engine)
     tier.fails = fails

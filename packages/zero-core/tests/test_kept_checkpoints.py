@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.changed_checkpoints import rewrite
+from support.small import build_small, train_small
 from torch import nn
 
 import zero_core
@@ -24,26 +25,15 @@ from zero_core.testing import Case, SimulatedRanks, on_ranks
 from zero_core.testing.training import assert_same
 
 
-def _build() -> zero_core.Engine:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
-    return zero_core.build(model, config)
-
-
-def _train(engine: zero_core.Engine) -> None:
-    engine.backward(engine(torch.ones(2, 3)).square().mean())
-    engine.step()
-
-
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 def test_last_ones_multiples_and_other_names_stay(tmp_path: Path) -> None:
-    engine = _build()
+    engine = build_small()
     engine.save_checkpoint(tmp_path, "best", is_latest=False)
     for step in range(1, 7):
-        _train(engine)
+        train_small(engine)
         engine.save_checkpoint(tmp_path, f"best-{step}", is_latest=False)
         engine.save_checkpoint(tmp_path, f"run1-{step}", keep_last=1)
         engine.save_checkpoint(tmp_path, keep_last=2, keep_every=3)
@@ -62,9 +52,9 @@ def test_last_ones_multiples_and_other_names_stay(tmp_path: Path) -> None:
 
 
 def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path: Path) -> None:
-    engine = _build()
+    engine = build_small()
     for step in range(1, 12):
-        _train(engine)
+        train_small(engine)
         if step > 7:
             engine.save_checkpoint(tmp_path)
     for age, step in enumerate((9, 8, 11, 10)):  # the times of a copy
@@ -87,7 +77,7 @@ def test_steps_decide_what_stays_and_only_manifests_of_others_are_read(tmp_path:
 
 
 def test_what_killed_saves_left_is_gone_after_the_next_one(tmp_path: Path) -> None:
-    engine = _build()
+    engine = build_small()
     for tag in ("one", "two"):
         engine.save_checkpoint(tmp_path, tag)
     (tmp_path / "one").rename(tmp_path / ".one.old")  # between the two renames
@@ -137,7 +127,7 @@ def test_links_are_neither_written_through_nor_read(tmp_path: Path) -> None:
     folder.mkdir()
     for name in (".latest.saving", ".t.saving", "latest"):
         (folder / name).symlink_to(victim)
-    engine = _build()
+    engine = build_small()
     (folder / ".t.saving").unlink()
     engine.save_checkpoint(folder, "t")
     assert victim.read_text() == "precious"
@@ -176,7 +166,7 @@ def test_a_stored_checkpoint_of_version_2_loads(ranks: SimulatedRanks) -> None:
 
 @pytest.mark.parametrize("name", ["buffers", "master_weight-00000"])
 def test_readers_without_an_engine_check_what_they_read(tmp_path: Path, name: str) -> None:
-    place = _build().save_checkpoint(tmp_path, "t")
+    place = build_small().save_checkpoint(tmp_path, "t")
     path = place / f"{name}.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -192,8 +182,8 @@ def test_readers_without_an_engine_check_what_they_read(tmp_path: Path, name: st
 
 
 def test_checkpoint_is_verified_described_and_exported_without_an_engine(tmp_path: Path) -> None:
-    engine = _build()
-    _train(engine)
+    engine = build_small()
+    train_small(engine)
     engine.save_checkpoint(tmp_path, "t", {"epoch": 3})
     told: list[tuple[int, int]] = []
 

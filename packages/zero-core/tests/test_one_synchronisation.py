@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import MadeTier
 from torch import Tensor
 
 import zero_core
-from zero_core.optim.device_tier import DeviceTier
 from zero_core.testing import Case, Tower, alone, late_device, make_tower, simulate
 
 WIDTH, NUM_STEPS = 16, 5
@@ -179,7 +179,7 @@ def _states_of_a_step_that_is_not_taken_are_dropped(folder: str) -> None:
     assert all(map(same, found, expected)), (found, expected)
 
 
-class BrokenOff(DeviceTier):
+class BrokenOff(MadeTier):
     """A tier whose second update ahead of the decision is interrupted by Ctrl-C."""
 
     num_updates = 0
@@ -191,13 +191,8 @@ class BrokenOff(DeviceTier):
             raise KeyboardInterrupt
 
 
-def _make_broken_off(**kwargs: Any) -> BrokenOff:
-    names = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
-    return BrokenOff(**{name: kwargs[name] for name in names})
-
-
 def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder: str) -> None:
-    engine = zero_core.build(make(), Training(dtype="bf16").config(), state_tier=_make_broken_off)
+    engine = zero_core.build(make(), Training(dtype="bf16").config(), state_tier=BrokenOff.made)
     found = []
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH, device="late")))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.object_store import LAST, ROOT, Objects
-from torch import nn
+from support.small import build_small, train_small
 from torch.multiprocessing import ProcessExitedException
 
 import zero_core
@@ -28,22 +28,6 @@ from zero_core.testing.training import assert_same
 
 NUM_WRITES = 9
 """Of a save by one rank: its mark, 6 files, the manifest, ``latest``."""
-
-
-def _build(stage: int = 2) -> zero_core.Engine:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": stage},
-    }
-    return zero_core.build(model, config)
-
-
-def _train(engine: zero_core.Engine) -> None:
-    engine.backward(engine(torch.ones(2, 3)).square().mean())
-    engine.step()
 
 
 @pytest.fixture
@@ -66,10 +50,10 @@ def _facts(directory: Location, tag: str) -> dict[str, object]:
 
 
 def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
-    engine = _build()
+    engine = build_small()
     pending = []
     for _ in range(3):
-        _train(engine)
+        train_small(engine)
         pending.append(engine.async_save(url, keep_last=2))
     assert str(pending[-1].result()) == f"{url}/step-3"
     found = zero_core.inspect_checkpoint(url)
@@ -82,7 +66,7 @@ def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
 
 
 def test_copy_of_a_url_is_a_local_checkpoint(objects: Location, tmp_path: Path) -> None:
-    engine = _build()
+    engine = build_small()
     engine.save_checkpoint(objects)
     store = tmp_path / "store" / "run"
     for source in (store, store.as_uri(), str(objects)):
@@ -91,9 +75,9 @@ def test_copy_of_a_url_is_a_local_checkpoint(objects: Location, tmp_path: Path) 
 
 
 def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Path) -> None:
-    engine = _build()
+    engine = build_small()
     place = engine.save_checkpoint(objects, "best")
-    _train(engine)
+    train_small(engine)
     # A save that has just made its folder. Killed saves: one is under way perhaps, one is past.
     (tmp_path / "store" / "run" / "best" / f"data-{'2' * 32}").mkdir()
     for age_s, name in ((0, "data-" + "0" * 32), (2 * 24 * 3600, "data-" + "1" * 32)):
@@ -111,9 +95,9 @@ def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Pa
 def test_store_that_fails_after_the_commit_does_not_fail_the_save(
     objects: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = _build()
+    engine = build_small()
     engine.save_checkpoint(objects)
-    _train(engine)
+    train_small(engine)
     monkeypatch.setattr(Objects, "is_down", True)
     assert engine.save_checkpoint(objects, keep_last=1).name == read_latest(objects) == "step-1"
     assert "no answer" in caplog.text
@@ -135,7 +119,7 @@ def test_file_that_another_program_wrote_after_a_listing_is_read_whole(
 def test_changed_data_folder_is_refused(
     how: str, message: str, objects: Location, tmp_path: Path
 ) -> None:
-    engine = _build()
+    engine = build_small()
     engine.save_checkpoint(objects)
     place = tmp_path / "store" / "run" / "step-0"
     (data,) = place.glob("data-*")
@@ -152,9 +136,9 @@ def test_changed_data_folder_is_refused(
 
 def _save_and_die(root: str, last: int) -> None:
     os.environ |= {ROOT: root}
-    engine = _build()
+    engine = build_small()
     engine.save_checkpoint("objects://run", "one")
-    _train(engine)
+    train_small(engine)
     os.environ[LAST] = str(Objects.num_written + last)
     engine.save_checkpoint("objects://run", "two")
 
@@ -173,7 +157,7 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
     assert zero_core.inspect_checkpoint(str(objects))["tags"] == whole
     for tag in whole:
         assert zero_core.verify_checkpoint(str(objects), tag)
-    engine = _build()
+    engine = build_small()
     assert engine.resume(objects) == {}
     assert engine.global_steps == (1 if last == NUM_WRITES else 0)
     engine.save_checkpoint(objects, "two")  # beside what the killed one left
@@ -182,7 +166,7 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
 
 def _save_on_two(rank: int, _world_size: int, root: str) -> None:
     os.environ[ROOT] = root
-    engine = _build(stage=3)
+    engine = build_small(stage=3)
     engine.backward(engine(torch.full((2, 3), rank + 1.0)).square().mean())
     engine.step()
     engine.save_checkpoint("objects://run")
@@ -196,7 +180,7 @@ def test_ranks_save_together_and_another_number_of_them_loads(
     spawn(_save_on_two, 2, str(tmp_path / "store"))
     local = tmp_path / "store" / "local"
     assert _facts(objects, "step-1") == _facts(objects, "beside") == _facts(local, "step-1")
-    engine = _build()
+    engine = build_small()
     engine.load_checkpoint(objects)
     there = engine.full_state_dict()
     engine.load_checkpoint(local)
@@ -205,7 +189,7 @@ def test_ranks_save_together_and_another_number_of_them_loads(
 
 
 def test_steps_are_not_recorded_at_a_url(url: str) -> None:
-    engine = _build()
+    engine = build_small()
     with pytest.raises(ConfigError, match="is a URL, and a record of steps needs a folder"):
         engine.record(url)
 

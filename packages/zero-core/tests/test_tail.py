@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiers import MadeTier
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
@@ -13,7 +14,6 @@ from torch.nn import functional
 import zero_core
 from zero_core.core import access
 from zero_core.layout.discovery import MIN_TAIL_NUMEL, discover, note_reader
-from zero_core.optim.device_tier import DeviceTier
 from zero_core.protocols import EXACT_GRADIENTS, Work
 from zero_core.testing import late_device
 from zero_core.testing.models import seeded
@@ -196,11 +196,10 @@ def test_the_tail_is_waited_for_behind_the_last_block_and_reduced_behind_the_blo
     assert log.count("gather 4") == log.count("gather 0") == 1
 
 
-class _LoggingTier(DeviceTier):
+class _LoggingTier(MadeTier):
     """A tier that owns nothing but a log."""
 
-    log: list[str]
-    starts: list[int]
+    log, starts = [], [0]
 
     def _unit(self, start: int) -> int:
         return max(i for i, first in enumerate(self.starts) if first <= start)
@@ -218,17 +217,10 @@ class _LoggingTier(DeviceTier):
 
 
 def test_one_rank_waits_for_an_update_and_passes_a_gradient_on_unit_by_unit() -> None:
-    made: list[_LoggingTier] = []
-
-    def make(**kwargs: Any) -> _LoggingTier:
-        names = ("numel", "pieces", "params", "device", "optimizer_class", "groups")
-        made.append(_LoggingTier(**{name: kwargs[name] for name in names}))
-        made[0].log, made[0].starts = [], [0]
-        return made[0]
-
-    engine, model = _build(None, 0, state_tier=make)
-    made[0].starts = sorted(engine.layout.local_starts(is_sharded=False).values())
-    made[0].log = model.log
+    engine, model = _build(None, 0, state_tier=_LoggingTier.made)
+    tier = engine.sharded_state.tier
+    tier.starts = sorted(engine.layout.local_starts(is_sharded=False).values())
+    tier.log = model.log
     for step in range(2):
         model.log.clear()
         train(engine, [_ids(step, 0)])

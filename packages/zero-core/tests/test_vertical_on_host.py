@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.late import on_late_rank
 from torch import Tensor, nn
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import Case, SimulatedRanks, alone, late_device, run_alone, seeded, simulate
+from zero_core.testing import Case, SimulatedRanks, alone, late_device, seeded, simulate
 from zero_core.testing.training import assert_same
 
 VOCAB, WIDTH, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
@@ -82,7 +83,8 @@ def test_bits_on_a_device_that_is_late_are_those_of_the_horizontal_schedule_on_t
         assert_same(simulate(_train, world_size, is_shared, config, device="late"), expected)
 
 
-def _take_what_was_planned(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_host_memory_is_what_was_planned(ranks):
     config = _config(accumulation_schedule="vertical")
     with torch.device("meta"):
         plan = zero_core.plan(
@@ -104,10 +106,6 @@ def _take_what_was_planned(ranks: SimulatedRanks) -> None:
     assert sizes.count(GRADIENT_BYTES) == 3 * STEPS
     assert sizes.count(INPUT_BYTES) == 3 * STEPS * DEPTH
     engine.close()
-
-
-def test_host_memory_is_what_was_planned():
-    run_alone(_run_late, _take_what_was_planned)
 
 
 def _num_gradients_at_a_time(ranks: SimulatedRanks, steps: int) -> int:
@@ -175,7 +173,8 @@ def test_training_goes_on_after_a_loss_that_failed():
     assert_same(simulate(_fail_and_go_on, 1, config, device="late"), expected)
 
 
-def _fetch_one_turn_ahead(ranks: SimulatedRanks) -> None:
+@on_late_rank
+def test_inputs_come_up_one_turn_ahead(ranks):
     host = HostInputs(ranks.device)
     host.begin_turns(STEPS)
     outputs = []
@@ -197,15 +196,6 @@ def _fetch_one_turn_ahead(ranks: SimulatedRanks) -> None:
     late_device.stop_trace()
     # Two at first, then the one of the next turn, and none in the last turn.
     assert num_fetched == [2, *[1] * (len(order) - 2), 0]
-
-
-def test_inputs_come_up_one_turn_ahead():
-    run_alone(_run_late, _fetch_one_turn_ahead)
-
-
-def _run_late(program: Any) -> None:
-    late_device.load()
-    simulate(program, 1, device="late")
 
 
 def _plan(
