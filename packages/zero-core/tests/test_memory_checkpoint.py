@@ -182,26 +182,23 @@ def test_states_that_are_copied_beside_backward_are_not_updated_in_it() -> None:
     assert not updates_in_backward(copied)
 
 
+@on_ranks(1)
 def test_a_step_before_resume_and_memory_that_nothing_keeps_or_owns_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ranks, tmp_path, monkeypatch
+):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-
-    def resume(ranks: SimulatedRanks) -> None:
-        with pytest.raises(RuntimeError, match=r"engine\.resume\(directory\)"):
-            _run(_build(ranks, 1, Path("/dev/shm/none")), 0, 1)
-        config = Case(1, top={"memory_checkpoint": {}}).config()
-        engine = zero_core.build(make_model(), config, process_group=ranks)
-        with pytest.raises(ConfigError, match="no launcher"):
-            engine.resume(tmp_path)
-        (tmp_path / "file").touch()
-        with pytest.raises(CheckpointError, match=r"memory_checkpoint\.path"):
-            _build(ranks, 1, tmp_path / "file").resume(tmp_path)
-        monkeypatch.setattr(os, "getuid", lambda: 1 << 20)
-        with pytest.raises(CheckpointError, match="belongs to another user"):
-            _build(ranks, 1, tmp_path).resume(tmp_path / "disk")
-
-    simulate(resume, 1)
+    with pytest.raises(RuntimeError, match=r"engine\.resume\(directory\)"):
+        _run(_build(ranks, 1, Path("/dev/shm/none")), 0, 1)
+    config = Case(1, top={"memory_checkpoint": {}}).config()
+    engine = zero_core.build(make_model(), config, process_group=ranks)
+    with pytest.raises(ConfigError, match="no launcher"):
+        engine.resume(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"memory_checkpoint\.path"):
+        _build(ranks, 1, tmp_path / "file").resume(tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 20)
+    with pytest.raises(CheckpointError, match="belongs to another user"):
+        _build(ranks, 1, tmp_path).resume(tmp_path / "disk")
 
 
 def test_keeper_removes_the_folder_once_launcher_and_ranks_have_ended(tmp_path: Path) -> None:
@@ -271,9 +268,8 @@ def test_full_memory_is_an_error_before_anything_is_written_there(tmp_path: Path
     assert slot.write("master_weight-00000.safetensors", values) > 1 << 20
 
 
-def test_copy_under_way_at_close_has_the_values_of_the_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_ranks(1)
+def test_copy_under_way_at_close_has_the_values_of_the_last_step(ranks, tmp_path, monkeypatch):
     write = Slot.write
 
     def write_late(slot: Slot, name: str, tensors: Any) -> int:
@@ -281,21 +277,17 @@ def test_copy_under_way_at_close_has_the_values_of_the_last_step(
         return write(slot, name, tensors)
 
     monkeypatch.setattr(Slot, "write", write_late)
-
-    def close(ranks: SimulatedRanks) -> None:
-        memory = tmp_path / "memory"
-        engine = _build(ranks, 0, memory)
-        engine.resume(tmp_path / "disk")
-        expected = _run(engine, 0, 2)
-        engine.close()
-        with torch.no_grad():  # they are the program's own again
-            for param in engine.module.parameters():
-                param.zero_()
-        again = _build(ranks, 0, memory)
-        assert again.resume(tmp_path / "disk") == {"step": 2}
-        assert_same(again.full_state_dict(), expected)
-
-    simulate(close, 1)
+    memory = tmp_path / "memory"
+    engine = _build(ranks, 0, memory)
+    engine.resume(tmp_path / "disk")
+    expected = _run(engine, 0, 2)
+    engine.close()
+    with torch.no_grad():  # they are the program's own again
+        for param in engine.module.parameters():
+            param.zero_()
+    again = _build(ranks, 0, memory)
+    assert again.resume(tmp_path / "disk") == {"step": 2}
+    assert_same(again.full_state_dict(), expected)
 
 
 def test_folder_is_in_use_until_the_copy_of_a_neighbour_is_written(
@@ -326,20 +318,16 @@ def test_folder_is_in_use_until_the_copy_of_a_neighbour_is_written(
     simulate(close, 2, ranks_per_node=1)
 
 
-def test_copy_that_fails_at_once_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_ranks(1)
+def test_copy_that_fails_at_once_is_not_waited_for(ranks, tmp_path, monkeypatch):
     def fail() -> None:
         raise OSError("no such limit")
 
-    def close(ranks: SimulatedRanks) -> None:
-        engine = _build(ranks, 0, tmp_path / "memory")
-        engine.resume(tmp_path / "disk")
-        _run(engine, 0, 1)
-        engine.close()
-
     monkeypatch.setattr(snapshots, "use_one_core", fail)
-    simulate(close, 1)
+    engine = _build(ranks, 0, tmp_path / "memory")
+    engine.resume(tmp_path / "disk")
+    _run(engine, 0, 1)
+    engine.close()
 
 
 def test_plan_has_the_bytes_that_the_copies_take(tmp_path: Path) -> None:
