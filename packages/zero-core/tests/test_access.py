@@ -36,7 +36,7 @@ def _build(
     ranks: SimulatedRanks, stage: int, dtype: str = "fp32"
 ) -> tuple[zero_core.Engine, Watched]:
     model = Watched()
-    return zero_core.build(model, Case(stage, dtype).config(), process_group=ranks), model
+    return Case(stage, dtype).build(ranks, model), model
 
 
 def _ddp(ranks: SimulatedRanks) -> tuple[dict[Any, Any], list[float]]:
@@ -113,7 +113,7 @@ def test_a_penalty_of_gathered_weights_has_torchs_gradient(
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     own = Watched()
     top = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine = zero_core.build(own, Case(stage, top=top).config(), process_group=ranks)
+    engine = Case(stage, top=top).build(ranks, own)
     weight = own.blocks[1].inner.weight
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -231,7 +231,7 @@ def test_a_write_into_a_small_parameter_that_stage_3_keeps_is_told(ranks: Simula
 def test_one_rank_may_read_a_parametrized_weight(ranks: SimulatedRanks, stage: int) -> None:
     model = Watched()
     nn.utils.parametrizations.weight_norm(model.blocks[1].inner)
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     train(engine, [inputs(0, ranks.rank)])
     refusal = pytest.raises(RuntimeError, match="was read where stage 3 holds only")
     with refusal if stage == 3 and ranks.rank == 0 else nullcontext():
@@ -307,7 +307,7 @@ def test_a_write_that_stage_3_would_lose_is_told(ranks, where, way):
 @on_ranks(2)
 def test_names_shapes_and_hooks_neither_wait_nor_raise(ranks: SimulatedRanks, stage: int) -> None:
     model, plain = Watched(), Watched()
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     train(engine, [inputs(0, ranks.rank)])
     closed = [type(p) for p in model.parameters()]
     assert repr(model) == repr(plain)

@@ -46,8 +46,7 @@ def _train(engine: zero_core.Engine, rank: int, counts: Sequence[int]) -> dict[s
 
 def _follows_ddp(ranks: SimulatedRanks, stage: int, configured: int) -> None:
     expected = _ddp(ranks, EPOCHS)
-    config = Case(stage, accumulation=configured).config()
-    engine = zero_core.build(make_model(), config, process_group=ranks)
+    engine = Case(stage, accumulation=configured).build(ranks)
     found = _train(engine, ranks.rank, EPOCHS)
     assert engine.micro_steps == sum(EPOCHS)
     assert_same(found, expected)
@@ -67,8 +66,7 @@ def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(
     ranks: SimulatedRanks, stage: int
 ) -> None:
     expected = _ddp(ranks, (2,))
-    config = Case(stage, accumulation=4).config()
-    engine = zero_core.build(make_model(), config, process_group=ranks)
+    engine = Case(stage, accumulation=4).build(ranks)
     for micro in range(2):
         engine.backward(engine(**batch(0, micro, ranks.rank))["loss"], over=2)
         engine.set_gradient_accumulation_boundary(True if micro == 1 else None)
@@ -78,7 +76,7 @@ def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(
 
 
 def _engine(accumulation: int) -> zero_core.Engine:
-    return zero_core.build(make_model(), Case(accumulation=accumulation).config())
+    return Case(accumulation=accumulation).build()
 
 
 def _micro_step(engine: zero_core.Engine, **over: Any) -> None:
@@ -131,8 +129,9 @@ def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
             found = []
             for how in ("config", "setter", "declared"):
                 accumulation = 4 if how == "config" else 1
-                config = Case(stage, "bf16", accumulation=accumulation).config()
-                engine = zero_core.build(make_model(), config, state_tier=tier, process_group=ranks)
+                engine = Case(stage, "bf16", accumulation=accumulation).build(
+                    ranks, state_tier=tier
+                )
                 if how == "setter":
                     engine.gradient_accumulation_steps = 4
                 for micro in range(8):
@@ -154,7 +153,7 @@ def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
         engine.backward(engine(**batch(0, micro, 0))["loss"])
         engine.step()
 
-    engine = zero_core.build(make_model(), Case(accumulation=2).config(), process_group=ranks)
+    engine = Case(accumulation=2).build(ranks)
     engine.save_checkpoint(tmp_path)
     micro_step(engine, 0)
     with pytest.raises(CheckpointError, match="nowhere"):

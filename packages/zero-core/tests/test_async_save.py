@@ -293,7 +293,7 @@ def _exchange_after_a_failure(ranks: Ranks) -> None:
 
 def _run_in_process(ranks: Ranks, folder: str) -> None:
     _exchange_after_a_failure(ranks)
-    engine = zero_core.build(make_model(), Case(stage=2).config(), process_group=ranks)
+    engine = Case(stage=2).build(ranks)
     train_steps(engine, 0, 1)
     for step in (1, 2):
         pending = engine.async_save(folder)
@@ -315,7 +315,7 @@ def _be_killed(*_: object) -> None:
 def _end_beside_a_dead_rank(rank: int, folder: Path) -> None:
     logging.basicConfig(filename=folder / f"log-{rank}")
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    engine = zero_core.build(make_model(), Case(stage=2).config())
+    engine = Case(stage=2).build()
     train_steps(engine, 0, 1)
     engine.save_checkpoint(folder / "saved")
     train_steps(engine, 1, 2)

@@ -54,7 +54,7 @@ def _train(case: Case, rank: int, world_size: int | None) -> tuple[list[float], 
     model = _Normed()
     call: Any = model
     if world_size is None:
-        call = zero_core.build(model, case.config())
+        call = case.build(model=model)
     elif world_size > 1:
         call = DistributedDataParallel(model)
     optimizer = adamw(model)
@@ -110,7 +110,7 @@ def test_without_broadcast_buffers_each_rank_keeps_its_own(ranks: SimulatedRanks
 
 @on_ranks(2)
 def test_two_forwards_may_precede_one_backward(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_Normed(), Case(stage=3).config(), process_group=ranks)
+    engine = Case(stage=3).build(ranks, _Normed())
     for step in range(2):
         engine.backward(engine(_x(step, 0, ranks.rank)) + engine(_x(step, 1, ranks.rank)))
         engine.step()
@@ -138,7 +138,7 @@ def test_a_rank_that_changes_its_buffers_alone_is_named_in_the_step(
 ) -> None:
     rank, model = ranks.rank, make_tower(1)
     model.register_buffer("seen", torch.full((3,), 7.0))
-    engine = zero_core.build(model, Case(1, dtype).config(), process_group=ranks)
+    engine = Case(1, dtype).build(ranks, model)
 
     def step() -> None:
         train(engine, [torch.ones(1, 7)])

@@ -25,7 +25,7 @@ Engine = zero_core.Engine
 def _build(ranks: SimulatedRanks | None, stage: int) -> Engine:
     model = make_tower(3)
     model.head.requires_grad_(False)
-    return zero_core.build(model, Case(stage).config(), process_group=ranks)
+    return Case(stage).build(ranks, model)
 
 
 def _train(engine: Engine, rank: int, steps: range) -> list[float]:
@@ -168,7 +168,7 @@ def test_complex_parameters_are_refused_by_name():
     model = make_tower()
     model.blocks[0].register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
     with pytest.raises(ConfigError, match=r"blocks\.0\.phase is complex \(torch\.complex64\)"):
-        zero_core.build(model, Case().config())
+        Case().build(model=model)
     with pytest.raises(ConfigError, match=r"blocks\.0\.phase is complex"):
         zero_core.plan(model, Case().config(), 4)
 
@@ -219,7 +219,7 @@ def test_recurrent_weights_stay_where_the_engine_has_them(
     ranks: SimulatedRanks, stage: int
 ) -> None:
     check_like_ddp(ranks, _Recurrent, rows, Case(stage))
-    engine = zero_core.build(_Recurrent(), Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, _Recurrent())
     with engine.gathered() as module:
         copied = copy.deepcopy(module)
     engine.unwrap()

@@ -35,8 +35,7 @@ LION = {"type": "Lion", "params": {"lr": 1e-2}}
 def _build(
     stage: int = 0, ranks: SimulatedRanks | None = None, dtype: str = "fp32", **top: Any
 ) -> zero_core.Engine:
-    config = Case(stage=stage, dtype=dtype, top=top).config()
-    return zero_core.build(make_model(), config, process_group=ranks)
+    return Case(stage=stage, dtype=dtype, top=top).build(ranks)
 
 
 def _values(engine: zero_core.Engine) -> dict[str, Tensor]:
@@ -232,8 +231,8 @@ def _linear(numel: int | None) -> nn.Module:
 def test_another_models_checkpoint_is_refused_before_anything_is_written(
     tmp_path, saved, own, message
 ):
-    zero_core.build(saved, Case().config()).save_checkpoint(tmp_path)
-    engine = zero_core.build(own, Case().config())
+    Case().build(model=saved).save_checkpoint(tmp_path)
+    engine = Case().build(model=own)
     before = engine.full_state_dict()
     with pytest.raises(CheckpointError, match=message):
         engine.load_checkpoint(tmp_path)
@@ -336,7 +335,7 @@ def test_weights_without_elements_are_read(tmp_path, world_size):
         model = nn.Linear(3, 3)
         model.register_parameter("low", nn.Parameter(torch.empty(0).half(), requires_grad=False))
         model.register_parameter("last", nn.Parameter(torch.empty(0, 3)))  # behind rank 0's slice
-        engine = zero_core.build(model, Case(3).config(), process_group=ranks)
+        engine = Case(3).build(ranks, model)
         engine.save_checkpoint(tmp_path)
 
     simulate(save, world_size)
@@ -409,12 +408,11 @@ def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_ev
     model = make_model()  # the other way round: what was frozen is trained, and the reverse
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith("frozen"))
-    tuned = zero_core.build(model, Case(3).config(), process_group=ranks)
+    tuned = Case(3).build(ranks, model)
     tuned.load_checkpoint(tmp_path, without=WEIGHTS_ALONE)
     assert_same(_values(tuned), expected)
     for stage, dtype in ((0, "fp32"), (3, "bf16")):
-        config = Case(stage, dtype).config()
-        evaluated = zero_core.build(make_model(), config, is_training=False, process_group=ranks)
+        evaluated = Case(stage, dtype).build(ranks, is_training=False)
         state = torch.get_rng_state()
         evaluated.load_checkpoint(tmp_path)
         assert torch.equal(torch.get_rng_state(), state)
@@ -433,7 +431,7 @@ def _build_with(
     model = make_model()
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     schedule = make_schedule(optimizer)
-    return zero_core.build(model, Case().config(), optimizer=optimizer, lr_scheduler=schedule)
+    return Case().build(model=model, optimizer=optimizer, lr_scheduler=schedule)
 
 
 def _rewrite_schedule(folder: Path, state: dict[str, Any]) -> None:

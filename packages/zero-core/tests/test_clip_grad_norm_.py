@@ -44,7 +44,7 @@ def _ddp(norm_type: float, ranks: SimulatedRanks) -> tuple[list[float], dict[str
 def _build(ranks: SimulatedRanks | None, case: Case) -> zero_core.Engine:
     model = make_model()
     optimizer = _optimizer(model)
-    return zero_core.build(model, case.config(), optimizer=optimizer, process_group=ranks)
+    return case.build(ranks, model, optimizer=optimizer)
 
 
 def _engine(
@@ -105,7 +105,7 @@ def test_the_norm_is_that_of_the_unscaled_gradient(ranks):
 
 
 def test_a_gradient_that_is_not_whole_is_not_clipped():
-    engine = zero_core.build(make_model(), Case(accumulation=2).config())
+    engine = Case(accumulation=2).build()
     engine.backward(engine(**batch(0, 0, 0))["loss"])
     with pytest.raises(RuntimeError, match="not whole yet"):
         engine.clip_grad_norm_(1.0)

@@ -69,7 +69,7 @@ class _NothingShared:
 @pytest.mark.parametrize(("world_size", "per_node"), [(1, 1), (3, 1), (3, 3), (4, 2)])
 def test_a_step_sends_what_was_planned(case: Case, world_size: int, per_node: int) -> None:
     def program(ranks: SimulatedRanks) -> None:
-        engine = zero_core.build(_net(), case.config(), process_group=ranks)
+        engine = case.build(ranks, _net())
         assert engine.comm_report() == ()
         _train(engine, 2)
         assert engine.comm_report() == planned
@@ -86,7 +86,7 @@ def _check_on_the_wire(rank: int, world_size: int, per_node: int) -> None:
     zero_core.comm.device.SharedMemory = _NothingShared  # or bytes would not travel
     postman = _Postman(rank, per_node)
     for stage in range(4):
-        engine = zero_core.build(_net(), Case(stage).config())
+        engine = Case(stage).build(model=_net())
         _train(engine, 1)
         engine.publish()
         postman.bytes.clear()
@@ -112,7 +112,7 @@ def test_the_report_counts_the_bytes_that_leave_the_process(world_size: int, per
 
 @on_ranks(2)
 def test_bytes_sent_between_steps_count_for_the_second(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_net(), Case(3).config(), process_group=ranks)
+    engine = Case(3).build(ranks, _net())
     _train(engine, 2)
     whole = engine.comm_report()
     with torch.no_grad():

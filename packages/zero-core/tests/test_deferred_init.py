@@ -151,7 +151,7 @@ def _seeded(make: Callable[[], nn.Module], seed: int, *, is_deferred: bool) -> n
 def _build_both(ranks: SimulatedRanks, case: Case, models: list[tuple[nn.Module, ...]]) -> None:
     engines = []
     for model in models[ranks.rank]:
-        engine = zero_core.build(model, case.config(), process_group=ranks)
+        engine = case.build(ranks, model)
         assert not any(t.is_meta for t in _tensors(model).values())
         engines.append(engine)
     ordinary, deferred = engines
@@ -310,7 +310,7 @@ def test_slices_are_freed_as_their_unit_is_filled() -> None:
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
         put_in_slices(list(model.parameters()), ranks.connect())
         slices[threading.get_ident()] = [slice_of(param) for param in model.parameters()]
-        zero_core.build(model, Case(3).config(), process_group=ranks)
+        Case(3).build(ranks, model)
 
     with mock.patch.object(values, "whole_value", noted):
         simulate(build, 2)

@@ -55,13 +55,13 @@ def test_without_a_bf16_block_fp32_adapters_on_a_bf16_model_follow_ddp(
         return rows(number, rank, 6).bfloat16()
 
     check_like_ddp(ranks, _Lora, draw, Case(stage))
-    engine = zero_core.build(_Lora(), Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, _Lora())
     kinds = {(p.dtype, p.requires_grad) for p in engine.module.parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
 
 
 def test_a_bf16_block_casts_adapters_too_and_keeps_fp32_master_weights():
-    engine = zero_core.build(_Lora(), Case(dtype="bf16").config())
+    engine = Case(dtype="bf16").build(model=_Lora())
     assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
     initial = _Lora().blocks[0].down.weight
     assert not torch.equal(initial.bfloat16().float(), initial)
@@ -196,7 +196,7 @@ def test_a_model_cast_before_build_keeps_its_dtype(ranks: SimulatedRanks, stage:
     values = []
     for dtype, case in ((torch.bfloat16, Case(stage)), (torch.float32, Case(stage, "bf16"))):
         model = _Running().to(torch.bfloat16)
-        engine = zero_core.build(model, case.config(), process_group=ranks)
+        engine = case.build(ranks, model)
         assert engine(rows(0, ranks.rank, 6).to(dtype)).dtype == torch.float32  # of the loss
         train(engine, [rows(step, ranks.rank, 6).to(dtype) for step in range(STEPS)])
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -18,8 +18,8 @@ from zero_core.testing import Case, batch, make_model, on_ranks
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_the_engine_of_a_parameter_is_found(ranks, stage):
-    engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
-    other = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks)
+    other = Case(stage).build(ranks)
     for built in (engine, other):
         for name, param in built.module.named_parameters():
             assert zero_core.engine_of(param) is built
@@ -32,26 +32,26 @@ def test_the_engine_of_a_parameter_is_found(ranks, stage):
 
 
 def test_parameters_of_no_engine_have_none():
-    engine = zero_core.build(make_model(), Case().config())
+    engine = Case().build()
     assert zero_core.engine_of(nn.Parameter(torch.ones(2))) is None
     assert zero_core.engine_of(copy.deepcopy(engine.module.gain)) is None
 
 
 def test_a_model_has_one_engine_at_a_time():
     model = make_model()
-    first = zero_core.build(model, Case().config())
+    first = Case().build(model=model)
     text = r"engine_of\(model\.get_parameter\('gain'\)\).*by its unwrap\(\), on every rank"
     with pytest.raises(zero_core.ConfigError, match=text):
-        zero_core.build(model, Case().config())
+        Case().build(model=model)
     first.close()
     assert zero_core.engine_of(model.gain) is None
-    second = zero_core.build(model, Case().config())
+    second = Case().build(model=model)
     assert zero_core.engine_of(model.gain) is second
     assert first.owns(model.gain) is None
 
 
 def test_the_search_keeps_no_engine_alive():
-    engine = zero_core.build(make_model(), Case().config())
+    engine = Case().build()
     alive = weakref.ref(engine)
     assert zero_core.engine_of(engine.module.gain) is engine
     engine.close()

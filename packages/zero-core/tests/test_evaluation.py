@@ -68,7 +68,7 @@ def test_what_trains_is_refused():
 
 
 def test_a_missing_attribute_of_an_engine_that_trains_is_a_plain_attribute_error():
-    engine = zero_core.build(make_model(), Case(0, "fp32").config())
+    engine = Case(0, "fp32").build()
     del engine.optimizer
     with pytest.raises(AttributeError, match="'Engine' object has no attribute") as error:
         _ = engine.optimizer
@@ -107,7 +107,7 @@ def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(
     assert_same(found, dict(expected))
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     assert model.head.weight is model.embed.weight
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     train(engine, [batch(step, 0, ranks.rank) for step in range(2)])
     trained = engine.full_state_dict()
     engine.unwrap()
@@ -116,7 +116,7 @@ def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(
 
 
 def test_values_are_given_back_unrounded_where_asked():
-    engine = zero_core.build(make_model(), Case(3, "bf16").config())
+    engine = Case(3, "bf16").build()
     expected = engine.full_state_dict(dtype=torch.float32)
     model = engine.unwrap(dtype=torch.float32)
     assert_same(dict(model.state_dict()), expected)
@@ -127,7 +127,7 @@ def test_a_model_whose_values_went_with_a_closed_engine_is_refused(ranks: Simula
     model = make_model()
     zero_core.build(model, _config(3), is_training=False, process_group=ranks).close()
     with pytest.raises(ConfigError, match=r"holds no value.*unwrap"):
-        zero_core.build(model, Case(0).config(), process_group=ranks)
+        Case(0).build(ranks, model)
 
 
 def test_a_parameter_that_repeats_one_value_or_starts_with_nan_is_no_empty_one():

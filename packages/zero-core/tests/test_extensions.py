@@ -96,7 +96,7 @@ def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path: Path, c
 def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
     tmp_path: Path,
 ) -> None:
-    plain = zero_core.build(make_model(), Case().config())
+    plain = Case().build()
     train_steps(plain, 0, 1)
     plain.save_checkpoint(tmp_path, "plain")
     averaged = _build(None)
@@ -150,13 +150,13 @@ class _Faulty(Extension):
 def test_extensions_end_with_a_build_that_fails_and_one_that_raises_hinders_nobody() -> None:
     model, first = make_model(), _Faulty()
     with pytest.raises(OSError, match="disk full"):
-        zero_core.build(model, Case().config(), extensions=[first, _Faulty("attach")])
+        Case().build(model=model, extensions=[first, _Faulty("attach")])
     assert first.num_ends == 1
-    engine = zero_core.build(model, Case().config(), extensions=[_Faulty("remove"), first])
+    engine = Case().build(model=model, extensions=[_Faulty("remove"), first])
     with pytest.raises(OSError, match="disk full"):
         engine.close()
     assert first.num_ends == 2
-    zero_core.build(model, Case().config())
+    Case().build(model=model)
 
 
 def test_wrong_extensions_are_refused() -> None:
@@ -170,13 +170,13 @@ def test_wrong_extensions_are_refused() -> None:
         ([_Faulty(short=torch.zeros(3))], r"shape \(3,\)"),
     ):
         with pytest.raises(ConfigError, match=why):
-            zero_core.build(make_model(), Case().config(), extensions=wrong)
+            Case().build(extensions=wrong)
     with pytest.raises(ConfigError, match="no extensions"):
-        zero_core.build(make_model(), Case().config(), extensions=[average], is_training=False)
+        Case().build(extensions=[average], is_training=False)
 
     def differ(ranks: SimulatedRanks) -> None:
         own = [WeightAverage(0.5 + ranks.rank / 4)]
         with pytest.raises(RankMismatchError, match="a different list of extensions"):
-            zero_core.build(make_model(), Case().config(), process_group=ranks, extensions=own)
+            Case().build(ranks, extensions=own)
 
     simulate(differ, 2)

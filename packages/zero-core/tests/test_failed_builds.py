@@ -74,7 +74,7 @@ def _build(
 ) -> zero_core.ShardedModel:
     model, optimizer = made or _make(ranks, kind)
     options = _options(kind, folder, optimizer)
-    return zero_core.build(model, Case(stage).config(), process_group=ranks, **options)
+    return Case(stage).build(ranks, model, **options)
 
 
 def _calls(ranks: SimulatedRanks, *case: Any) -> list[Call]:
@@ -153,7 +153,7 @@ def test_values_that_one_rank_cannot_write_stay_in_the_models_of_all(ranks, stag
 def _lost(ranks: SimulatedRanks, kind: str) -> nn.Module:
     model, optimizer = _make(ranks, kind)
     with pytest.raises(CollectiveError) as caught:
-        zero_core.build(model, Case(3).config(), process_group=ranks, optimizer=optimizer)
+        Case(3).build(ranks, model, optimizer=optimizer)
     assert "their values are gone" in caught.value.__notes__[0]
     return model
 
@@ -163,12 +163,12 @@ def _replaced(ranks: SimulatedRanks, models: list[nn.Module]) -> None:
     with pytest.raises(RuntimeError, match="gain was read after its engine was closed"):
         model.gain.sum()
     with pytest.raises(ConfigError, match="holds no value"):
-        zero_core.build(model, Case(3).config(), process_group=ranks)
+        Case(3).build(ranks, model)
     values = _model().state_dict()
     for name, param in model.named_parameters():
         param.data = values[name].clone()
-    found = _result(zero_core.build(model, Case(3).config(), process_group=ranks))
-    assert_same(found, _result(zero_core.build(_model(), Case(3).config(), process_group=ranks)))
+    found = _result(Case(3).build(ranks, model))
+    assert_same(found, _result(Case(3).build(ranks, _model())))
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "sliced"])

@@ -171,8 +171,9 @@ def _staged_in_torch(ranks: SimulatedRanks, name: str) -> dict[str, Tensor]:
 def _resumes_in_stages(ranks: SimulatedRanks, stage: int, name: str, folder: str) -> None:
     for phase in range(4):
         model, optimizer = _in_phase(phase, name)
-        config = Case(stage=(stage + phase) % 4 if name == "AdamW" else stage).config()
-        engine = zero_core.build(model, config, optimizer=optimizer, process_group=ranks)
+        engine = Case(stage=(stage + phase) % 4 if name == "AdamW" else stage).build(
+            ranks, model, optimizer=optimizer
+        )
         if phase:
             _run(engine, ranks.rank, phase)  # its states are not the checkpoint's
             engine.load_checkpoint(folder)
@@ -250,7 +251,7 @@ def test_unfreezing_what_no_optimizer_group_holds_is_refused_by_name(
     ranks: SimulatedRanks, stage: int
 ) -> None:
     model = _tower(0)
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)  # of the rest
+    engine = Case(stage).build(ranks, model)  # of the rest
     model.blocks[1].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"blocks\.1\.0\.weight requires .* Freeze it"):
         engine(rows(0, ranks.rank))
@@ -287,9 +288,7 @@ def test_an_integer_parameter_is_frozen_even_if_the_optimizer_holds_it(
 ) -> None:
     with seeded(5):
         model = _Quantized()
-    engine = zero_core.build(
-        model, Case(stage).config(), optimizer=_adamw(model), process_group=ranks
-    )
+    engine = Case(stage).build(ranks, model, optimizer=_adamw(model))
     assert [p.name for p in engine.layout.params if not p.is_trainable] == ["codes"]
     train(engine, [rows(0, ranks.rank)])
     assert torch.equal(engine.full_state_dict()["codes"], torch.arange(7, dtype=torch.uint8))
@@ -303,7 +302,7 @@ def test_a_plan_counts_what_requires_a_gradient_when_it_is_planned():
             model = _tower(phase)
         planned.append(zero_core.plan(model, config, 2, device_type="cpu").memory.device)
     assert planned[0]["optimizer states"] < planned[1]["optimizer states"]
-    engine = zero_core.build(_tower(), Case().config())
+    engine = Case().build(model=_tower())
     engine.module.blocks[:3].requires_grad_(False)  # after build(): its memory stays
     trained = sum(s.padded_numel for s in engine.layout.segments)
     assert engine.memory_report()["gradient shards"] == 4 * trained

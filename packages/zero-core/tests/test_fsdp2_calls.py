@@ -15,12 +15,7 @@ from zero_core.testing.training import Launch, LoggedCollectives, assert_same
 
 def _build(ranks: SimulatedRanks, **case: Any) -> tuple[zero_core.Engine, list[Launch]]:
     log: list[Launch] = []
-    engine = zero_core.build(
-        make_tower(),
-        Case(3, **case).config(),
-        collectives=LoggedCollectives.factory(log),
-        process_group=ranks,
-    )
+    engine = Case(3, **case).build(ranks, make_tower(), collectives=LoggedCollectives.factory(log))
     return engine, log
 
 
@@ -146,7 +141,7 @@ def test_gradients_wait_until_they_are_to_be_reduced(ranks):
 
 
 def test_units_in_another_order_are_refused():
-    engine = zero_core.build(make_tower(), Case(3).config())
+    engine = Case(3).build(model=make_tower())
     blocks = engine.module.blocks
     with pytest.raises(ValueError, match=r"units \[3\] cannot be gathered ahead of unit 1"):
         engine.set_modules_to_forward_prefetch(blocks[0], [blocks[2]])

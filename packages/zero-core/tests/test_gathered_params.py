@@ -39,7 +39,7 @@ def _some(model: nn.Module) -> list[nn.Parameter]:
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 3)])
 @on_ranks()
 def test_they_hold_their_exact_values_and_others_do_not(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
+    engine = Case(stage, dtype="bf16").build(ranks)
     train(engine, _batches(ranks.rank, 2))
     with engine.gathered() as model:
         expected = [p.detach().clone() for p in _some(model)]
@@ -86,10 +86,10 @@ def _reaches_all(
     if ranks.rank == 0:  # whose values build() takes
         for name in CHANGED:
             _change(model.get_parameter(name), name)
-    oracle = zero_core.build(model, Case().config(), process_group=ranks)
+    oracle = Case().build(ranks, model)
     losses, values = train(oracle, _batches(ranks.rank, 3)), oracle.full_state_dict()
     for stage, is_whole in how:
-        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+        engine = Case(stage).build(ranks)
         for name in CHANGED:
             param = engine.module.get_parameter(name)
             params = None if is_whole else [param]
@@ -118,7 +118,7 @@ def _gathered(engine: zero_core.Engine) -> dict[str, Tensor]:
 def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(
     ranks: SimulatedRanks, stage: int, is_whole: bool
 ) -> None:
-    engine = zero_core.build(make_model(), Case(stage, dtype="bf16").config(), process_group=ranks)
+    engine = Case(stage, dtype="bf16").build(ranks)
     train(engine, _batches(ranks.rank, 2))
     expected, rounded = engine.full_state_dict(dtype=torch.float32), _gathered(engine)
     weight = engine.module.embed.weight
@@ -138,7 +138,7 @@ def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(
 @on_ranks(2)
 def test_it_nests(ranks: SimulatedRanks, stage: int) -> None:
     for outer, inner in (("itself", "itself"), ("all", "itself"), ("itself", "all")):
-        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+        engine = Case(stage).build(ranks)
         up, other = engine.module.blocks[0].up.weight, engine.module.gain
         params = {"itself": [up], "all": None}
         with engine.gathered(params=params[outer]):
@@ -183,7 +183,7 @@ def test_within_a_forward_it_takes_nothing_away(ranks: SimulatedRanks) -> None:
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(ranks.rank))
     results = []
     for is_asking in (False, True):
-        engine = zero_core.build(_Own(), Case(3 if is_asking else 0).config(), process_group=ranks)
+        engine = Case(3 if is_asking else 0).build(ranks, _Own())
         if is_asking:
             vars(engine.module)["engine"] = engine
         train(engine, [x, x])
@@ -195,7 +195,7 @@ def test_within_a_forward_it_takes_nothing_away(ranks: SimulatedRanks) -> None:
 def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(
     ranks: SimulatedRanks,
 ) -> None:
-    engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
+    engine = Case(3).build(ranks)
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     expected = engine.full_state_dict()["blocks.0.up.weight"]
     # None: the whole model.
@@ -220,7 +220,7 @@ def test_contexts_that_overlap_hold_their_parameters_to_their_own_end(
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_wrong_parameters_shapes_and_ranks_are_refused(ranks: SimulatedRanks, stage: int) -> None:
-    engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks)
 
     def refuses(params: Any, modifier: int | None, match: str) -> None:
         kind = RankMismatchError if match.startswith("rank") else ValueError
@@ -330,7 +330,7 @@ LIMIT = 512
 
 def _full_state(ranks: SimulatedRanks, dtype: str, stage: int) -> tuple[Any, Any, list[int]]:
     """Return full_state_dict of all ranks and of rank 1, and bytes of what was gathered at once."""
-    engine = zero_core.build(make_model(), Case(stage, dtype).config(), process_group=ranks)
+    engine = Case(stage, dtype).build(ranks)
     group = engine.sharded_state.control
     sizes: list[int] = []
     gather = group.gather_on_device
@@ -364,7 +364,7 @@ def test_pieces_make_the_whole(dtype, stage, world_size, monkeypatch) -> None:
 @on_ranks()
 def test_one_rank_alone_reads_the_current_values(ranks: SimulatedRanks, stage: int) -> None:
     expected = run_ddp(Case(), ranks.rank, 3, ranks).values
-    engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks)
     train(engine, _batches(ranks.rank, 3))
     if ranks.rank == ranks.size - 1:  # alone: a collective would never end
         found = engine.module.state_dict()
@@ -377,7 +377,7 @@ def test_one_rank_alone_reads_the_current_values(ranks: SimulatedRanks, stage: i
 
 @on_ranks(2)
 def test_at_stage_3_the_values_stay_sharded(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
+    engine = Case(3).build(ranks)
     train(engine, _batches(ranks.rank, 1))
     before = engine.memory_report()
     engine.publish()

@@ -172,7 +172,7 @@ def test_every_rank_starts_from_rank_zeros_values(ranks: SimulatedRanks) -> None
     with seeded(ranks.rank):
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model[1].running_mean.fill_(ranks.rank)
-    engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
+    engine = Case(stage=3).build(ranks, model)
     with seeded(0):
         expected = nn.Linear(3, 2).weight
     assert torch.equal(engine.full_state_dict()["0.weight"], expected)
@@ -181,7 +181,7 @@ def test_every_rank_starts_from_rank_zeros_values(ranks: SimulatedRanks) -> None
 
 @on_processes(2)
 def test_a_lost_peer_is_named_by_rank_unit_and_collective(ranks):
-    engine = zero_core.build(make_model(), Case(stage=3).config())
+    engine = Case(stage=3).build()
     if ranks.rank == 1:
         dist.destroy_process_group()
         store = dist.HashStore()  # of a group for the caller to destroy
@@ -250,7 +250,7 @@ def test_gradients_from_before_build_are_forgotten():
 def test_a_parameter_without_elements_is_carried_along(ranks: SimulatedRanks) -> None:
     model = make_tower()
     model.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
-    engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
+    engine = Case(stage=3).build(ranks, model)
     train(engine, [rows(0, ranks.rank)])
     assert engine.full_state_dict()["nothing"].shape == (0,)
 
@@ -319,7 +319,7 @@ def _make() -> _Breaking:
 
 def _train(ranks: SimulatedRanks, stage: int, where: str) -> list[float]:
     model = _make()
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     losses = []
     for step in range(3):
         x = rows(step, ranks.rank)
@@ -350,7 +350,7 @@ def test_training_goes_on_after_it_broke_off(world_size: int, stage: int, where:
 @on_ranks(2)
 def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks: SimulatedRanks) -> None:
     model = _make()
-    engine = zero_core.build(model, Case(stage=3).config(), process_group=ranks)
+    engine = Case(stage=3).build(ranks, model)
     model.where = "interrupt"
     with pytest.raises(KeyboardInterrupt):
         engine(torch.ones(2, 7))

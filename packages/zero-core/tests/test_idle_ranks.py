@@ -67,7 +67,7 @@ def test_the_average_is_that_of_join(ranks):
     expected = {name: value.detach() for name, value in model.state_dict().items()}
     del ddp
     for stage in (1, 3):
-        engine = zero_core.build(_normed(), Case(stage).config())
+        engine = Case(stage).build(model=_normed())
         train(
             engine,
             [rows(n, ranks.rank) if n < lengths[ranks.rank] else None for n in range(max(lengths))],
@@ -82,7 +82,7 @@ def test_the_average_is_that_of_join(ranks):
 
 
 def _wait_in_vain(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(make_model(), Case(3).config(), process_group=ranks)
+    engine = Case(3).build(ranks)
     for micro in range(2 if ranks.rank == 0 else 1):
         engine.backward(engine(**batch(0, micro, 0))["loss"])
 
@@ -98,10 +98,8 @@ def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_use
     ranks: SimulatedRanks, stage: int
 ) -> None:
     zero = {"ignore_unused_parameters": False}
-    engine = zero_core.build(
-        nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)}),
-        Case(stage=stage, zero=zero).config(),
-        process_group=ranks,
+    engine = Case(stage=stage, zero=zero).build(
+        ranks, nn.ModuleDict({"used": nn.Linear(3, 1), "other": nn.Linear(3, 1)})
     )
     used, other, x = engine.module["used"], engine.module["other"], torch.ones(1, 3)
     if ranks.rank == 0:  # a rank without data has missed nothing
@@ -122,7 +120,7 @@ def test_all_ranks_raise_for_a_parameter_that_one_of_those_with_data_has_not_use
 
 @on_ranks(2)
 def test_a_rank_is_idle_after_a_forward_that_failed(ranks: SimulatedRanks) -> None:
-    engine = zero_core.build(_normed(), Case(3).config(), process_group=ranks)
+    engine = Case(3).build(ranks, _normed())
     train(engine, [rows(0, ranks.rank)])
 
     def refuse(module: nn.Module, args: Any) -> None:
@@ -161,7 +159,7 @@ def test_an_idle_rank_goes_the_way_of_its_last_forward_of_the_same_kind(
     # Evaluations skip a block that training uses.
     results = []
     for stage in (2, 3):
-        engine = zero_core.build(_UsedFirst(), Case(stage).config(), process_group=ranks)
+        engine = Case(stage).build(ranks, _UsedFirst())
         for step in range(4):
             x = torch.randn(2, 300, generator=torch.Generator().manual_seed(10 * step + ranks.rank))
             is_idle = step > 1 and ranks.rank == 1

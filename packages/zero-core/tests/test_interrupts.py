@@ -19,7 +19,7 @@ from torch import Tensor
 import zero_core
 from zero_core.engine import Engine
 from zero_core.errors import UnusedParameterError
-from zero_core.testing import Case, batch, check_left_anywhere, make_model, on_processes
+from zero_core.testing import Case, batch, check_left_anywhere, on_processes
 from zero_core.testing.interrupted import Interruption
 from zero_core.testing.training import assert_same, train_steps
 
@@ -95,7 +95,7 @@ def test_a_save_or_load_left_at_any_moment_may_be_repeated(
 
 
 def _build(stage: int = 2, **top: Any) -> Engine:
-    return zero_core.build(make_model(), Case(stage=stage, top=top).config())
+    return Case(stage=stage, top=top).build()
 
 
 def _go_backward(engine: Engine, step: int = 0) -> None:
@@ -240,7 +240,7 @@ class _Failing(MadeTier):
 
 @pytest.mark.parametrize("fails", ["step", "load"])
 def test_values_that_an_exception_left_half_written_need_a_load(fails: str, tmp_path: Path) -> None:
-    engine = zero_core.build(make_model(), Case(2).config(), state_tier=_Failing.made)
+    engine = Case(2).build(state_tier=_Failing.made)
     tier = engine.sharded_state.tier
     engine.save_checkpoint(tmp_path)
     _go_backward(engine)

@@ -33,9 +33,7 @@ def train(ranks: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]
         is_on_nodes = ranks.device.type == "cpu" and ranks.per_node < ranks.size
         return device_collectives(ranks) if is_on_nodes else native
 
-    engine = zero_core.build(
-        make_model(case.width), case.config(), process_group=ranks, collectives=collectives
-    )
+    engine = case.build(ranks, collectives=collectives)
     return train_unread(
         engine, ranks.rank, ranks.device, steps=STEPS, accumulation=case.accumulation
     )
@@ -80,7 +78,7 @@ def test_sums_on_two_nodes_have_the_bits_of_their_tree() -> None:
 
 def _hold(ranks: Any) -> None:
     case = Case(stage=2, dtype="bf16")
-    engine = zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+    engine = case.build(ranks)
     built = engine.memory_report()["exchange buffers"]
     planned = zero_core.plan(make_model(case.width), case.config(), ranks.size)
     assert built == planned.memory.device["exchange buffers"] > 0
@@ -101,7 +99,7 @@ def test_buffers_of_reductions_are_allocated_in_build(per_node):
 def _running_means(ranks: Any) -> list[torch.Tensor]:
     with seeded(0):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    engine = zero_core.build(model, Case(stage=1, dtype="bf16").config(), process_group=ranks)
+    engine = Case(stage=1, dtype="bf16").build(ranks, model)
     for step in range(2):
         x = torch.arange(12.0).view(3, 4) * (step + 1 + ranks.rank)
         engine.backward(engine(x.to(ranks.device)).square().mean())

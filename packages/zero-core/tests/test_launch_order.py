@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zero_core
 from zero_core.comm.device import make_transport
 from zero_core.comm.meter import Meter
 from zero_core.testing.models import batch, make_model, make_tower, rows
@@ -38,7 +37,7 @@ def _launches(
 ) -> list[Launch]:
     log: list[Launch] = []
     collectives = LoggedCollectives.factory(log)
-    engine = zero_core.build(model, case.config(), process_group=ranks, collectives=collectives)
+    engine = case.build(ranks, model, collectives=collectives)
     train(engine, batches)
     engine.full_state_dict()
     engine.close()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-import zero_core
 from zero_core.layout.discovery import discover, note_reader
 from zero_core.testing import Case
 
@@ -33,7 +32,7 @@ def _net() -> nn.Module:
 
 def _units(model: nn.Module, leaf_module: dict[str, Any] | None = None) -> list[str]:
     zero = {} if leaf_module is None else {"leaf_module": leaf_module}
-    engine = zero_core.build(model, Case(zero=zero).config())
+    engine = Case(zero=zero).build(model=model)
     return [unit.name for unit in engine.layout.units]
 
 

@@ -122,7 +122,7 @@ def test_the_values_of_the_files_are_in_masters_parameters_and_buffers(
 
 
 def _engine() -> zero_core.Engine:
-    return zero_core.build(_fresh("real"), Case().config())
+    return Case().build(model=_fresh("real"))
 
 
 def _is_untouched(engine: zero_core.Engine) -> bool:
@@ -142,7 +142,7 @@ def test_the_base_models_prefix_may_be_there_or_not(tmp_path: Path, add: bool) -
     expected = {name: value.clone() for name, value in target.state_dict().items()}
     for param in target.parameters():
         nn.init.zeros_(param)
-    engine = zero_core.build(target, Case().config())
+    engine = Case().build(model=target)
     zero_core.load_pretrained(engine, tmp_path)
     for name, value in engine.full_state_dict().items():
         assert torch.equal(value, expected[name])
@@ -173,7 +173,7 @@ def test_names_that_the_model_ignores_are_neither_missing_nor_unexpected(tmp_pat
     model = _fresh("real")
     model._keys_to_ignore_on_load_missing = [r"^gain$"]
     model._keys_to_ignore_on_load_unexpected = [r"blocks\.\d+\.mask"]
-    engine = zero_core.build(model, Case().config())
+    engine = Case().build(model=model)
     loaded = zero_core.load_pretrained(engine, tmp_path / "a.safetensors")
     assert loaded == zero_core.Loaded((), ())
 
@@ -256,16 +256,16 @@ def test_pretrained_weights_do_not_fill_a_meta_buffer_that_no_file_holds(tmp_pat
     with torch.device("meta"):
         model = Model()
     with pytest.raises(zero_core.ConfigError, match="scale is on the meta device"):
-        zero_core.build(model, Case().config(), pretrained=tmp_path)
+        Case().build(model=model, pretrained=tmp_path)
 
 
 def test_a_model_that_the_files_did_not_fit_can_be_built_again(tmp_path: Path) -> None:
     model, weights = _fresh("real"), _weights(_source())
     save_file(dict(list(weights.items())[1:]), tmp_path / "model.safetensors")
     with pytest.raises(zero_core.CheckpointError, match=r"missing \[gain\]"):
-        zero_core.build(model, Case().config(), pretrained=tmp_path)
+        Case().build(model=model, pretrained=tmp_path)
     save_file(weights, tmp_path / "model.safetensors")
-    engine = zero_core.build(model, Case().config(), pretrained=tmp_path)
+    engine = Case().build(model=model, pretrained=tmp_path)
     assert torch.equal(engine.full_state_dict()["gain"], weights["gain"])
 
 
@@ -279,7 +279,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     models = [_fresh("real") for _ in range(2)]
 
     def load(ranks):
-        engine = zero_core.build(models[ranks.rank], Case(3).config(), process_group=ranks)
+        engine = Case(3).build(ranks, models[ranks.rank])
         before = engine.full_state_dict()
         for other, told in (("damaged", "failed on rank 1"), ("other", "ranks see different file")):
             with pytest.raises(zero_core.CheckpointError, match=told):
@@ -301,8 +301,7 @@ def test_a_rank_reads_no_more_than_its_shards(
         return read_range(tensor, first, last)
 
     def load(ranks: SimulatedRanks) -> None:
-        config = Case(stage=3).config()
-        engine = zero_core.build(models[ranks.rank], config, process_group=ranks)
+        engine = Case(stage=3).build(ranks, models[ranks.rank])
         zero_core.load_pretrained(engine, tmp_path / "model.safetensors")
         shards = sum(flat.segment.shard_numel for flat in engine.sharded_state.params)
         buffers = 4

@@ -27,7 +27,7 @@ Result = tuple[list[float], dict[str, Tensor]]
 
 def by_engine(ranks: Any, stage: int, top: dict[str, Any]) -> Result:
     torch.set_autocast_cache_enabled(False)
-    engine = zero_core.build(make_model(), Case(stage=stage, top=top).config(), process_group=ranks)
+    engine = Case(stage=stage, top=top).build(ranks)
     losses = train_steps(engine, 0, STEPS)
     values = engine.full_state_dict()
     engine.close()
@@ -139,7 +139,7 @@ def _forward_under_autocast(ranks: Any, done: Barrier) -> None:
     model = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
     model.forward = lambda x: nn.Sequential(*model)(x)  # type: ignore[method-assign]
     top = {"torch_autocast": {"enabled": True}}
-    engine = zero_core.build(model, Case(stage=3, top=top).config(), process_group=ranks)
+    engine = Case(stage=3, top=top).build(ranks, model)
     done.wait()  # both ranks have built: the other one's build makes 16-bit tensors too
     before = _halves()  # alive, so that no id is another one's later
     done.wait()

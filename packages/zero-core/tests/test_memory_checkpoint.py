@@ -33,8 +33,7 @@ def _build(
 ) -> zero_core.Engine:
     """``memory``: folder of the copies, with further ``keys`` of "memory_checkpoint"."""
     top = {} if memory is None else {"memory_checkpoint": {"path": str(memory), **keys}}
-    config = Case(stage=stage, dtype=dtype, top=top).config()
-    return zero_core.build(make_model(), config, process_group=ranks)
+    return Case(stage=stage, dtype=dtype, top=top).build(ranks)
 
 
 def _run(engine: zero_core.Engine, first: int, stop: int) -> dict[str, torch.Tensor]:
@@ -189,8 +188,7 @@ def test_a_step_before_resume_and_memory_that_nothing_keeps_or_owns_are_refused(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.raises(RuntimeError, match=r"engine\.resume\(directory\)"):
         _run(_build(ranks, 1, Path("/dev/shm/none")), 0, 1)
-    config = Case(1, top={"memory_checkpoint": {}}).config()
-    engine = zero_core.build(make_model(), config, process_group=ranks)
+    engine = Case(1, top={"memory_checkpoint": {}}).build(ranks)
     with pytest.raises(ConfigError, match="no launcher"):
         engine.resume(tmp_path)
     (tmp_path / "file").touch()

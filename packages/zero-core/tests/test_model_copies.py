@@ -31,7 +31,7 @@ def _net() -> Tower:
 
 
 def _engine(stage: int, process_group: SimulatedRanks | None = None) -> zero_core.Engine:
-    return zero_core.build(_net(), Case(stage).config(), process_group=process_group)
+    return Case(stage).build(process_group, _net())
 
 
 def _train(engine: zero_core.Engine, rank: int, steps: range) -> None:

@@ -404,7 +404,7 @@ def test_forwards_of_one_backward_may_leave_out_different_blocks(ranks: Simulate
         optimizer.step()
         optimizer.zero_grad()
 
-    engine = zero_core.build(make_tower(), Case(3).config(), process_group=ranks)
+    engine = Case(3).build(ranks, make_tower())
     assert list(losses_of(engine, engine.step)) == list(losses_of(ddp, end))
 
 
@@ -423,7 +423,7 @@ def test_hooks_registered_after_build_find_current_parameters(
     batches = [rows(number, ranks.rank) for number in range(3)]
     expected, model = _changed(_layered(), "hooks"), _layered()
     losses = train_ddp(expected, ranks, batches)
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     _changed(model, "hooks")
     assert train(engine, batches) == losses
     assert_same(engine.full_state_dict(), dict(expected.state_dict()))
@@ -437,7 +437,7 @@ def test_accumulation_hook_sees_the_gradient_only_when_registered_before_build(
     model, seen = make_tower(), list[Tensor | None]()
     hook = model.head.weight.register_post_accumulate_grad_hook
     hook(lambda param: seen.append(param.grad))
-    engine = zero_core.build(model, Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, model)
     hook(lambda param: seen.append(param.grad))
     train(engine, [rows(0, ranks.rank)])
     assert seen[0] is not None  # this rank's own, which the engine has taken over after it
@@ -477,10 +477,7 @@ def _twice_penalized(model: Callable[..., Tensor], x: Tensor) -> Tensor:
 def test_gradient_penalty_follows_torch_at_every_stage(
     ranks: SimulatedRanks, penalize: Callable[..., Tensor]
 ) -> None:
-    engines = [
-        zero_core.build(make_tower(), Case(stage).config(), process_group=ranks)
-        for stage in range(4)
-    ]
+    engines = [Case(stage).build(ranks, make_tower()) for stage in range(4)]
     model = make_tower()
     ddp = SimulatedDDP(model, ranks)
     optimizer = adamw(model)
@@ -509,8 +506,7 @@ def test_ddp_values_when_gradients_are_zeroed_between_forward_and_backward(
     batches = [_branching(step, ranks.rank) for step in range(len(LEFT_OUT))]
     model = _of(_Branches)()
     train_ddp(model, ranks, batches)
-    config = Case(stage, top={"activation_checkpointing": again}).config()
-    engine = zero_core.build(_of(_Branches)(), config, process_group=ranks)
+    engine = Case(stage, top={"activation_checkpointing": again}).build(ranks, _of(_Branches)())
     for inputs in batches:
         engine(*inputs)
         loss = engine(*inputs)
@@ -532,7 +528,7 @@ def test_gradient_of_a_unit_that_one_rank_left_out_within_no_sync(ranks: Simulat
     ranks.connect().sum(expected.div_(ranks.size))
     for stage in range(4):
         case = Case(stage, "bf16", accumulation=2)
-        engine = zero_core.build(_of(_Branches)(), case.config(), process_group=ranks)
+        engine = case.build(ranks, _of(_Branches)())
         with engine.no_sync():
             train(engine, batches[:1])
         engine.backward(engine(*batches[1]))

@@ -14,7 +14,7 @@ import torch
 
 import zero_core
 from zero_core.testing import late_device
-from zero_core.testing.models import RootAndBlocks, batch, make_model
+from zero_core.testing.models import RootAndBlocks, batch
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import alone, run_alone
 from zero_core.testing.simulated import on_ranks, simulate
@@ -29,7 +29,7 @@ ALL = frozenset(zero_core.StatePart)
 
 
 def build(ranks: Any, case: Case) -> zero_core.Engine:
-    return zero_core.build(make_model(case.width), case.config(), process_group=ranks)
+    return case.build(ranks)
 
 
 def micro_step(engine: zero_core.Engine, ranks: Any, step: int, micro: int = 0) -> torch.Tensor:
@@ -168,7 +168,7 @@ def test_what_needs_the_states_says_so(ranks: Any, stage: int) -> None:
 
 
 def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
-    engine = zero_core.build(make_model(), Case(stage=3).config(), is_training=False)
+    engine = Case(stage=3).build(is_training=False)
     inputs = batch(0, 0, 0)
     expected = engine(**inputs)["loss"].item()
     engine.offload_states()
@@ -206,7 +206,7 @@ def test_what_fails_for_lack_of_memory_loses_nothing_and_can_be_repeated():
     width = 1536  # 9 MiB a matrix
     for stage in (0, 3):
         torch.manual_seed(0)
-        engine = zero_core.build(RootAndBlocks(width, 3, 1.0), Case(stage=stage).config())
+        engine = Case(stage=stage).build(model=RootAndBlocks(width, 3, 1.0))
         x = torch.ones(1, width) / width
         engine.backward(engine(x))
         engine.step()

@@ -81,7 +81,7 @@ def blocks_of(number: int, *, is_twice: bool = False) -> tuple[int, ...]:
 def train(ranks: Any, case: Training) -> tuple[list[int], list[Any]]:
     """Return how often each step that was taken waited, and the results of all steps."""
     model = make(is_twice=case.is_twice)
-    engine = zero_core.build(model, case.config(), process_group=ranks)
+    engine = case.build(ranks, model)
     is_late = ranks.device.type == "late"
     generator = torch.Generator().manual_seed(ranks.rank)
     waits, results = [], []
@@ -144,7 +144,7 @@ def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
 
 
 def _the_update_is_enqueued_before_the_host_reads_the_decision(folder: str) -> None:
-    engine = zero_core.build(make(), Training(dtype="bf16", clipping=1.0).config())
+    engine = Training(dtype="bf16", clipping=1.0).build(model=make())
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
     engine.optimizer.register_step_pre_hook(lambda *_: None)  # it may change the groups
     assert _order_of_a_step(engine) == ["wait", "aten::_fused_adamw_"]
@@ -154,7 +154,7 @@ def _the_update_is_enqueued_before_the_host_reads_the_decision(folder: str) -> N
 def _raise_momentum(ranks: Any) -> list[Any]:
     """Train with SGD whose momentum is 0 until a step that is not taken."""
     model = make()
-    engine = zero_core.build(model, PLAIN_SGD.config(), process_group=ranks)
+    engine = PLAIN_SGD.build(ranks, model)
     results = []
     for step in range(NUM_STEPS):
         # The last block's first gradient with momentum comes later than that of the others.
@@ -192,7 +192,7 @@ class BrokenOff(MadeTier):
 
 
 def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder: str) -> None:
-    engine = zero_core.build(make(), Training(dtype="bf16").config(), state_tier=BrokenOff.made)
+    engine = Training(dtype="bf16").build(model=make(), state_tier=BrokenOff.made)
     found = []
     for _ in range(2):
         engine.backward(engine(torch.ones(2, WIDTH, device="late")))
@@ -231,7 +231,7 @@ def _groups_with_other_kernels_are_updated_after_the_decision(folder: str) -> No
 
 
 def _gather_alone(ranks: Any) -> int:
-    engine = zero_core.build(make(), Training().config(), process_group=ranks)
+    engine = Training().build(ranks, make())
     values = torch.ones(WIDTH, device=ranks.device)
     late_device.reset_counters()
     assert engine.sharded_state.control.gather(values).sum() == WIDTH

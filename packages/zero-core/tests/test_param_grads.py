@@ -116,7 +116,7 @@ def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[
     """
     wanted, model = make_model(), make_model()
     ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)
-    engine = zero_core.build(model, case.config(), optimizer=adamw(model))
+    engine = case.build(model=model, optimizer=adamw(model))
     control, group, is_due = engine.sharded_state.control, dist.new_group(), [False]
     plain_sum = control.sum
 
@@ -199,7 +199,7 @@ def test_changes_of_one_rank_are_refused_by_all(ranks: SimulatedRanks) -> None:
 
 
 def _reads(ranks: SimulatedRanks, case: Case, *, is_read: bool) -> dict[str, Tensor]:
-    engine = zero_core.build(make_model(), case.config(), process_group=ranks)
+    engine = case.build(ranks)
     for step in range(STEPS):
         for micro in range(case.accumulation):
             if case.num_backwards == 2:  # two graphs, of which the first is read in between

@@ -228,8 +228,7 @@ def test_checkpoints_cross_between_with_and_without_offload(
     ranks: SimulatedRanks, tmp_path: Path
 ) -> None:
     def build(shelves: Shelves | None) -> zero_core.Engine:
-        config = _case("bf16").config()
-        return zero_core.build(make_model(), config, param_tier=shelves, process_group=ranks)
+        return _case("bf16").build(ranks, param_tier=shelves)
 
     for writer, reader in ((None, Shelves()), (Shelves(), None)):
         engine = build(writer)
@@ -248,15 +247,13 @@ def _deferred() -> Hard:
 
 
 def _construct(ranks: SimulatedRanks, folder: str, models: list[Hard]) -> None:
-    plain = zero_core.build(make_model(), Case(stage=3).config(), process_group=ranks)
+    plain = Case(stage=3).build(ranks)
     plain.export_safetensors(folder)
     expected = load_file(Path(folder) / "model.safetensors")
     with torch.device("meta"):
         empty = Hard()
     for model, keys in ((models[ranks.rank], {}), (empty, {"pretrained": folder})):
-        engine = zero_core.build(
-            model, _case().config(), param_tier=Shelves(), **keys, process_group=ranks
-        )
+        engine = _case().build(ranks, model, param_tier=Shelves(), **keys)
         engine.export_safetensors(Path(folder) / "again")
         assert_same(load_file(Path(folder) / "again" / "model.safetensors"), expected)
         assert engine.memory_report()["gathered units"] == 0  # nothing was gathered for it
@@ -324,7 +321,7 @@ def test_a_gather_that_fails_is_named_and_its_staging_buffer_is_lent_no_more() -
 
 def test_a_param_tier_below_stage_3_is_refused() -> None:
     with pytest.raises(zero_core.ConfigError, match="stage 3, found 2"):
-        zero_core.build(make_tower(), Case(stage=2).config(), param_tier=Shelves())
+        Case(stage=2).build(model=make_tower(), param_tier=Shelves())
 
 
 def test_on_a_cpu_shards_are_used_where_they_lie(caplog: pytest.LogCaptureFixture) -> None:
@@ -359,7 +356,7 @@ def test_recomputation_evaluation_and_broken_forwards_change_nothing(ranks: Simu
 @pytest.mark.parametrize("has_homes", [False, True])
 def test_the_only_rank_closes_with_its_values_in_the_model(*, has_homes: bool) -> None:
     tier = Shelves(has_homes=has_homes)
-    engine = zero_core.build(make_tower(), _case().config(), param_tier=tier)
+    engine = _case().build(model=make_tower(), param_tier=tier)
     train(engine, [rows(0, 0)])
     expected = engine.full_state_dict()
     engine.close()
@@ -390,7 +387,7 @@ def test_streaming_on_an_accelerator_changes_no_bit() -> None:
         torch.manual_seed(5)
         model = nn.Sequential(nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8)))
         model.forward = lambda x: [x := torch.tanh(b(x)) for b in model[0]][-1].square().mean()
-        engine = zero_core.build(model, _case("bf16").config(), **keys)
+        engine = _case("bf16").build(model=model, **keys)
         losses = []
         for step in range(8):
             data = torch.randn(256, 1024, generator=torch.Generator().manual_seed(step))

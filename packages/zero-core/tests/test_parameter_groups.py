@@ -49,13 +49,7 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks: SimulatedRanks) -> 
         for stage in (0, 1, 2, 3):
             own = make_tower()
             given = _optimizer(own, begins_empty=begins_empty)
-            engine = zero_core.build(
-                own,
-                Case(stage).config(),
-                optimizer=given,
-                lr_scheduler=_schedule(given),
-                process_group=ranks,
-            )
+            engine = Case(stage).build(ranks, own, optimizer=given, lr_scheduler=_schedule(given))
             seen: list[str] = []
             engine.optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
             engine.optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))

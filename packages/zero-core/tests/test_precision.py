@@ -75,7 +75,7 @@ def test_the_check_can_be_switched_off():
 
 
 def test_floating_inputs_are_cast_to_the_compute_dtype():
-    engine = zero_core.build(make_tower(), Case(dtype="bf16").config())
+    engine = Case(dtype="bf16").build(model=make_tower())
     assert engine(rows(0, 0)).dtype == torch.bfloat16
 
 
@@ -198,7 +198,7 @@ def test_a_spoilt_batch_is_named_with_its_rank_and_the_step_is_skipped_by_all(
 
 @on_ranks(2)
 def test_a_sum_that_overflows_blames_no_rank(ranks, caplog):
-    engine = zero_core.build(_Scaled(), Case(stage=1).config(), process_group=ranks)
+    engine = Case(stage=1).build(ranks, _Scaled())
     big = torch.full((1, 3), 3e38)  # what each rank contributes: four backwards of a quarter
     for _ in range(3):
         with engine.no_sync():
@@ -239,9 +239,7 @@ def _is_told(ranks: SimulatedRanks, which: str, caplog: pytest.LogCaptureFixture
         return device_collectives(ranks)
 
     collectives = on_device if is_device else _Reticent if which == "unseen" else None
-    engine = zero_core.build(
-        _Scaled(), Case(stage=2).config(), collectives=collectives, process_group=ranks
-    )
+    engine = Case(stage=2).build(ranks, _Scaled(), collectives=collectives)
     engine.backward(engine(*_inputs(is_spoilt=ranks.rank in culprits)))
     engine.step()
     assert f"(blocks.1.weight: {said})" in _told_here(caplog)[0]

@@ -39,8 +39,7 @@ def _build(
     model: nn.Module | None = None,
     **further: Any,
 ) -> zero_core.Engine:
-    config = Case(stage, **further).config()
-    return zero_core.build(model or Adapted(WIDTH), config, process_group=ranks)
+    return Case(stage, **further).build(ranks, model or Adapted(WIDTH))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -124,7 +123,7 @@ def test_integers_without_scales_leave_the_weights_beside_them_ordinary():
     ):
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
     module.register_buffer("tied", module.head.weight)  # a parameter twice
-    zero_core.build(module, Case(3, "bf16").config())
+    Case(3, "bf16").build(model=module)
     assert module.weight.dtype == module.head.weight.dtype == torch.bfloat16
     assert module.count.dtype == module.places.dtype == torch.int64
 
@@ -257,7 +256,7 @@ def test_deep_copies_and_a_second_engine_have_the_same_bytes():
         found = copy.deepcopy(engine.module)
     _assert_same_base(found, Adapted(WIDTH))
     model = engine.unwrap()
-    again = zero_core.build(model, Case(3).config())
+    again = Case(3).build(model=model)
     assert again(_x(0, 0)).item() == Adapted(WIDTH)(_x(0, 0)).item()
 
 
@@ -265,7 +264,7 @@ def test_a_trained_tensor_subclass_is_refused_by_name():
     model = Adapted(WIDTH)
     model.blocks[2].first.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"blocks\.2\.first\.weight is a .*WrappedCodes"):
-        zero_core.build(model, Case(0).config())
+        Case(0).build(model=model)
 
 
 def test_replaced_memory_of_a_component_is_refused_by_name():

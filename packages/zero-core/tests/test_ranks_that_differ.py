@@ -84,9 +84,7 @@ def test_one_rank_may_need_no_gradient_of_any_block(ranks, stage, is_frozen):
 def _count(ranks: SimulatedRanks) -> list[int]:
     log: list[Launch] = []
     collectives = LoggedCollectives.factory(log)
-    engine = zero_core.build(
-        _make(True), Case(3).config(), process_group=ranks, collectives=collectives
-    )
+    engine = Case(3).build(ranks, _make(True), collectives=collectives)
     found = []
     for step in range(3):
         log.clear()
@@ -103,7 +101,7 @@ def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_processes()
 def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(ranks):
-    engine = zero_core.build(_Net(), Case(3).config())
+    engine = Case(3).build(model=_Net())
     x = torch.full((3, WIDTH), float("nan")) if ranks.rank == 1 else torch.ones(3, WIDTH)
     if ranks.rank == 1:
         with pytest.raises(ArithmeticError):
@@ -117,7 +115,7 @@ def test_a_rank_that_raises_in_forward_ends_the_others_with_its_name(ranks):
 
 @on_processes(2)
 def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
-    engine = zero_core.build(_Net(), Case(3).config())
+    engine = Case(3).build(model=_Net())
     with pytest.raises(ArithmeticError):
         engine(torch.full((3, WIDTH), float("nan")))  # on every rank
     engine.backward(engine(torch.ones(3, WIDTH)))
@@ -154,7 +152,7 @@ class _OfKeeping(nn.Module):
 
 @on_processes(2)
 def test_a_forward_in_the_handler_of_an_error_is_not_said_to_have_raised_it(ranks):
-    engine = zero_core.build(_OfKeeping(), Case(3).config())
+    engine = Case(3).build(model=_OfKeeping())
     try:
         raise MemoryError("the batch before")
     except MemoryError:
@@ -188,7 +186,7 @@ def test_all_ranks_know_of_one_that_left_out_other_units(ranks):
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (3, 1), (2, 2), (3, 3)])
 @on_ranks()
 def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stage):
-    engine = zero_core.build(_Net(), Case(stage).config(), process_group=ranks)
+    engine = Case(stage).build(ranks, _Net())
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0, factor=0.5)
     for own_loss in (1.0, 0.5 + ranks.rank):
         engine.backward(engine(torch.ones(3, WIDTH)))
@@ -221,7 +219,7 @@ def test_a_schedule_on_a_ranks_own_loss_is_refused_before_the_update(ranks, stag
 def test_settings_in_tensors_and_lists_are_compared_exactly(ranks, key, values):
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1), foreach=False)
-    engine = zero_core.build(net, Case(1).config(), optimizer=optimizer, process_group=ranks)
+    engine = Case(1).build(ranks, net, optimizer=optimizer)
     engine.backward(engine(torch.ones(3, WIDTH)))
     engine.optimizer.param_groups[0][key] = values[ranks.rank]
     with pytest.raises(zero_core.RankMismatchError, match=rf"optimizer group 0, '{key}': "):
@@ -230,7 +228,7 @@ def test_settings_in_tensors_and_lists_are_compared_exactly(ranks, key, values):
 
 @on_ranks(3)
 def test_a_parameter_that_is_frozen_on_one_rank_is_named(ranks):
-    engine = zero_core.build(_Net(), Case(2).config(), process_group=ranks)
+    engine = Case(2).build(ranks, _Net())
     engine.module.head.bias.requires_grad_(ranks.rank != 1)
     engine.backward(engine(torch.ones(3, WIDTH)))
     differ = r"parameter head.bias: trainable on ranks 0, 2, frozen on rank 1\."

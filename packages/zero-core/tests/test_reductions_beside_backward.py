@@ -9,7 +9,7 @@ from torch import Tensor
 
 import zero_core
 from zero_core.protocols import EXACT_GRADIENTS, Work
-from zero_core.testing.models import batch, make_model
+from zero_core.testing.models import batch
 from zero_core.testing.oracle import Case
 from zero_core.testing.simulated import SimulatedRanks, device_collectives, on_ranks
 from zero_core.testing.training import train
@@ -50,9 +50,7 @@ class _LoggedWork:
 
 
 def _build(ranks: SimulatedRanks, logged: _Logged, case: Case) -> zero_core.Engine:
-    return zero_core.build(
-        make_model(), case.config(), process_group=ranks, collectives=lambda native, **_: logged
-    )
+    return case.build(ranks, collectives=lambda native, **_: logged)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -99,7 +97,7 @@ def test_zero_grad_drops_a_step_with_its_gathers_and_sums(
 ) -> None:
     losses = []
     for drops in (False, True):
-        engine = zero_core.build(make_model(), Case(stage).config(), process_group=ranks)
+        engine = Case(stage).build(ranks)
         if drops:
             engine.backward(engine(**batch(9, 0, ranks.rank))["loss"])
             engine.optimizer.zero_grad()

@@ -59,8 +59,7 @@ class Plain:
 
 def engine(stage: int) -> Callable[..., Any]:
     def build(module: nn.Module, ranks: Any, *, is_training: bool = True) -> Any:
-        config = Case(stage=stage).config()
-        return zero_core.build(module, config, process_group=ranks, is_training=is_training)
+        return Case(stage=stage).build(ranks, module, is_training=is_training)
 
     return build
 

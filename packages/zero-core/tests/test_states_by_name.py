@@ -40,7 +40,7 @@ class _Reference:
 
 
 def _engine(stage: int, ranks: SimulatedRanks) -> zero_core.Engine:
-    engine = zero_core.build(make_model(), Case(stage=stage).config(), process_group=ranks)
+    engine = Case(stage=stage).build(ranks)
     for step in (0, 1, 4):
         engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
         if step != 4:
@@ -139,7 +139,7 @@ def test_gradients_are_free_of_the_loss_scale(ranks):
 
 
 def test_what_is_not_there_is_refused_by_name():
-    engine = zero_core.build(make_model(), Case().config())
+    engine = Case().build()
     states = engine.states
     for call, error, match in (
         (lambda: states.get_full("blocks.9.weight"), KeyError, "no parameter"),

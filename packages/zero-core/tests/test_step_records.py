@@ -35,8 +35,7 @@ RECORD = StepRecord(1, 0.0, 0.1, True, "", 1.0, 1.0, 1.0, [0.1], 1, 2)
 
 
 def _build(stage: int = 0, ranks: SimulatedRanks | None = None, **top: Any) -> zero_core.Engine:
-    config = Case(stage, accumulation=2, top=top).config()
-    return zero_core.build(make_tower(3), config, process_group=ranks)
+    return Case(stage, accumulation=2, top=top).build(ranks, make_tower(3))
 
 
 def _step(engine: zero_core.Engine, number: int = 0) -> list[float]:

@@ -75,9 +75,7 @@ def _build(
     **model: Any,
 ) -> zero_core.Engine:
     net = _Convolutions(**model)
-    return zero_core.build(
-        net, Case(stage, dtype).config(), optimizer=_adamw(net, optimizer), process_group=ranks
-    )
+    return Case(stage, dtype).build(ranks, net, optimizer=_adamw(net, optimizer))
 
 
 def _train(engine: zero_core.Engine, rank: int, steps: range) -> list[float]:

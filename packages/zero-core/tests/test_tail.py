@@ -120,7 +120,7 @@ def test_a_small_tail_and_one_without_blocks_stay_in_the_root() -> None:
 
 
 def test_the_flat_space_is_in_the_order_of_need() -> None:
-    engine = zero_core.build(_Net(), Case().config())
+    engine = Case().build(model=_Net())
     starts = engine.layout.local_starts(is_sharded=False)
     units = [engine.layout.segments[index].unit for index in sorted(starts, key=starts.__getitem__)]
     assert units == list(range(TAIL + 1))
@@ -162,7 +162,7 @@ def _build(
     model = _Net(way, 0 if ranks is None else ranks.rank)
     if logs:
         keys["collectives"] = lambda native, **_: _Logging(native, model.log)
-    return zero_core.build(model, Case(stage).config(), process_group=ranks, **keys), model
+    return Case(stage).build(ranks, model, **keys), model
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -353,7 +353,7 @@ def test_a_tail_of_a_model_that_is_compiled_as_a_whole_has_the_same_bits(ranks):
     found = []
     for is_compiled in (False, True):
         model = _Head()
-        engine = zero_core.build(model, Case(3).config())
+        engine = Case(3).build(model=model)
         assert engine.layout.has_tail
         if is_compiled:
             model.compile(backend="aot_eager")

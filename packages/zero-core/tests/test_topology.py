@@ -87,7 +87,7 @@ def test_each_launcher_tells_its_nodes() -> None:
 
 def _build(**keywords: object) -> zero_core.Engine:
     torch.manual_seed(0)
-    return zero_core.build(nn.Linear(5, 3), Case(3).config(), **keywords)
+    return Case(3).build(model=nn.Linear(5, 3), **keywords)
 
 
 def _sent(engine: zero_core.Engine) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from support.board import Board
 
-import zero_core
 from zero_core.core.extension import EndedStep
 from zero_core.extensions.heartbeat import HeartbeatFile
 from zero_core.testing import Case, make_tower, rows, train
@@ -245,7 +244,7 @@ def test_heartbeat_file_has_the_last_step(tmp_path: Path, monkeypatch: pytest.Mo
         for file in HeartbeatFile.wanted(rank=8):
             file.stepped(EndedStep(3, "", [], 1, {}))
     assert json.loads(path.read_text())["rank"] == 8
-    engine = zero_core.build(make_tower(1), Case().config())
+    engine = Case().build(model=make_tower(1))
     train(engine, [rows(0, 0), rows(1, 0)])
     engine.close()
     assert json.loads(path.read_text())["step"] == 1  # at most once a second

@@ -45,7 +45,7 @@ def _assert_same(engine: zero_core.Engine, receiver: nn.Module) -> None:
 )
 @on_ranks()
 def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype, steps):
-    engine = zero_core.build(make_model(), _case(stage, dtype).config(), process_group=ranks)
+    engine = _case(stage, dtype).build(ranks)
     receivers = [make_model().to(DTYPES[dtype]) for _ in range(2)]  # of all, of each fifth
     versions = [0, 0]
     for step in range(steps):
@@ -169,7 +169,7 @@ def test_patches_of_another_engine_and_missing_logs_are_refused():
         zero_core.apply_patch(receiver, engine.weight_patch(since=0))
     with pytest.raises(zero_core.CheckpointError, match="belongs to an engine"):
         zero_core.apply_patch(engine.module, engine.weight_patch())
-    without = zero_core.build(_mlp(), Case().config())
+    without = Case().build(model=_mlp())
     with pytest.raises(RuntimeError, match="set weight_patches"):
         without.weight_patch(since=0)
     assert without.weight_patch().version == 0
@@ -234,8 +234,7 @@ def _to_folder(ranks: SimulatedRanks, folder: Path, num_files: int) -> None:
         values = engine.full_state_dict(rank=0)
         if ranks.rank == 0:
             assert_same(_in_folder(folder), values)
-    config = Case(dtype="bf16").config()
-    loaded = zero_core.build(_mlp(1), config, pretrained=folder, process_group=ranks)
+    loaded = Case(dtype="bf16").build(ranks, _mlp(1), pretrained=folder)
     assert_same(loaded.full_state_dict(), engine.full_state_dict())
 
 
@@ -291,7 +290,7 @@ def test_buffers_travel_when_they_change(ranks):
     norm, out = nn.BatchNorm1d(128), nn.Linear(128, 128)
     receiver = nn.Sequential(copy.deepcopy(norm), copy.deepcopy(out))
     model = nn.Sequential(norm, out)
-    engine = zero_core.build(model, _case(1, "fp32").config(), process_group=ranks)
+    engine = _case(1, "fp32").build(ranks, model)
     whole = engine.weight_patch()
     _train(engine)
     patch = engine.weight_patch(since=whole.version)
