@@ -1,36 +1,28 @@
 """Accumulation over as many micro-steps as the training loop declares, against DDP."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from support.tiers import MadeTier
-from torch import Tensor
 
-import zero_core
 from zero_core.errors import CheckpointError
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import run_on_processes
-from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train_ddp
 
 EPOCHS = (3, 3, 2, 3, 1)
 """Micro-steps of each step where 3 are configured: two epochs that do not divide."""
 
 
-def _ddp(ranks: SimulatedRanks, counts: Sequence[int]) -> dict[str, Tensor]:
+def _ddp(ranks, counts):
     model = make_model()
     batches = [batch(s, micro, ranks.rank) for s, n in enumerate(counts) for micro in range(n)]
     train_ddp(model, ranks, batches, counts)
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _train(engine: zero_core.Engine, rank: int, counts: Sequence[int]) -> dict[str, Tensor]:
+def _train(engine, rank, counts):
     for step, count in enumerate(counts):
         for micro in range(count):
             is_last = micro == count - 1
@@ -44,7 +36,7 @@ def _train(engine: zero_core.Engine, rank: int, counts: Sequence[int]) -> dict[s
     return {name: full[name] for name in names}
 
 
-def _follows_ddp(ranks: SimulatedRanks, stage: int, configured: int) -> None:
+def _follows_ddp(ranks, stage, configured):
     expected = _ddp(ranks, EPOCHS)
     engine = Case(stage, accumulation=configured).build(ranks)
     found = _train(engine, ranks.rank, EPOCHS)
@@ -62,9 +54,7 @@ def test_a_short_last_accumulation_has_the_numbers_of_ddp(world_size, stage, con
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
 @on_ranks()
-def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(ranks, stage):
     expected = _ddp(ranks, (2,))
     engine = Case(stage, accumulation=4).build(ranks)
     for micro in range(2):
@@ -75,11 +65,11 @@ def test_a_boundary_declared_after_the_last_backward_is_in_time_for_its_step(
     assert_same({n: found[n] for n in expected}, expected)
 
 
-def _engine(accumulation: int) -> zero_core.Engine:
+def _engine(accumulation):
     return Case(accumulation=accumulation).build()
 
 
-def _micro_step(engine: zero_core.Engine, **over: Any) -> None:
+def _micro_step(engine, **over):
     engine.backward(engine(**batch(0, 0, 0))["loss"], **over)
     engine.step()
 
@@ -116,14 +106,12 @@ class _Keeper(MadeTier):
 
     owns_grads = True
 
-    def offer_grad(self, start: int, grad: Tensor) -> None:
+    def offer_grad(self, start, grad):
         super().offer_grad(start, grad.float() if grad.dtype is torch.bfloat16 else grad.clone())
 
 
 @on_ranks(1)
-def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
-    ranks: SimulatedRanks,
-) -> None:
+def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(ranks):
     for tier in (None, _Keeper.made):
         for stage in (2, 3):
             found = []
@@ -146,10 +134,8 @@ def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
 
 
 @on_ranks(1)
-def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
-    ranks: SimulatedRanks, tmp_path: Path
-) -> None:
-    def micro_step(engine: zero_core.Engine, micro: int) -> None:
+def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(ranks, tmp_path):
+    def micro_step(engine, micro):
         engine.backward(engine(**batch(0, micro, 0))["loss"])
         engine.step()
 
@@ -176,5 +162,5 @@ def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(
         assert all(torch.equal(expected[name], value) for name, value in oracle.items())
 
 
-def test_steps_of_other_lengths_follow_ddp_where_ranks_share_memory() -> None:
+def test_steps_of_other_lengths_follow_ddp_where_ranks_share_memory():
     run_on_processes(_follows_ddp, 2, 3, 3)

@@ -1,13 +1,9 @@
 """The ``activation_checkpointing`` block: blocks are computed again, and nothing else changes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from support.late import on_late_rank
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_core
@@ -16,13 +12,13 @@ from zero_core.testing import late_device
 from zero_core.testing.models import make_model, make_tower, seeded
 from zero_core.testing.oracle import Case, train_unread
 from zero_core.testing.ranks import alone, on_processes
-from zero_core.testing.simulated import SimulatedRanks, simulate
+from zero_core.testing.simulated import simulate
 from zero_core.testing.training import assert_same
 
-BLOCKS: tuple[dict[str, Any], ...] = ({}, {"cpu_checkpointing": True})
+BLOCKS = ({}, {"cpu_checkpointing": True})
 
 
-def _config(stage: int, block: dict[str, Any] | None) -> dict[str, Any]:
+def _config(stage, block):
     return Case(stage=stage).config() | {"activation_checkpointing": block}
 
 
@@ -38,14 +34,14 @@ def test_block_that_is_used_again_right_after_the_next_one_gets_its_whole_gradie
 class _Watched(nn.Module):
     """A block with dropout that notes its calls and whether its activations are still there."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(8, 8)
         self.own = nn.Parameter(torch.ones(8))
         self.num_calls = 0
-        self.kept: list[StorageWeakRef] = []
+        self.kept = []
 
-    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, None]:
+    def forward(self, x, *, scale):
         self.num_calls += 1
         y = torch.tanh(self.inner(x) * self.own)
         self.kept.append(StorageWeakRef(y.untyped_storage()))
@@ -53,12 +49,12 @@ class _Watched(nn.Module):
 
 
 class _Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(5):
             self.blocks = nn.ModuleList(_Watched() for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x, _ = block(x, scale=torch.tensor(2.0))
         return x.square().mean()
@@ -104,7 +100,7 @@ def test_cpu_checkpointing_frees_the_accelerators_memory():
     assert allocated[0] - allocated[1] >= 2 * 100_000 * 8 * 4
 
 
-def _train_late(ranks: Any, stage: int) -> Any:
+def _train_late(ranks, stage):
     config = _config(stage, {"cpu_checkpointing": True})
     engine = zero_core.build(make_model(), config, process_group=ranks)
     return train_unread(engine, ranks.rank, ranks.device, steps=3)
@@ -124,7 +120,7 @@ DEPTH, ROWS = 6, 1360
 INPUT_BYTES = ROWS * 8 * 4  # 43,520: page-locked alone 65,536, three of them 131,072
 
 
-def _deep(ranks: SimulatedRanks) -> tuple[zero_core.Engine, Tensor]:
+def _deep(ranks):
     config = _config(0, {"cpu_checkpointing": True})
     engine = zero_core.build(make_tower(DEPTH, 8), config, process_group=ranks)
     return engine, torch.randn(ROWS, 8, device=ranks.device)
@@ -170,7 +166,7 @@ def test_inputs_on_the_host_take_the_page_locked_memory_that_they_fill(ranks):
 def test_page_locked_memory_that_was_lent_while_its_size_was_dropped_is_dropped_later(ranks):
     host = HostInputs(ranks.device)
 
-    def save(numel: int, times: int = 1) -> Tensor:
+    def save(numel, times=1):
         x = torch.ones(numel, device=ranks.device, requires_grad=True)
         for _ in range(times):
             with host.context():

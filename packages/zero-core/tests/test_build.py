@@ -1,7 +1,5 @@
 """Units that build() finds, optimizers that it adopts, and arguments that it refuses."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -68,7 +66,7 @@ def test_a_state_tier_is_told_the_name_of_each_piece(stage):
 class _LackingTier:
     """A tier that lacks ``owns_grads``."""
 
-    def __init__(self, tier: StateTier) -> None:
+    def __init__(self, tier):
         for name in vars(StateTier):
             if not name.startswith("_") and name != "owns_grads":
                 setattr(self, name, getattr(tier, name))

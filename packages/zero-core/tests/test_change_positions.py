@@ -1,7 +1,5 @@
 """Encodings of changed positions: each decodes to the set it was made of, and refuses others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +22,7 @@ from zero_core.sharded.changes.positions import (
 
 
 @st.composite
-def masks(draw: st.DrawFn) -> torch.Tensor:
+def masks(draw):
     numel = draw(st.integers(1, 3000))
     share = draw(st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 0.97, 1.0]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -111,7 +109,7 @@ def test_an_encoding_of_other_positions_is_refused(kind, encoded, numel):
 
 @given(st.integers(-(2**15), 2**15 - 1), st.integers(-127, 127), st.integers(0, 127))
 def test_low_bits_lead_to_the_new_value_from_any_old_one_nearby(new, distance, between):
-    def value(ordered: int) -> torch.Tensor:
+    def value(ordered):
         bits = ordered ^ 0x7FFF if ordered < 0 else ordered
         return torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
 

@@ -1,20 +1,15 @@
 """Checkpoints: written at any stage and world size, read at any other, whole or in part."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.changed_checkpoints import rewrite
 from support.full_disk import files_up_to
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR, StepLR
 
 import zero_core
@@ -24,7 +19,7 @@ from zero_core.checkpoint.json_values import MAX_NUMEL, decode, encode
 from zero_core.checkpoint.load import read_client_state
 from zero_core.optim.train_state import TrainState
 from zero_core.schedules import WarmupLR
-from zero_core.testing import Case, Hard, SimulatedRanks, batch, make_model, on_ranks, simulate
+from zero_core.testing import Case, Hard, batch, make_model, on_ranks, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 WEIGHTS_ALONE = ("optimizer", "lr_scheduler", "progress")
@@ -32,22 +27,19 @@ WARM_UP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
 LION = {"type": "Lion", "params": {"lr": 1e-2}}
 
 
-def _build(
-    stage: int = 0, ranks: SimulatedRanks | None = None, dtype: str = "fp32", **top: Any
-) -> zero_core.Engine:
+def _build(stage=0, ranks=None, dtype="fp32", **top):
     return Case(stage=stage, dtype=dtype, top=top).build(ranks)
 
 
-def _values(engine: zero_core.Engine) -> dict[str, Tensor]:
+def _values(engine):
     return engine.full_state_dict(dtype=torch.float32)
 
 
-def _rate(engine: zero_core.Engine) -> float:
-    rate: float = engine.optimizer.param_groups[0]["lr"]
-    return rate
+def _rate(engine):
+    return engine.optimizer.param_groups[0]["lr"]
 
 
-def _everything(engine: zero_core.Engine) -> dict[str, Tensor]:
+def _everything(engine):
     """Return all values, and the moments of every parameter that was updated."""
     found = _values(engine)
     for name, param in engine.module.named_parameters():
@@ -68,7 +60,7 @@ def _everything(engine: zero_core.Engine) -> dict[str, Tensor]:
     ],
 )
 def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loaded, dtype):
-    def save(ranks: SimulatedRanks) -> dict[str, Tensor]:
+    def save(ranks):
         engine = _build(saved[0], ranks, dtype)
         train_steps(engine, 0, 3)
         # Two ranks share a folder, as on a machine, and the third has its own.
@@ -77,7 +69,7 @@ def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loa
         assert not list(own.glob(".*"))
         return _everything(engine)
 
-    def load(ranks: SimulatedRanks) -> None:
+    def load(ranks):
         engine = _build(loaded[0], ranks, dtype)
         train_steps(engine, 5, 6)  # whatever was there is replaced
         place, client_state = engine.load_checkpoint(tmp_path)
@@ -97,7 +89,7 @@ def test_a_checkpoint_loads_at_another_stage_and_world_size(tmp_path, saved, loa
 def test_resume_continues_with_the_same_bits_when_a_program_starts_again(
     tmp_path, stage, world_size
 ):
-    def once(ranks: SimulatedRanks, num_steps: int) -> tuple[object, list[float]]:
+    def once(ranks, num_steps):
         engine = _build(stage, ranks)
         found = engine.resume(tmp_path)
         losses = train_steps(engine, 0 if found is None else found["step"], num_steps)
@@ -211,7 +203,7 @@ def test_accumulation_changes_between_steps_only():
         engine.gradient_accumulation_steps = 0
 
 
-def _linear(numel: int | None) -> nn.Module:
+def _linear(numel):
     model = nn.Linear(3, 3)
     if numel is not None:
         model.register_buffer("extra", torch.ones(numel))
@@ -302,13 +294,13 @@ def test_a_large_export_is_split_and_one_without_room_leaves_no_part(tmp_path, m
 
 
 def test_an_export_that_one_rank_cannot_gather_ends_with_that_ranks_error(tmp_path):
-    def fail() -> Tensor:
+    def fail():
         raise OSError("the disk under rank 1 is gone")
 
-    def export(ranks: SimulatedRanks) -> None:
+    def export(ranks):
         engine = _build(3, ranks)
         if ranks.rank == 1:
-            engine.sharded_state.params[-1].read_shard = fail  # type: ignore[method-assign]
+            engine.sharded_state.params[-1].read_shard = fail
         engine.export_safetensors(tmp_path)
 
     with pytest.raises(OSError, match="the disk under rank 1 is gone"):
@@ -331,7 +323,7 @@ def test_gradients_are_there_between_backward_and_step_and_one_rank_takes_all_va
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_weights_without_elements_are_read(tmp_path, world_size):
-    def save(ranks: SimulatedRanks) -> None:
+    def save(ranks):
         model = nn.Linear(3, 3)
         model.register_parameter("low", nn.Parameter(torch.empty(0).half(), requires_grad=False))
         model.register_parameter("last", nn.Parameter(torch.empty(0, 3)))  # behind rank 0's slice
@@ -345,7 +337,7 @@ def test_weights_without_elements_are_read(tmp_path, world_size):
     assert by_name["low"].dtype is torch.float16
 
 
-def _check_parts(ranks: SimulatedRanks, folder: Path) -> None:
+def _check_parts(ranks, folder):
     first = _build(3, ranks, **WARM_UP)
     train_steps(first, 0, 3)
     first.save_checkpoint(folder, "whole")
@@ -424,17 +416,14 @@ def test_weights_alone_go_to_another_optimizer_other_frozen_parameters_and_an_ev
                 assert torch.equal(loss, first(**batch(0, 0, ranks.rank))["loss"])
 
 
-def _build_with(
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    make_schedule: Callable[[torch.optim.Optimizer], Any],
-) -> zero_core.Engine:
+def _build_with(make_optimizer, make_schedule):
     model = make_model()
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
     schedule = make_schedule(optimizer)
     return Case().build(model=model, optimizer=optimizer, lr_scheduler=schedule)
 
 
-def _rewrite_schedule(folder: Path, state: dict[str, Any]) -> None:
+def _rewrite_schedule(folder, state):
     rewrite(folder / "step-3", lambda content: content["progress"].update(lr_scheduler=state))
 
 
@@ -473,7 +462,7 @@ _STEPS = {"step_size": 2, "gamma": 0.1, "base_lrs": [1e-2], "last_epoch": 3}
 def test_schedule_that_does_not_fit_is_refused_before_anything_is_written(
     tmp_path, make_schedule, saved
 ):
-    def adamw(params: Any) -> torch.optim.Optimizer:
+    def adamw(params):
         return torch.optim.AdamW(params, lr=1e-2)
 
     first = _build_with(adamw, lambda o: WarmupLR(o, warmup_num_steps=10))

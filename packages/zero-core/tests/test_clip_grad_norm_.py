@@ -1,7 +1,5 @@
 """Clipping by any p-norm follows torch.nn.utils.clip_grad_norm_ on DDP's gradients."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
@@ -12,23 +10,23 @@ from torch import nn
 import zero_core
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import assert_same, step_ddp
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 STEPS = 3
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(model):
     # SGD: a factor on the gradient shows in the weights, which Adam would hide.
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
 
 
-def _max_norm(norm_type: float, step: int) -> float:
+def _max_norm(norm_type, step):
     return 1e6 if step == 1 else {1.0: 2.0, 2.0: 0.3, 3.0: 0.2, math.inf: 0.1}[norm_type]
 
 
-def _ddp(norm_type: float, ranks: SimulatedRanks) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _ddp(norm_type, ranks):
     model = make_model()
     ddp, optimizer, norms = SimulatedDDP(model, ranks), _optimizer(model), []
 
@@ -41,15 +39,13 @@ def _ddp(norm_type: float, ranks: SimulatedRanks) -> tuple[list[float], dict[str
     return norms, dict(model.state_dict())
 
 
-def _build(ranks: SimulatedRanks | None, case: Case) -> zero_core.Engine:
+def _build(ranks, case):
     model = make_model()
     optimizer = _optimizer(model)
     return case.build(ranks, model, optimizer=optimizer)
 
 
-def _engine(
-    stage: int, norm_type: float, ranks: SimulatedRanks
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _engine(stage, norm_type, ranks):
     engine, norms = _build(ranks, Case(stage)), []
     for step in range(STEPS):
         engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])

@@ -1,14 +1,11 @@
 """Blocks may be compiled, before or after build(): same numbers, and no graph is broken."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -17,28 +14,28 @@ import zero_core
 from zero_core.testing import Case, adamw, on_processes, rows, train
 from zero_core.testing.training import assert_same
 
-WHOLE: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
-ON_HOST: dict[str, Any] = {"cpu_checkpointing": True}
+WHOLE = {"backend": "aot_eager", "fullgraph": True}
+ON_HOST = {"cpu_checkpointing": True}
 
 
 class _Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(6, 7)
         self.down = nn.Linear(7, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down(torch.tanh(self.up(x)))
 
 
 class _Block(nn.Module):
-    def __init__(self, recompute: str) -> None:
+    def __init__(self, recompute):
         super().__init__()
         self.norm = nn.LayerNorm(6)
         self.mlp = _Mlp()
         self.recompute = recompute
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         if self.recompute:
             return x + checkpoint(self.mlp, y, use_reentrant=self.recompute == "reentrant")
@@ -46,23 +43,23 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    def __init__(self, recompute: str = "") -> None:
+    def __init__(self, recompute=""):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(_Block(recompute) for _ in range(3))
         self.head = nn.Linear(6, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return self.head(x).square().mean()
 
 
-def _x(step: int, rank: int) -> Tensor:
+def _x(step, rank):
     return rows(step, rank, 6)
 
 
-def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
+def _reference(rank, world_size):
     model = _Net()
     ddp = DistributedDataParallel(model) if world_size > 1 else model
     optimizer = adamw(model)
@@ -73,13 +70,13 @@ def _reference(rank: int, world_size: int) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def _train(engine: zero_core.Engine, rank: int) -> dict[str, Tensor]:
+def _train(engine, rank):
     train(engine, [_x(step, rank) for step in range(3)])
     assert engine.skipped_steps == 0
     return {k.replace("_orig_mod.", ""): v for k, v in engine.full_state_dict().items()}
 
 
-def _build(how: str, config: dict[str, Any]) -> zero_core.Engine:
+def _build(how, config):
     model = _Net()
     if how == "wrapped":
         for i, block in enumerate(model.blocks):

@@ -1,7 +1,5 @@
 """The configuration: what is resolved, and which error says what to do."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -20,7 +18,7 @@ FP16_MASTERS = {"fp16_master_weights_and_grads": True}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
-def refused(config, match: str, world_size: int = 2) -> None:
+def refused(config, match, world_size=2):
     with pytest.raises(ConfigError, match=match):
         load_config(config, world_size=world_size)
 
@@ -84,12 +82,12 @@ def test_wrong_file_is_refused(tmp_path, text, match):
     refused(path, match)
 
 
-def offload(stage: int = 0, **block):
+def offload(stage=0, **block):
     block = {"device": "cpu", **block}
     return {"zero_optimization": {"stage": stage, "offload_optimizer": block}}
 
 
-def quantized(stage: int = 3, **keys):
+def quantized(stage=3, **keys):
     return {"zero_optimization": {"stage": stage, **keys}}
 
 
@@ -169,7 +167,7 @@ def test_further_keys_of_deepspeed_pass_where_they_ask_for_nothing():
     assert load_config(config, world_size=1) == load_config(SMALL, world_size=1)
 
 
-def _with_default(config: dict, path: str) -> None:
+def _with_default(config, path):
     """Put the key at ``path`` into ``config``, with its default or another value that is valid."""
     model, block = Config, config
     *parents, name = path.split(".")
@@ -183,7 +181,7 @@ def _with_default(config: dict, path: str) -> None:
 
 
 def test_every_unneeded_key_exists_and_is_told(caplog):
-    config: dict = {**SMALL, "zero_optimization": {"stage": 2}}
+    config = {**SMALL, "zero_optimization": {"stage": 2}}
     for path in UNNEEDED:
         _with_default(config, path)
     with caplog.at_level("INFO", logger="zero_core"):
@@ -207,7 +205,7 @@ OF_GRADIENTS = {
 QUANTIZED = {**OF_WEIGHTS, **OF_GRADIENTS, "zero_quantized_checksum": True}
 
 
-def _resting(device: str) -> dict:
+def _resting(device):
     return {**THRESHOLDS, "offload_param": {"pin_memory": True, **ON_NVME, "device": device}}
 
 

@@ -1,10 +1,6 @@
 """The JSON Schema of the configuration, as another library reads it, agrees with the loader."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
-from typing import Any
 
 import pydantic
 import pytest
@@ -32,13 +28,13 @@ LOOSER = {
 
 
 @pytest.fixture(scope="module")
-def schema() -> Draft202012Validator:
+def schema():
     made = make_schema()
     Draft202012Validator.check_schema(made)
     return Draft202012Validator(made)
 
 
-def _keys(block: type[pydantic.BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _keys(block, path=()):
     for name, key in block.model_fields.items():
         inner = block_of(key)
         if inner is None:
@@ -54,8 +50,8 @@ KEYS = (
 )
 
 
-def _config_with(path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    config: dict[str, Any] = copy.deepcopy(RESOLVED)
+def _config_with(path, value):
+    config = copy.deepcopy(RESOLVED)
     block = config
     for key in path[:-1]:
         block = block.setdefault(key, dict(REQUIRED.get(key, {})))
@@ -63,7 +59,7 @@ def _config_with(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     return config
 
 
-def _has_its_type(config: dict[str, Any]) -> bool:
+def _has_its_type(config):
     try:
         Config.model_validate(config)
     except pydantic.ValidationError:
@@ -71,12 +67,12 @@ def _has_its_type(config: dict[str, Any]) -> bool:
     return True
 
 
-def test_file_of_the_wheel_is_the_schema_of_the_source() -> None:
+def test_file_of_the_wheel_is_the_schema_of_the_source():
     hint = "run python -m zero_core.config.json_schema"
     assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), hint
 
 
-def test_values_of_every_key_are_accepted_where_the_loader_takes_them(schema: Any) -> None:
+def test_values_of_every_key_are_accepted_where_the_loader_takes_them(schema):
     differences = set()
     for path in KEYS:
         for value in VALUES:
@@ -101,11 +97,11 @@ def test_values_of_every_key_are_accepted_where_the_loader_takes_them(schema: An
         {"gradient_accumulation_steps": 2},
     ],
 )
-def test_mistakes_are_marked(config: dict[str, Any], schema: Any) -> None:
+def test_mistakes_are_marked(config, schema):
     assert not schema.is_valid(config)
 
 
-def test_a_file_may_name_its_schema(schema: Any) -> None:
+def test_a_file_may_name_its_schema(schema):
     config = {"$schema": "./zero.schema.json", **BATCH, "tensorboard": {"enabled": False}}
     assert schema.is_valid(config)
     assert load_config(config, world_size=1).train_batch_size == 1

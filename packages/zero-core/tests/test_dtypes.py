@@ -1,10 +1,5 @@
 """Dtypes of parameters, communicated gradients, their sums and buffers, each as asked for."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +7,7 @@ from torch import Tensor, nn
 import zero_core
 from zero_core.testing.models import rows, seeded
 from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
-from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import assert_same, check_like_ddp, train
 
 STEPS = 3
@@ -21,26 +16,26 @@ STEPS = 3
 class _Adapted(nn.Module):
     """A frozen linear map and a trained low-rank correction (LoRA), each in its own dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.base = nn.Linear(6, 6)
         self.down = nn.Linear(6, 2, bias=False)
         self.up = nn.Linear(2, 6, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         correction = self.up(self.down(x.to(self.down.weight.dtype)))
         return torch.tanh(self.base(x) + correction.to(x.dtype))
 
 
 class _Lora(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(0):
             self.blocks = nn.ModuleList(_Adapted() for _ in range(3))
             for block in self.blocks:
                 block.base.to(torch.bfloat16).requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x.float().square().mean()
@@ -48,10 +43,8 @@ class _Lora(nn.Module):
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 2), (3, 3), (3, 2), (1, 3)])
 @on_ranks()
-def test_without_a_bf16_block_fp32_adapters_on_a_bf16_model_follow_ddp(
-    ranks: SimulatedRanks, stage: int
-) -> None:
-    def draw(number: int, rank: int) -> Tensor:
+def test_without_a_bf16_block_fp32_adapters_on_a_bf16_model_follow_ddp(ranks, stage):
+    def draw(number, rank):
         return rows(number, rank, 6).bfloat16()
 
     check_like_ddp(ranks, _Lora, draw, Case(stage))
@@ -72,13 +65,13 @@ def test_a_bf16_block_casts_adapters_too_and_keeps_fp32_master_weights():
 class _Shifted(nn.Module):
     """A block whose buffer, a running mean, needs more bits than its parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.register_buffer("mean", torch.full((6,), 1.0 / 3.0))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             self.count += 1
             self.mean.mul_(0.999).add_(x.detach().mean(0).to(self.mean.dtype), alpha=0.001)
@@ -86,29 +79,22 @@ class _Shifted(nn.Module):
 
 
 class _Running(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(0):
             self.blocks = nn.ModuleList(_Shifted() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x.float().square().mean()
 
 
-def _wide(param: Tensor) -> Tensor:
+def _wide(param):
     return param.detach().clone().to(torch.promote_types(param.dtype, torch.float32))
 
 
-def _train_masters(
-    model: nn.Module,
-    masters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    ranks: SimulatedRanks,
-    batches: list[Tensor],
-    accumulation: int = 1,
-) -> list[float]:
+def _train_masters(model, masters, optimizer, ranks, batches, accumulation=1):
     """Train with torch alone, with sums and master weights of at least 32 bits.
 
     Returns the losses.
@@ -133,7 +119,7 @@ def _train_masters(
     return losses
 
 
-APART: dict[str, Any] = {
+APART = {
     "communication_data_type": "fp32",
     "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "fp32"},
 }
@@ -143,9 +129,7 @@ APART: dict[str, Any] = {
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
-def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_parameter_reduction_accumulation_and_buffer_dtypes_are_independent(ranks, stage):
     plain, batches = _Running(), [rows(number, ranks.rank, 6) for number in range(2 * STEPS)]
     masters = {n: nn.Parameter(p.detach().clone()) for n, p in plain.named_parameters()}
     for block in plain.blocks:  # bf16 parameters, fp32 everything else
@@ -188,8 +172,8 @@ def test_buffers_have_the_compute_dtype_unless_another_is_given(name, expected):
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 3), (3, 2), (3, 3)])
 @on_ranks()
-def test_a_model_cast_before_build_keeps_its_dtype(ranks: SimulatedRanks, stage: int) -> None:
-    def draw(number: int, rank: int) -> Tensor:
+def test_a_model_cast_before_build_keeps_its_dtype(ranks, stage):
+    def draw(number, rank):
         return rows(number, rank, 6).double()
 
     check_like_ddp(ranks, lambda: _Running().double(), draw, Case(stage))
@@ -207,7 +191,7 @@ def test_a_model_cast_before_build_keeps_its_dtype(ranks: SimulatedRanks, stage:
     assert not torch.equal(weight, weight.bfloat16())
 
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=WEIGHT_DECAY, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=LR),
@@ -228,7 +212,7 @@ class _Mixed(nn.Module):
     The root has a linear map of the first dtype and a scalar of the last one.
     """
 
-    def __init__(self, dtypes: tuple[torch.dtype, ...], depth: int = 2) -> None:
+    def __init__(self, dtypes, depth=2):
         super().__init__()
         with seeded(0):
             self.first = nn.Linear(6, 6).to(dtypes[0])
@@ -237,20 +221,20 @@ class _Mixed(nn.Module):
             )
             self.gain = nn.Parameter(torch.ones((), dtype=dtypes[-1]))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in (self.first, *(layer for block in self.blocks for layer in block)):
             x = torch.tanh(layer(x.to(layer.weight.dtype)))
         return (x * self.gain).double().square().mean()
 
 
-def _engine(mix: str, name: str, stage: int, process_group: SimulatedRanks) -> zero_core.Engine:
+def _engine(mix, name, stage, process_group):
     model = _Mixed(MIXES[mix])
     config = {k: v for k, v in Case(stage).config().items() if k != "optimizer"}
     optimizer = OPTIMIZERS[name](model.parameters())
     return zero_core.build(model, config, optimizer=optimizer, process_group=process_group)
 
 
-def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float) -> None:
+def _compare(engine, masters, optimizer, atol):
     for name, master in masters.items():
         expected = {"master_weight": master.detach()} | {
             key: value
@@ -273,9 +257,7 @@ def _compare(engine: zero_core.Engine, masters: Any, optimizer: Any, atol: float
     ],
 )
 @on_ranks()
-def test_each_dtype_follows_torch_at_every_stage(
-    ranks: SimulatedRanks, mix: str, name: str, tmp_path: Path
-) -> None:
+def test_each_dtype_follows_torch_at_every_stage(ranks, mix, name, tmp_path):
     plain = _Mixed(MIXES[mix])
     masters = {n: nn.Parameter(_wide(p)) for n, p in plain.named_parameters()}
     optimizer = OPTIMIZERS[name](list(masters.values()))

@@ -1,7 +1,5 @@
 """A parameter knows the engine that trains it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -5,17 +5,14 @@ ranks, each case at one stage: that stages give the same bits is in test_equalit
 processes, beside DDP itself, each dtype runs for ten steps.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from zero_core.testing.oracle import Case, Gap, compare_with_ddp, read_gaps, run_ddp, run_engine
+from zero_core.testing.oracle import Case, compare_with_ddp, read_gaps, run_ddp, run_engine
 from zero_core.testing.ranks import spawn
 from zero_core.testing.simulated import on_ranks
 
@@ -76,11 +73,11 @@ VALUE = {"fp32": 1e-6, "bf16": 0.04, "fp16": 4.5e-4}
 
 
 @pytest.fixture(scope="module")
-def gaps_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[int, Gap]]:
+def gaps_of(tmp_path_factory):
     """The gaps of so many ranks, which run once."""
 
     @cache
-    def run(world_size: int) -> dict[int, Gap]:
+    def run(world_size):
         folder = tmp_path_factory.mktemp("gaps")
         spawn(compare_with_ddp, world_size, ON_PROCESSES[world_size], str(folder), STEPS)
         return read_gaps(folder, world_size)
@@ -88,7 +85,7 @@ def gaps_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[in
     return run
 
 
-def _name(case: Case) -> str:
+def _name(case):
     how = "local" if case.is_local else "reduced"
     clip = "clip" if case.clipping else "noclip"
     return f"stage{case.stage}-{case.dtype}-{case.accumulation}{how}-{clip}"
@@ -102,9 +99,7 @@ def _name(case: Case) -> str:
         for index, case in enumerate(cases)
     ],
 )
-def test_ten_steps_on_processes_follow_ddp(
-    gaps_of: Callable[[int], dict[int, Gap]], world_size: int, index: int
-) -> None:
+def test_ten_steps_on_processes_follow_ddp(gaps_of, world_size, index):
     case, gap = ON_PROCESSES[world_size][index], gaps_of(world_size)[index]
     is_exact = case.dtype == "fp32" and world_size == 2 and not case.clipping
     assert gap.loss <= (0.0 if is_exact else LOSS[case.dtype])

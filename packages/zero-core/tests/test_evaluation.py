@@ -1,7 +1,5 @@
 """Engines that only evaluate, with sharded values and the plain module's results."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -10,11 +8,11 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError, EvaluationOnlyError
-from zero_core.testing import Case, SimulatedRanks, batch, make_model, on_ranks, train
+from zero_core.testing import Case, batch, make_model, on_ranks, train
 from zero_core.testing.training import assert_same
 
 
-def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:
+def _config(stage, dtype="fp32"):
     config = Case(stage, dtype).config()
     del config["optimizer"]
     return config
@@ -22,9 +20,7 @@ def _config(stage: int, dtype: str = "fp32") -> dict[str, object]:
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (1, 3), (2, 2), (3, 0), (3, 3)])
 @on_ranks()
-def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_it_computes_what_the_plain_module_does_and_keeps_values_alone(ranks, stage):
     for dtype in ("fp32", "bf16"):
         plain = make_model()
         if dtype == "bf16":
@@ -95,9 +91,7 @@ def test_keys_that_only_a_training_uses_are_told_and_objects_refused(caplog):
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_a_model_given_back_is_whole_and_trained_by_the_next_engine(ranks, stage):
     expected = make_model().state_dict()
     model = make_model()
     evaluated = zero_core.build(model, _config(stage), is_training=False, process_group=ranks)
@@ -123,7 +117,7 @@ def test_values_are_given_back_unrounded_where_asked():
 
 
 @on_ranks(2)
-def test_a_model_whose_values_went_with_a_closed_engine_is_refused(ranks: SimulatedRanks) -> None:
+def test_a_model_whose_values_went_with_a_closed_engine_is_refused(ranks):
     model = make_model()
     zero_core.build(model, _config(3), is_training=False, process_group=ranks).close()
     with pytest.raises(ConfigError, match=r"holds no value.*unwrap"):

@@ -1,10 +1,5 @@
 """Extensions that a program gives to build(): `WeightAverage` is the one that stands for all."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -15,20 +10,20 @@ from zero_core.core.extension import Extension
 from zero_core.extensions.weight_average import AVERAGE, WeightAverage
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same, step_ddp, train_steps
 
 DECAY = 0.9
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes", "never")
 
 
-def _build(ranks: SimulatedRanks | None, **case: Any) -> zero_core.Engine:
+def _build(ranks, **case):
     config = Case(**case).config()
     average = WeightAverage(DECAY)
     return zero_core.build(make_model(), config, process_group=ranks, extensions=[average])
 
 
-def _averages(engine: zero_core.Engine) -> dict[str, torch.Tensor]:
+def _averages(engine):
     return {name: engine.states.get_full(name, AVERAGE) for name in NAMES}
 
 
@@ -55,7 +50,7 @@ def test_average_is_that_of_torch_beside_ddp_at_every_stage(ranks):
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_average_of_master_weights_ignores_a_step_that_is_skipped() -> None:
+def test_average_of_master_weights_ignores_a_step_that_is_skipped():
     engine = _build(None, dtype="bf16", stage=2)
     train_steps(engine, 0, 1)
     before = _averages(engine)
@@ -66,10 +61,10 @@ def test_average_of_master_weights_ignores_a_step_that_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("call", ["save_checkpoint", "async_save"])
-def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path: Path, call: str) -> None:
-    expected: dict[str, torch.Tensor] = {}
+def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path, call):
+    expected = {}
 
-    def save(ranks: SimulatedRanks) -> None:
+    def save(ranks):
         engine = _build(ranks, stage=3)
         train_steps(engine, 0, 2)
         saved = getattr(engine, call)(tmp_path)
@@ -85,7 +80,7 @@ def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path: Path, c
 
     simulate(save, 2)
 
-    def load(ranks: SimulatedRanks) -> None:
+    def load(ranks):
         engine = _build(ranks, stage=1)
         engine.load_checkpoint(tmp_path)
         assert_same(_averages(engine), expected)
@@ -93,9 +88,7 @@ def test_saved_average_goes_on_at_another_stage_and_world_size(tmp_path: Path, c
     simulate(load, 3)
 
 
-def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
-    tmp_path: Path,
-) -> None:
+def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(tmp_path):
     plain = Case().build()
     train_steps(plain, 0, 1)
     plain.save_checkpoint(tmp_path, "plain")
@@ -115,7 +108,7 @@ def test_checkpoint_of_other_extensions_is_refused_and_may_be_loaded_without(
     assert_same(_averages(averaged), loaded)
 
 
-def test_memory_checkpoint_has_the_average_of_its_step(tmp_path: Path) -> None:
+def test_memory_checkpoint_has_the_average_of_its_step(tmp_path):
     memory = {"memory_checkpoint": {"every": 1, "path": str(tmp_path / "memory")}}
     engine = _build(None, top=memory)
     engine.resume(tmp_path)
@@ -131,23 +124,23 @@ def test_memory_checkpoint_has_the_average_of_its_step(tmp_path: Path) -> None:
 class _Faulty(Extension):
     """Raises at the place that it is given, and counts its ends."""
 
-    def __init__(self, where: str = "", **states: torch.Tensor) -> None:
+    def __init__(self, where="", **states):
         self.where, self.own, self.num_ends = where, states, 0
 
-    def attach(self, state: Any) -> None:
+    def attach(self, state):
         if self.where == "attach":
             raise OSError("disk full")
 
-    def states(self) -> dict[str, torch.Tensor]:
+    def states(self):
         return self.own
 
-    def remove(self) -> None:
+    def remove(self):
         self.num_ends += 1
         if self.where == "remove":
             raise OSError("disk full")
 
 
-def test_extensions_end_with_a_build_that_fails_and_one_that_raises_hinders_nobody() -> None:
+def test_extensions_end_with_a_build_that_fails_and_one_that_raises_hinders_nobody():
     model, first = make_model(), _Faulty()
     with pytest.raises(OSError, match="disk full"):
         Case().build(model=model, extensions=[first, _Faulty("attach")])
@@ -159,7 +152,7 @@ def test_extensions_end_with_a_build_that_fails_and_one_that_raises_hinders_nobo
     Case().build(model=model)
 
 
-def test_wrong_extensions_are_refused() -> None:
+def test_wrong_extensions_are_refused():
     with pytest.raises(ValueError, match="decay = 1"):
         WeightAverage(1.0)
     average = WeightAverage()
@@ -174,7 +167,7 @@ def test_wrong_extensions_are_refused() -> None:
     with pytest.raises(ConfigError, match="no extensions"):
         Case().build(extensions=[average], is_training=False)
 
-    def differ(ranks: SimulatedRanks) -> None:
+    def differ(ranks):
         own = [WeightAverage(0.5 + ranks.rank / 4)]
         with pytest.raises(RankMismatchError, match="a different list of extensions"):
             Case().build(ranks, extensions=own)

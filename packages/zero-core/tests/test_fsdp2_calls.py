@@ -1,29 +1,24 @@
 """FSDP2's methods as calls of the engine: they change when units are gathered and released."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-import zero_core
-from zero_core.testing import Case, SimulatedRanks, make_tower, on_ranks, rows, simulate, train
-from zero_core.testing.training import Launch, LoggedCollectives, assert_same
+from zero_core.testing import Case, make_tower, on_ranks, rows, simulate, train
+from zero_core.testing.training import LoggedCollectives, assert_same
 
 
-def _build(ranks: SimulatedRanks, **case: Any) -> tuple[zero_core.Engine, list[Launch]]:
-    log: list[Launch] = []
+def _build(ranks, **case):
+    log = []
     engine = Case(3, **case).build(ranks, make_tower(), collectives=LoggedCollectives.factory(log))
     return engine, log
 
 
-def _gathers(log: list[Launch]) -> list[str]:
+def _gathers(log):
     return [str(launch) for launch in log if launch.kind != "r"]
 
 
-def _without(skipped: int | None) -> list[int]:
+def _without(skipped):
     return [block for block in range(4) if block != skipped]
 
 
@@ -52,9 +47,9 @@ def test_units_that_are_not_resharded_are_gathered_once(ranks):
     assert not any(flat.full is not None for flat in engine.sharded_state.params)
 
 
-def _in_advance(ranks: SimulatedRanks, depth: int) -> tuple[list[str], list[str]]:
+def _in_advance(ranks, depth):
     engine, log = _build(ranks)
-    before_first: list[str] = []
+    before_first = []
     first, *_, last = blocks = engine.module.blocks
     engine.set_modules_to_forward_prefetch(first, blocks[1 : 1 + depth])
     engine.set_modules_to_backward_prefetch(last, [blocks[2], blocks[1], blocks[0]][:depth])
@@ -73,7 +68,7 @@ def test_prefetched_units_are_gathered_once_with_the_one_before_in_one_order(dep
     assert simulate(_in_advance, 3, depth) == [(one_step[: 2 + depth], one_step * 3)] * 3
 
 
-def _prefetch(engine: zero_core.Engine) -> None:
+def _prefetch(engine):
     blocks = engine.module.blocks
     engine.set_modules_to_forward_prefetch(blocks[0], blocks[1:])
     engine.set_modules_to_backward_prefetch(blocks[3], [blocks[2], blocks[1], blocks[0]])
@@ -161,7 +156,7 @@ def test_generation_that_breaks_off_frees_what_it_kept(ranks):
     before = engine.memory_report()
     kept = []
 
-    def break_off() -> None:
+    def break_off():
         engine(rows(0, ranks.rank))
         kept.append(sum(engine.memory_report().values()))
         raise KeyboardInterrupt
@@ -179,7 +174,7 @@ def test_parts_are_without_hooks_while_all_blocks_stay_gathered(ranks):
     parts = [block[0] for block in engine.module.blocks]
     x = rows(0, ranks.rank)
 
-    def num_hooked() -> int:
+    def num_hooked():
         return sum(bool(part._forward_pre_hooks) for part in parts)
 
     with torch.no_grad(), engine.generating():

@@ -1,37 +1,32 @@
 """Models and runs that leave the usual path: the numbers stay right, or an error says why not."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core import CheckpointError
 from zero_core.testing.models import Tower, batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes, run_on_processes
-from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same, train
 
-OPT: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+OPT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 ALONE = {"train_batch_size": 1}
 
 
-def _build(ranks: SimulatedRanks | None, stage: int, **case: Any) -> zero_core.Engine:
+def _build(ranks, stage, **case):
     config = Case(stage, **case).config() | OPT
     return zero_core.build(make_tower(), config, process_group=ranks)
 
 
-def _calls(model: Any, way: str, step: int, rank: int) -> list[Tensor]:
+def _calls(model, way, step, rank):
     """Return the losses that a step runs backward from."""
     x, y = rows(step, rank), rows(step + 50, rank)
     if way == "a loss of two forwards":
@@ -42,9 +37,7 @@ def _calls(model: Any, way: str, step: int, rank: int) -> list[Tensor]:
 @pytest.mark.parametrize("way", ["a loss of two forwards", "two backwards", "a plain backward"])
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_a_step_follows_ddp_when_its_backward_is(
-    ranks: SimulatedRanks, stage: int, way: str
-) -> None:
+def test_a_step_follows_ddp_when_its_backward_is(ranks, stage, way):
     reference = make_tower()
     ddp = SimulatedDDP(reference, ranks)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
@@ -64,9 +57,9 @@ def test_a_step_follows_ddp_when_its_backward_is(
 
 
 @on_ranks(2)
-def test_a_loss_that_is_dropped_frees_its_activations(ranks: SimulatedRanks) -> None:
+def test_a_loss_that_is_dropped_frees_its_activations(ranks):
     engine = _build(ranks, 3)
-    seen: list[weakref.ref[Tensor]] = []
+    seen = []
     for module in engine.module.modules():
         module.register_forward_hook(lambda m, a, out: seen.append(weakref.ref(out)))
     loss = engine(rows(0, ranks.rank))
@@ -76,9 +69,7 @@ def test_a_loss_that_is_dropped_frees_its_activations(ranks: SimulatedRanks) -> 
 
 
 @on_ranks(2)
-def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(
-    ranks: SimulatedRanks,
-) -> None:
+def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(ranks):
     engine = _build(ranks, 3)
     with pytest.raises(RuntimeError, match=r"a part of unit 0 \(root\) was called by itself"):
         engine.module.first(rows(0, ranks.rank))
@@ -86,7 +77,7 @@ def test_a_part_called_by_itself_works_without_gradients_and_is_refused_with(
         assert torch.equal(engine.module.first(rows(0, 0)), make_tower().first(rows(0, 0)))
 
 
-def _late(ranks: SimulatedRanks, stage: int) -> None:
+def _late(ranks, stage):
     """A backward after the reduced one, within no_sync, on one rank only."""
     engine = _build(ranks, stage)
     engine.backward(engine(rows(0, ranks.rank)))
@@ -106,7 +97,7 @@ def test_unreduced_gradients_of_one_rank_are_reduced_by_all(run, stage):
 
 
 @on_ranks(2)
-def test_a_rank_whose_loss_uses_no_parameter_takes_part(ranks: SimulatedRanks) -> None:
+def test_a_rank_whose_loss_uses_no_parameter_takes_part(ranks):
     results = []
     for stage in range(3):
         engine = _build(ranks, stage, accumulation=2)
@@ -123,7 +114,7 @@ def test_a_rank_whose_loss_uses_no_parameter_takes_part(ranks: SimulatedRanks) -
     assert not torch.equal(results[0]["head.weight"], make_tower().head.weight)
 
 
-def _skips_several(ranks: SimulatedRanks) -> None:
+def _skips_several(ranks):
     engine = _build(ranks, 3)
     blocks, x = engine.module.blocks, rows(0, ranks.rank)
     for block in blocks if ranks.rank == 0 else [blocks[0], blocks[3]]:
@@ -137,9 +128,7 @@ def test_ranks_that_skip_several_blocks_get_an_error_not_wrong_weights():
 
 
 @on_ranks(2)
-def test_blocks_may_be_called_without_the_models_forward_and_each_rank_may_drop_one(
-    ranks: SimulatedRanks,
-) -> None:
+def test_blocks_may_be_called_without_the_models_forward_and_each_rank_may_drop_one(ranks):
     results = []
     for stage in range(4):
         engine = _build(ranks, stage)
@@ -156,9 +145,7 @@ def test_blocks_may_be_called_without_the_models_forward_and_each_rank_may_drop_
 
 
 @on_ranks(2)
-def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(
-    ranks: SimulatedRanks,
-) -> None:
+def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(ranks):
     engine = _build(ranks, 3)
     for step in range(3):
         train(engine, [(rows(step, ranks.rank), (3, 2, 1, 0))])
@@ -168,7 +155,7 @@ def test_an_order_other_than_the_module_trees_holds_two_blocks_at_most(
 
 
 @on_ranks(2)
-def test_every_rank_starts_from_rank_zeros_values(ranks: SimulatedRanks) -> None:
+def test_every_rank_starts_from_rank_zeros_values(ranks):
     with seeded(ranks.rank):
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model[1].running_mean.fill_(ranks.rank)
@@ -192,7 +179,7 @@ def test_a_lost_peer_is_named_by_rank_unit_and_collective(ranks):
 
 
 @on_ranks(2)
-def test_a_failure_on_one_rank_reaches_all(ranks: SimulatedRanks, tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_reaches_all(ranks, tmp_path):
     engine = _build(ranks, 3)
     engine.save_checkpoint(tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"find failed on rank 1: .* holds no checkpoint"):
@@ -207,7 +194,7 @@ def test_a_failure_on_one_rank_reaches_all(ranks: SimulatedRanks, tmp_path: Path
 
 
 def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog):
-    def fail(grad: Tensor) -> None:
+    def fail(grad):
         handle.remove()
         raise ArithmeticError("as asked")
 
@@ -247,7 +234,7 @@ def test_gradients_from_before_build_are_forgotten():
 
 
 @on_ranks(2)
-def test_a_parameter_without_elements_is_carried_along(ranks: SimulatedRanks) -> None:
+def test_a_parameter_without_elements_is_carried_along(ranks):
     model = make_tower()
     model.nothing = nn.Parameter(torch.zeros(0), requires_grad=False)
     engine = Case(stage=3).build(ranks, model)
@@ -291,7 +278,7 @@ def test_a_plain_backward_in_fp16_needs_the_loss_scale():
     assert (engine.global_steps, engine.skipped_steps) == (1, 0)
 
 
-def _fail(grad: Tensor) -> None:
+def _fail(grad):
     raise ArithmeticError("breaks off")
 
 
@@ -300,7 +287,7 @@ class _Breaking(Tower):
 
     where = ""
 
-    def _run(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
+    def _run(self, x, chosen):
         for index in chosen:
             x = x + self.blocks[index](x)
             if self.where == "backward" and index == 1:
@@ -312,12 +299,12 @@ class _Breaking(Tower):
         return x
 
 
-def _make() -> _Breaking:
+def _make():
     with seeded(1):
         return _Breaking()
 
 
-def _train(ranks: SimulatedRanks, stage: int, where: str) -> list[float]:
+def _train(ranks, stage, where):
     model = _make()
     engine = Case(stage).build(ranks, model)
     losses = []
@@ -342,13 +329,13 @@ def _train(ranks: SimulatedRanks, stage: int, where: str) -> list[float]:
 
 @pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (3, 2), (1, 3), (2, 3), (3, 3)])
-def test_training_goes_on_after_it_broke_off(world_size: int, stage: int, where: str) -> None:
+def test_training_goes_on_after_it_broke_off(world_size, stage, where):
     found = simulate(_train, world_size, stage, where)
     assert found == simulate(_train, world_size, stage, "")
 
 
 @on_ranks(2)
-def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks: SimulatedRanks) -> None:
+def test_parameters_can_be_changed_and_an_engine_closed_after_ctrl_c(ranks):
     model = _make()
     engine = Case(stage=3).build(ranks, model)
     model.where = "interrupt"

@@ -1,7 +1,5 @@
 """The device that is not there keeps what it promises: the CPU's bits, later, and CUDA's traps."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from zero_core.testing import alone, late_device
 DEVICE = "late:1"
 
 
-def _the_host_runs_ahead_until_it_waits() -> None:
+def _the_host_runs_ahead_until_it_waits():
     torch.accelerator.set_device_index(1)
     x = torch.zeros(4, device=DEVICE)
     late_device.reset_counters()
@@ -28,13 +26,13 @@ def _the_host_runs_ahead_until_it_waits() -> None:
     assert counted.syncs == {"event": 1, "copy": 1}
 
 
-def _a_missing_wait_or_record_stream_shows() -> None:
+def _a_missing_wait_or_record_stream_shows():
     side = torch.Stream(DEVICE, priority=-1)
     source = torch.arange(1000.0, device=DEVICE)
     out = torch.zeros(1000, device=DEVICE)
     torch.accelerator.synchronize(DEVICE)
 
-    def use(*, waits: bool, records: bool, late: Any) -> bool:
+    def use(*, waits, records, late):
         main = torch.accelerator.current_stream(DEVICE)
         with late_device.held(late):
             value = source * 2
@@ -57,7 +55,7 @@ def _a_missing_wait_or_record_stream_shows() -> None:
     assert not use(waits=False, records=True, late="kernels")
 
 
-def _only_pinned_copies_do_not_block() -> None:
+def _only_pinned_copies_do_not_block():
     host = torch.arange(100.0).pin_memory()
     assert host.is_pinned()
     assert not torch.zeros(1).is_pinned()

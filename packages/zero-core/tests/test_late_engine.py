@@ -1,7 +1,6 @@
 """Engines on a simulated device with random delays, against the bits of simulated CPU ranks."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -23,13 +22,13 @@ GRID = [
 ]
 
 
-def train(ranks: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(ranks, case):
     """Train without reading any loss before the end, so that the host runs ahead.
 
     Where there are several nodes, CPU ranks sum in the order of the device's collectives.
     """
 
-    def collectives(native: Any, **_: Any) -> Any:
+    def collectives(native, **_):
         is_on_nodes = ranks.device.type == "cpu" and ranks.per_node < ranks.size
         return device_collectives(ranks) if is_on_nodes else native
 
@@ -39,7 +38,7 @@ def train(ranks: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]
     )
 
 
-def _run_grid(world_size: int, grid: list[Case], per_node: int | None = None) -> None:
+def _run_grid(world_size, grid, per_node=None):
     for seed, case in enumerate(grid):
         late_device.load()
         expected = simulate(train, world_size, case, ranks_per_node=per_node)
@@ -55,7 +54,7 @@ ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 @pytest.mark.slow
-def test_whole_parameters_are_updated_with_the_bits_of_the_cpu() -> None:
+def test_whole_parameters_are_updated_with_the_bits_of_the_cpu():
     cases = [
         Case(stage=2, clipping=0.5, top=ADAFACTOR),
         Case(stage=3, dtype="bf16", zero=ON_HOST, top=ADAFACTOR),
@@ -68,15 +67,15 @@ def test_whole_parameters_are_updated_with_the_bits_of_the_cpu() -> None:
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
 )
-def test_every_stage_has_the_bits_of_the_cpu(world_size: int) -> None:
+def test_every_stage_has_the_bits_of_the_cpu(world_size):
     run_alone(_run_grid, world_size, GRID)
 
 
-def test_sums_on_two_nodes_have_the_bits_of_their_tree() -> None:
+def test_sums_on_two_nodes_have_the_bits_of_their_tree():
     run_alone(_run_grid, 4, GRID[4:8], 2)
 
 
-def _hold(ranks: Any) -> None:
+def _hold(ranks):
     case = Case(stage=2, dtype="bf16")
     engine = case.build(ranks)
     built = engine.memory_report()["exchange buffers"]
@@ -96,7 +95,7 @@ def test_buffers_of_reductions_are_allocated_in_build(per_node):
     simulate(_hold, 4, device="late", ranks_per_node=per_node)
 
 
-def _running_means(ranks: Any) -> list[torch.Tensor]:
+def _running_means(ranks):
     with seeded(0):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     engine = Case(stage=1, dtype="bf16").build(ranks, model)

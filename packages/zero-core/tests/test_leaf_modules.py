@@ -1,12 +1,9 @@
 """A leaf module is one unit with all that is in it, as experts of which each rank uses others."""
 
-from __future__ import annotations
-
 import logging
-from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from zero_core.layout.discovery import discover, note_reader
 from zero_core.testing import Case
@@ -15,28 +12,28 @@ from zero_core.testing import Case
 class _Mixture(nn.Module):
     """Experts, found by the name of their list."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.experts[0](x)
 
 
-def _net() -> nn.Module:
+def _net():
     model = nn.Module()
     model.below, model.mixture = nn.Linear(5, 5), _Mixture()
     model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
     return model
 
 
-def _units(model: nn.Module, leaf_module: dict[str, Any] | None = None) -> list[str]:
+def _units(model, leaf_module=None):
     zero = {} if leaf_module is None else {"leaf_module": leaf_module}
     engine = Case(zero=zero).build(model=model)
     return [unit.name for unit in engine.layout.units]
 
 
-def _marked(*paths: str) -> nn.Module:
+def _marked(*paths):
     model = _net()
     for path in paths:
         model.get_submodule(path)._is_zero_leaf = True
@@ -87,7 +84,7 @@ def test_a_parameter_that_another_block_reads_is_gathered_with_the_root():
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(5, 5) for _ in range(2))})
     weight, reader = model["blocks"][0].weight, model["blocks"][1]
 
-    def unit_of_weight() -> str:
+    def unit_of_weight():
         found = discover(model)
         number = next(n for n, p in enumerate(found.params) if p is weight)
         return next(name for name, _, members in found.units if number in members)

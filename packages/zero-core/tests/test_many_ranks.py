@@ -1,9 +1,5 @@
 """One rank of 1024, alone: a process group that answers without sending anything."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,13 +16,13 @@ WORLD_SIZE, WIDTH = 1024, 96
 class SilentRanks(Ranks):
     """Ranks whose exchanges are collectives of the backend, which answers none of single ranks."""
 
-    def connect(self, named_within_s: float | None = None) -> ControlGroup:
+    def connect(self, named_within_s=None):
         return ControlGroup(self.library(), self.device)
 
 
 @pytest.fixture(params=[0, 1023], ids=lambda rank: f"rank{rank}")
-def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    rank: int = request.param
+def rank(request, monkeypatch):
+    rank = request.param
     # The fake backend sums nothing, and a step needs ranks that have the same settings.
     monkeypatch.setattr(ControlGroup, "sum", lambda _, values: values.mul_(WORLD_SIZE))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
@@ -36,7 +32,7 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_among_1024_ranks_holds_what_was_planned(rank: int, stage: int) -> None:
+def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},

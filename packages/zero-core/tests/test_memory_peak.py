@@ -5,17 +5,14 @@ return large tensors to the system when they are freed: memory that it would kee
 allocator's, not the engine's.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.testing import PeakMemory, alone, spawn
@@ -27,17 +24,17 @@ M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class Deep(nn.Module):
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return x.square().mean()
 
 
-def make_config(dtype: str) -> dict[str, Any]:
+def make_config(dtype):
     return {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": dtype == "bf16"},
@@ -46,13 +43,13 @@ def make_config(dtype: str) -> dict[str, Any]:
     }
 
 
-def status(name: str) -> int:
+def status(name):
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (value,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return int(value) * 1024
 
 
-def train(depth: int, dtype: str, rows: int, steps: int) -> zero_core.Engine:
+def train(depth, dtype, rows, steps):
     engine = zero_core.build(Deep(depth), make_config(dtype))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
     for _ in range(steps):
@@ -61,7 +58,7 @@ def train(depth: int, dtype: str, rows: int, steps: int) -> zero_core.Engine:
     return engine
 
 
-def measure(dtype: str, rows: int) -> dict[str, int]:
+def measure(dtype, rows):
     train(2, dtype, rows, 2)  # libraries and kernels are there from now on
     before = status("VmRSS")
     engine = train(DEPTH, dtype, rows, 3)
@@ -105,18 +102,18 @@ CONFIG = {
 }
 
 
-def _model() -> nn.Module:
+def _model():
     return nn.Sequential(*(nn.Linear(LARGE, LARGE) for _ in range(NUM_UNITS)))
 
 
-def _warm_up() -> None:
+def _warm_up():
     """Build a small engine, so that torch and gloo have made their first allocations."""
     with zero_core.deferred_init():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     zero_core.build(model, CONFIG).close()
 
 
-def _measure_construction(rank: int, world_size: int, folder: str) -> None:
+def _measure_construction(rank, world_size, folder):
     _warm_up()
     torch.manual_seed(0)
     with PeakMemory() as peak:
@@ -156,7 +153,7 @@ def _measure_construction(rank: int, world_size: int, folder: str) -> None:
     assert peak.nbytes <= bound, ("quantized", rank, peak.nbytes, bound)
 
 
-def _to_int8(linear: nn.Module) -> None:
+def _to_int8(linear):
     scale = linear.weight.abs().amax() / 127
     linear.weight.div_(scale).round_()
     linear.weight = nn.Parameter(linear.weight.to(torch.int8), requires_grad=False)
@@ -164,6 +161,6 @@ def _to_int8(linear: nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path: Path) -> None:
+def test_no_rank_holds_more_than_its_shards_and_a_unit(tmp_path):
     save_file(_model().state_dict(), tmp_path / "model.safetensors")
     spawn(_measure_construction, 3, str(tmp_path))

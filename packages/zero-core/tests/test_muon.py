@@ -1,7 +1,5 @@
 """Muon by name, against torch's own Muon and AdamW under DDP."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

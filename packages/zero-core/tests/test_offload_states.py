@@ -3,11 +3,9 @@
 import ctypes
 import itertools
 import resource
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import pytest
 import torch
@@ -28,21 +26,19 @@ CASES = [
 ALL = frozenset(zero_core.StatePart)
 
 
-def build(ranks: Any, case: Case) -> zero_core.Engine:
+def build(ranks, case):
     return case.build(ranks)
 
 
-def micro_step(engine: zero_core.Engine, ranks: Any, step: int, micro: int = 0) -> torch.Tensor:
+def micro_step(engine, ranks, step, micro=0):
     inputs = batch(step, micro, ranks.rank)
-    loss: torch.Tensor = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
+    loss = engine(**{**inputs, "ids": inputs["ids"].to(ranks.device)})["loss"]
     engine.backward(loss)
     engine.step()
     return loss.detach()
 
 
-def train(
-    ranks: Any, case: Case, parts: frozenset[str] | None, non_blocking: bool, done: Barrier
-) -> list[Any]:
+def train(ranks, case, parts, non_blocking, done):
     """Train, with ``parts`` offloaded and reloaded after every micro-step."""
     engine = build(ranks, case)
     losses = []
@@ -59,7 +55,7 @@ def train(
     return [[loss.item() for loss in losses], values]
 
 
-def _compare(device: str, world_size: int) -> None:
+def _compare(device, world_size):
     if device == "late":
         late_device.load()
         late_device.set_delays(seed=1, kernel_s=5e-5, copy_s=5e-4)
@@ -74,21 +70,21 @@ def _compare(device: str, world_size: int) -> None:
         )
 
 
-def test_training_goes_on_with_the_same_bits() -> None:
+def test_training_goes_on_with_the_same_bits():
     _compare("cpu", 3)
 
 
 @pytest.mark.slow
-def test_training_goes_on_with_the_same_bits_on_a_device() -> None:
+def test_training_goes_on_with_the_same_bits_on_a_device():
     run_alone(_compare, "late", 2)
 
 
-def _allocated(ranks: Any) -> int:
+def _allocated(ranks):
     torch.accelerator.synchronize(ranks.device)
     return torch.accelerator.memory_allocated(ranks.device)
 
 
-def _measure(ranks: Any, stage: int, done: Barrier) -> None:
+def _measure(ranks, stage, done):
     before = _allocated(ranks)
     config = {**Case(stage=stage, dtype="bf16").config()}
     engine = zero_core.build(RootAndBlocks(384, 3, 1.0), config, process_group=ranks)
@@ -117,7 +113,7 @@ def test_99_percent_of_the_device_is_free():
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(2)
-def test_what_needs_the_states_says_so(ranks: Any, stage: int) -> None:
+def test_what_needs_the_states_says_so(ranks, stage):
     engine = build(ranks, Case(stage=stage))
     micro_step(engine, ranks, 0)
     inputs = batch(1, 0, ranks.rank)
@@ -167,7 +163,7 @@ def test_what_needs_the_states_says_so(ranks: Any, stage: int) -> None:
     engine.close()
 
 
-def test_an_engine_that_evaluates_alone_sleeps_too() -> None:
+def test_an_engine_that_evaluates_alone_sleeps_too():
     engine = Case(stage=3).build(is_training=False)
     inputs = batch(0, 0, 0)
     expected = engine(**inputs)["loss"].item()
@@ -183,7 +179,7 @@ M_MMAP_THRESHOLD = -3
 
 
 @contextmanager
-def _leaving(nbytes: int) -> Iterator[None]:
+def _leaving(nbytes):
     """Limit the memory that this process can still allocate to ``nbytes``."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from support.tiers import MadeTier
 from torch import Tensor
 
 import zero_core
-from zero_core.testing import Case, Tower, alone, late_device, make_tower, simulate
+from zero_core.testing import Case, alone, late_device, make_tower, simulate
 
 WIDTH, NUM_STEPS = 16, 5
 OPTIMIZERS = {"AdamW": {"lr": 1e-2}, "SGD": {"lr": 1e-2, "momentum": 0.9}}
@@ -30,14 +29,14 @@ class Training(Case):
     is_twice: bool = False
     max_norm: float = 0.0
 
-    def config(self) -> dict[str, Any]:
+    def config(self):
         optimizer = {"type": self.optimizer, "params": OPTIMIZERS[self.optimizer]}
         config = {**super().config(), "optimizer": optimizer}
         config["fp16"]["initial_scale_power"] = 17  # it overflows in the first steps
         return config
 
 
-def make(*, is_twice: bool = False) -> Tower:
+def make(*, is_twice=False):
     """Make a tower of three blocks.
 
     ``is_twice``: with reentrant checkpoints, whose gradients arrive late.
@@ -45,11 +44,7 @@ def make(*, is_twice: bool = False) -> Tower:
     return make_tower(3, WIDTH, recompute="reentrant" if is_twice else "none")
 
 
-HOW: tuple[dict[str, Any], ...] = (
-    {},
-    {"clipping": 0.05, "accumulation": 2},
-    {"clipping": 0.05, "max_norm": 0.01},
-)
+HOW = ({}, {"clipping": 0.05, "accumulation": 2}, {"clipping": 0.05, "max_norm": 0.01})
 ALONE = [
     Training(dtype=dtype, optimizer=optimizer, **how)
     for dtype, optimizer, how in product(("fp32", "bf16", "fp16"), OPTIMIZERS, HOW)
@@ -73,12 +68,12 @@ HALF = [case for n, case in enumerate(TOGETHER) if (n // 4 + n) % 2 == 0]
 CASES_OF = {1: ALONE, 2: HALF, 3: TOGETHER}
 
 
-def blocks_of(number: int, *, is_twice: bool = False) -> tuple[int, ...]:
+def blocks_of(number, *, is_twice=False):
     """Return the blocks that a call uses: all, or in every other call all but the last one."""
     return (0, 1, 2, 1) if is_twice else (0, 1, 2)[: 3 - number % 2]
 
 
-def train(ranks: Any, case: Training) -> tuple[list[int], list[Any]]:
+def train(ranks, case):
     """Return how often each step that was taken waited, and the results of all steps."""
     model = make(is_twice=case.is_twice)
     engine = case.build(ranks, model)
@@ -107,11 +102,11 @@ def train(ranks: Any, case: Training) -> tuple[list[int], list[Any]]:
     return waits, results
 
 
-def count_waits(ranks: Any) -> int:
+def count_waits(ranks):
     return sum(late_device.counters(ranks.device.index).syncs.values())
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a, b):
     return torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
 
 
@@ -133,7 +128,7 @@ def test_a_step_waits_for_the_device_once_and_has_the_bits_of_the_cpu(world_size
             assert all(map(same, results, on_cpu)), (case, results[:NUM_STEPS], on_cpu[:NUM_STEPS])
 
 
-def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
+def _order_of_a_step(engine):
     """Return the update's kernel and the host's wait in their order."""
     engine.backward(engine(torch.ones(2, WIDTH, device="late")))
     late_device.start_trace()
@@ -143,7 +138,7 @@ def _order_of_a_step(engine: zero_core.Engine) -> list[str]:
     return [what for what in seen if what == "wait" or "_fused_adamw_" in what]
 
 
-def _the_update_is_enqueued_before_the_host_reads_the_decision(folder: str) -> None:
+def _the_update_is_enqueued_before_the_host_reads_the_decision(folder):
     engine = Training(dtype="bf16", clipping=1.0).build(model=make())
     assert _order_of_a_step(engine) == ["aten::_fused_adamw_", "wait"]
     engine.optimizer.register_step_pre_hook(lambda *_: None)  # it may change the groups
@@ -151,7 +146,7 @@ def _the_update_is_enqueued_before_the_host_reads_the_decision(folder: str) -> N
     engine.close()
 
 
-def _raise_momentum(ranks: Any) -> list[Any]:
+def _raise_momentum(ranks):
     """Train with SGD whose momentum is 0 until a step that is not taken."""
     model = make()
     engine = PLAIN_SGD.build(ranks, model)
@@ -172,7 +167,7 @@ def _raise_momentum(ranks: Any) -> list[Any]:
     return results
 
 
-def _states_of_a_step_that_is_not_taken_are_dropped(folder: str) -> None:
+def _states_of_a_step_that_is_not_taken_are_dropped(folder):
     (expected,) = simulate(_raise_momentum, 1)
     late_device.set_delays(seed=1, kernel_s=2e-5, copy_s=2e-4)
     (found,) = simulate(_raise_momentum, 1, device="late")
@@ -184,14 +179,14 @@ class BrokenOff(MadeTier):
 
     num_updates = 0
 
-    def step_ahead(self, *args: Any, **kwargs: Any) -> None:
+    def step_ahead(self, *args, **kwargs):
         super().step_ahead(*args, **kwargs)
         self.num_updates += 1
         if self.num_updates == 2:
             raise KeyboardInterrupt
 
 
-def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder: str) -> None:
+def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder):
     engine = Training(dtype="bf16").build(model=make(), state_tier=BrokenOff.made)
     found = []
     for _ in range(2):
@@ -214,7 +209,7 @@ def _a_step_that_was_broken_off_after_its_update_needs_a_load(folder: str) -> No
     engine.close()
 
 
-def _groups_with_other_kernels_are_updated_after_the_decision(folder: str) -> None:
+def _groups_with_other_kernels_are_updated_after_the_decision(folder):
     model = make()
     groups = [
         {"params": [*model.first.parameters(), *model.head.parameters()], "fused": True},
@@ -230,7 +225,7 @@ def _groups_with_other_kernels_are_updated_after_the_decision(folder: str) -> No
     engine.close()
 
 
-def _gather_alone(ranks: Any) -> int:
+def _gather_alone(ranks):
     engine = Training().build(ranks, make())
     values = torch.ones(WIDTH, device=ranks.device)
     late_device.reset_counters()
@@ -240,7 +235,7 @@ def _gather_alone(ranks: Any) -> int:
     return num_copies
 
 
-def _one_rank_downloads_what_it_gathers_once(folder: str) -> None:
+def _one_rank_downloads_what_it_gathers_once(folder):
     assert simulate(_gather_alone, 1, device="late") == [1]
 
 

@@ -1,12 +1,8 @@
 """Adam and Lion beside their papers and torch, and named optimizers beside torch under DDP."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core import ConfigError, Lion
@@ -17,7 +13,7 @@ from zero_core.testing.training import assert_same
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 
 
-def adam_of_the_paper(start: Tensor, grads: list[Tensor], *, is_adamw: bool) -> Tensor:
+def adam_of_the_paper(start, grads, *, is_adamw):
     """Adam's moments without their correction, in float64."""
     value = start.double()
     first = second = torch.zeros_like(value)
@@ -33,7 +29,7 @@ def adam_of_the_paper(start: Tensor, grads: list[Tensor], *, is_adamw: bool) -> 
     return value
 
 
-def lion_of_the_paper(start: Tensor, grads: list[Tensor]) -> Tensor:
+def lion_of_the_paper(start, grads):
     """Algorithm 2 of Chen et al., 2023, in float64."""
     value, momentum = start.double(), torch.zeros_like(start, dtype=torch.float64)
     for grad in grads:
@@ -44,16 +40,15 @@ def lion_of_the_paper(start: Tensor, grads: list[Tensor]) -> Tensor:
     return value
 
 
-def stepped(optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> Tensor:
+def stepped(optimizer, grads):
     (param,) = optimizer.param_groups[0]["params"]
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()
-    found: Tensor = param.detach()
-    return found
+    return param.detach()
 
 
-def draw(num_steps: int = 6) -> tuple[nn.Parameter, Tensor, list[Tensor]]:
+def draw(num_steps=6):
     """Return a parameter, its values, and gradients."""
     torch.manual_seed(0)
     start = torch.randn(13, 7)
@@ -66,7 +61,7 @@ def test_adam_without_bias_correction_uses_the_moments_as_they_are(is_adamw, max
     param, start, grads = draw()
     options = {"bias_correction": False, "decoupled_weight_decay": is_adamw, "maximize": maximize}
     optimizer = Adam([param], LR, BETAS, EPS, DECAY, **options)
-    calls: list[int] = []
+    calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     found = stepped(optimizer, grads).double()
     expected = adam_of_the_paper(start, [-g if maximize else g for g in grads], is_adamw=is_adamw)
@@ -78,7 +73,7 @@ def test_adam_without_bias_correction_uses_the_moments_as_they_are(is_adamw, max
 @pytest.mark.parametrize("is_adamw", [False, True])
 def test_adam_with_bias_correction_is_torchs_bit_by_bit(is_adamw, fused):
     param, start, grads = draw()
-    options: dict[str, Any] = {"lr": LR, "betas": BETAS, "weight_decay": DECAY, "fused": fused}
+    options = {"lr": LR, "betas": BETAS, "weight_decay": DECAY, "fused": fused}
     mine = Adam([param], decoupled_weight_decay=is_adamw, **options)
     kind = torch.optim.AdamW if is_adamw else torch.optim.Adam
     theirs = kind([nn.Parameter(start)], foreach=False, **options)
@@ -124,7 +119,7 @@ def test_settings_out_of_range_are_refused(kind, settings, match):
         kind([nn.Parameter(torch.ones(1))], **settings)
 
 
-def build(params: dict[str, Any], kind: str = "Adam") -> zero_core.Engine:
+def build(params, kind="Adam"):
     torch.manual_seed(0)
     config = {"train_batch_size": 1, "optimizer": {"type": kind, "params": params}}
     return zero_core.build(nn.Linear(3, 2), config)

@@ -1,54 +1,50 @@
 """``param.grad`` at stage 0 between the last backward of a step and ``step``: DDP is the oracle."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
-from zero_core.comm.topology import Ranks
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes
-from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import adamw, assert_same, step_ddp
 
 STEPS = 3
 Edit = Callable[[nn.Module], object]
 
 
-def _clip_norm(model: nn.Module) -> Tensor:
+def _clip_norm(model):
     return nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
-def _clamp_data(model: nn.Module) -> None:
+def _clamp_data(model):
     for param in model.parameters():
         if param.grad is not None:
             param.grad.data.clamp_(-1e-3, 1e-3)
 
 
-def _freeze(model: nn.Module) -> None:
+def _freeze(model):
     list(model.parameters())[1].grad = None
     del list(model.parameters())[-2].grad
 
 
-def _zero_and_assign(model: nn.Module) -> None:
+def _zero_and_assign(model):
     first, second, *_ = (p for p in model.parameters() if p.grad is not None)
     first.grad.zero_()
     second.grad = second.grad * 3.0
     second.grad *= 0.5
 
 
-EDITS: dict[str, Edit] = {
+EDITS = {
     "nothing": lambda model: None,
     "clipped": _clip_norm,
     "clipped by value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
@@ -59,19 +55,19 @@ EDITS: dict[str, Edit] = {
 }
 
 
-def _read(model: nn.Module) -> dict[str, Tensor | None]:
+def _read(model):
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {name: None if g is None else g.clone() for name, g in grads.items()}
 
 
-def _norm(model: nn.Module) -> float:
+def _norm(model):
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return nn.utils.get_total_norm(grads).item() if grads else 0.0
 
 
-def _build(ranks: SimulatedRanks | None = None, **case: object) -> zero_core.Engine:
+def _build(ranks=None, **case):
     model = make_model()
-    config = Case(**case).config()  # type: ignore[arg-type]
+    config = Case(**case).config()
     return zero_core.build(model, config, optimizer=adamw(model), process_group=ranks)
 
 
@@ -79,13 +75,13 @@ def _build(ranks: SimulatedRanks | None = None, **case: object) -> zero_core.Eng
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("world_size", [1, 3])
 @on_ranks()
-def test_grad_reads_and_counts_as_with_ddp(ranks: SimulatedRanks, name: str) -> None:
-    def edit(model: nn.Module) -> None:
+def test_grad_reads_and_counts_as_with_ddp(ranks, name):
+    def edit(model):
         grads = [_read(model)]
         EDITS[name](model)
         seen.append([*grads, _read(model), _norm(model)])
 
-    seen: list[list[Any]] = []
+    seen = []
     model, engine = make_model(), _build(ranks)
     assert engine.get_global_grad_norm() is None
     ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
@@ -102,13 +98,13 @@ def test_grad_reads_and_counts_as_with_ddp(ranks: SimulatedRanks, name: str) -> 
     assert_same(engine.full_state_dict(), values)
 
 
-def _assert_as_with_ddp(model: nn.Module, wanted: nn.Module, ranks: Ranks) -> None:
+def _assert_as_with_ddp(model, wanted, ranks):
     close = 0.0 if ranks.size == 2 else 1e-5  # gloo adds three ranks' parts in another order
     found, values = (dict(m.named_parameters()) for m in (model, wanted))
     torch.testing.assert_close(found, values, rtol=close, atol=close)
 
 
-def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[Edit]) -> None:
+def _step_with_late_ranks(ranks, steps, case, edits):
     """Change gradients while peers have not read them yet, step after step.
 
     All ranks but the first wait where they read ``param.grad``, until the first one has read and
@@ -120,7 +116,7 @@ def _step_with_late_ranks(ranks: Ranks, steps: int, case: Case, edits: Sequence[
     control, group, is_due = engine.sharded_state.control, dist.new_group(), [False]
     plain_sum = control.sum
 
-    def sum_and_release(tensor: Tensor) -> Tensor:
+    def sum_and_release(tensor):
         if is_due[0] and ranks.rank == 0:
             for peer in range(1, ranks.size):
                 dist.send(torch.zeros(1), peer, group=group)
@@ -156,13 +152,13 @@ def test_changes_do_not_reach_peers_that_read_later(ranks):
     _step_with_late_ranks(ranks, 4, Case(dtype="bf16"), edits)
 
 
-def _change_a_bias(model: nn.Module) -> None:
+def _change_a_bias(model):
     next(p for p in model.parameters() if p.dim() == 1 and p.grad is not None).grad.add_(1.0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_changes_after_clipping_reach_the_owners_of_their_shards(ranks: SimulatedRanks) -> None:
+def test_changes_after_clipping_reach_the_owners_of_their_shards(ranks):
     wanted, engine = make_model(), _build(ranks)
     ddp, optimizer = SimulatedDDP(wanted, ranks), adamw(wanted)
     inputs = batch(0, 0, ranks.rank)
@@ -177,7 +173,7 @@ def test_changes_after_clipping_reach_the_owners_of_their_shards(ranks: Simulate
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
-def test_changes_of_one_rank_are_refused_by_all(ranks: SimulatedRanks) -> None:
+def test_changes_of_one_rank_are_refused_by_all(ranks):
     engine, inputs = _build(ranks), batch(0, 0, ranks.rank)
     told = r"changes: .*param.grad of .* on rank 0"
     before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
@@ -198,7 +194,7 @@ def test_changes_of_one_rank_are_refused_by_all(ranks: SimulatedRanks) -> None:
         engine.step()
 
 
-def _reads(ranks: SimulatedRanks, case: Case, *, is_read: bool) -> dict[str, Tensor]:
+def _reads(ranks, case, *, is_read):
     engine = case.build(ranks)
     for step in range(STEPS):
         for micro in range(case.accumulation):
@@ -230,14 +226,14 @@ def _reads(ranks: SimulatedRanks, case: Case, *, is_read: bool) -> dict[str, Ten
 )
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_reading_on_one_rank_changes_no_bit(ranks: SimulatedRanks, case: Case) -> None:
+def test_reading_on_one_rank_changes_no_bit(ranks, case):
     wanted, found = (_reads(ranks, case, is_read=is_read) for is_read in (False, True))
     assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_a_further_backward_adds_to_what_was_changed(ranks: SimulatedRanks) -> None:
+def test_a_further_backward_adds_to_what_was_changed(ranks):
     model = make_model()
     ddp, optimizer = SimulatedDDP(model, ranks), adamw(model)
     ddp(**batch(0, 0, ranks.rank))["loss"].backward()
@@ -266,9 +262,7 @@ def test_a_further_backward_adds_to_what_was_changed(ranks: SimulatedRanks) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_grad_of_16_bit_parameters_has_their_dtype(
-    ranks: SimulatedRanks, dtype: torch.dtype
-) -> None:
+def test_grad_of_16_bit_parameters_has_their_dtype(ranks, dtype):
     """The step uses the gradients of the parameters' dtype once they were changed."""
     engine = _build(ranks, dtype="bf16" if dtype == torch.bfloat16 else "fp16")
     for step in range(2):
@@ -295,7 +289,7 @@ def test_grad_of_16_bit_parameters_has_their_dtype(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_what_is_assigned_without_a_backward_is_stepped_with(ranks: SimulatedRanks) -> None:
+def test_what_is_assigned_without_a_backward_is_stepped_with(ranks):
     wanted, engine = make_model(), _build(ranks)
     optimizer = adamw(wanted)
     for _ in range(2):

@@ -1,25 +1,21 @@
 """Optimizer groups with settings of their own, schedules over them, groups without parameters."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero_core
-from zero_core.testing.models import Tower, batch, make_model, make_tower, rows
+from zero_core.testing.models import batch, make_model, make_tower, rows
 from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.simulated import SimulatedRanks, on_ranks
+from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import assert_same, step_ddp, train
 
 
-def _optimizer(model: Tower, *, begins_empty: bool) -> torch.optim.Optimizer:
+def _optimizer(model, *, begins_empty):
     decay = [p for p in model.blocks.parameters() if p.ndim > 1]
     rest = [p for p in model.blocks.parameters() if p.ndim == 1]
     ends = [*model.first.parameters(), *model.head.parameters()]
-    groups: list[dict[str, Any]] = [
+    groups = [
         {"params": decay, "weight_decay": 0.3, "lr": 2e-2},
         {"params": [], "lr": 5.0},
         {"params": rest, "weight_decay": 0.0},
@@ -30,14 +26,14 @@ def _optimizer(model: Tower, *, begins_empty: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def _schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
+def _schedule(optimizer):
     factors = [lambda step, i=i: 1.0 / (1 + i * step) for i in range(4)]
     return LambdaLR(optimizer, factors)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
-def test_groups_schedules_and_empty_groups_follow_ddp(ranks: SimulatedRanks) -> None:
+def test_groups_schedules_and_empty_groups_follow_ddp(ranks):
     batches = [rows(step, ranks.rank) for step in range(4)]
     for begins_empty in (False, True):
         model = make_tower()
@@ -50,7 +46,7 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks: SimulatedRanks) -> 
             own = make_tower()
             given = _optimizer(own, begins_empty=begins_empty)
             engine = Case(stage).build(ranks, own, optimizer=given, lr_scheduler=_schedule(given))
-            seen: list[str] = []
+            seen = []
             engine.optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
             engine.optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
             train(engine, batches)
@@ -63,9 +59,7 @@ def test_groups_schedules_and_empty_groups_follow_ddp(ranks: SimulatedRanks) -> 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2), (3, 3)])
 @on_ranks()
-def test_summed_gradients_step_as_far_as_ddp_does_with_a_rate_times_the_ranks(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_summed_gradients_step_as_far_as_ddp_does_with_a_rate_times_the_ranks(ranks, stage):
     batches = [batch(step, 0, ranks.rank) for step in range(2)]
     model, own = make_model(), make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * ranks.size)

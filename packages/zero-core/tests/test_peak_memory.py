@@ -3,8 +3,6 @@
 Activations are a few KiB here, so the peak is the engine's own.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path
@@ -22,7 +20,7 @@ WIDTH, NUM_BLOCKS, TOLERANCE = 224, 6, 0.03
 PIECE_BYTES = 1 << 14  # of what full_state_dict moves at once: these models are small
 
 
-def config(stage: int, dtype: str, **further: Any) -> dict[str, Any]:
+def config(stage, dtype, **further):
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": dtype == "bf16"},
@@ -35,7 +33,7 @@ def config(stage: int, dtype: str, **further: Any) -> dict[str, Any]:
 Job = tuple[dict[str, Any], float]
 """A configuration and the size of the root."""
 ROOT_OF_03 = 0.3 / 0.7 * NUM_BLOCKS
-JOBS: list[Job] = [
+JOBS = [
     *((config(stage, dtype), 1) for stage, dtype in product(range(4), ("fp32", "bf16"))),
     *((config(stage, dtype), ROOT_OF_03) for stage, dtype in product((0, 2, 3), ("fp32", "bf16"))),
     *((config(stage, "bf16", gradient_accumulation_steps=2), 1) for stage in range(4)),
@@ -46,7 +44,7 @@ JOBS: list[Job] = [
 JOBS_OF = {1: [JOBS[0], JOBS[1], JOBS[9], JOBS[17]], 2: JOBS, 3: [JOBS[3], *JOBS[6:8], JOBS[17]]}
 
 
-def measure(ranks: Any, job: Job) -> dict[str, int]:
+def measure(ranks, job):
     """Return the bytes held after build and steps, and the peaks of steps and of an export."""
     device = ranks.device
     accelerator.synchronize(device)
@@ -71,7 +69,7 @@ def measure(ranks: Any, job: Job) -> dict[str, int]:
     return found
 
 
-def _measure_all(world_size: int, folder: str) -> None:
+def _measure_all(world_size, folder):
     late_device.load()
     control.PIECE_BYTES = PIECE_BYTES
     rows = [simulate(measure, world_size, job, device="late") for job in JOBS_OF[world_size]]
@@ -82,7 +80,7 @@ def _measure_all(world_size: int, folder: str) -> None:
     "world_size",
     [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)],
 )
-def test_peak_is_what_was_planned(world_size: int, tmp_path: Path) -> None:
+def test_peak_is_what_was_planned(world_size, tmp_path):
     run_alone(_measure_all, world_size, str(tmp_path))
     rows = json.loads((tmp_path / "rows").read_text())
     for (settings, root), ranks in zip(JOBS_OF[world_size], rows, strict=True):

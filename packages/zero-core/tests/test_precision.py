@@ -1,14 +1,11 @@
 """Loss scaling, overflow and clipping."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.config import Fp16Config
@@ -16,7 +13,7 @@ from zero_core.optim.train_state import LossScaler
 from zero_core.step.gradient import clip_factor
 from zero_core.testing.models import batch, make_model, make_tower, rows, seeded
 from zero_core.testing.oracle import Case, SimulatedDDP, run_ddp, run_engine
-from zero_core.testing.simulated import SimulatedRanks, device_collectives, on_ranks, simulate
+from zero_core.testing.simulated import device_collectives, on_ranks, simulate
 from zero_core.testing.training import train
 
 
@@ -56,7 +53,7 @@ def test_clipping_follows_torchs_formula(norm):
 
 
 @on_ranks(1)
-def test_fp16_skips_and_scales_as_torchs_grad_scaler(ranks: SimulatedRanks) -> None:
+def test_fp16_skips_and_scales_as_torchs_grad_scaler(ranks):
     """With a window so short that the scale grows until it overflows again, and again."""
     keys = {"fp16": {"enabled": True, "hysteresis": 1, "loss_scale_window": 2}}
     case = Case(stage=3, dtype="fp16", top=keys)
@@ -81,9 +78,7 @@ def test_floating_inputs_are_cast_to_the_compute_dtype():
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @on_ranks(2)
-def test_the_declared_dtype_is_communicated_after_no_sync(
-    ranks: SimulatedRanks, name: str, dtype: torch.dtype
-) -> None:
+def test_the_declared_dtype_is_communicated_after_no_sync(ranks, name, dtype):
     plain = make_model()
     ddp, params = SimulatedDDP(plain, ranks), list(plain.parameters())
     optimizer = torch.optim.SGD((p for p in params if p.requires_grad), lr=0.5)
@@ -106,9 +101,7 @@ def test_the_declared_dtype_is_communicated_after_no_sync(
 
 @pytest.mark.parametrize("stage", range(4))
 @on_ranks(3)
-def test_communication_and_accumulation_dtypes_are_honoured(
-    ranks: SimulatedRanks, stage: int
-) -> None:
+def test_communication_and_accumulation_dtypes_are_honoured(ranks, stage):
     finals = []
     for keys in (
         {},
@@ -136,26 +129,26 @@ def test_communication_and_accumulation_dtypes_are_honoured(
 class _Scaled(nn.Module):
     """Two blocks whose outputs are summed, so that one can be spoilt without the other."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(0):
             self.blocks = nn.ModuleList(nn.Linear(3, 5, bias=False) for _ in range(2))
 
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+    def forward(self, first, second):
         return self.blocks[0](first).sum() + self.blocks[1](second).sum()
 
 
-def _told_here(caplog: pytest.LogCaptureFixture) -> list[str]:
+def _told_here(caplog):
     """Return what this rank, which is a thread, has logged."""
     return [r.getMessage() for r in caplog.records if r.thread == threading.get_ident()]
 
 
-def _inputs(*, is_spoilt: bool) -> tuple[Tensor, Tensor]:
+def _inputs(*, is_spoilt):
     good, bad = torch.ones(2, 3), torch.full((2, 3), torch.inf)
     return good, bad if is_spoilt else good
 
 
-def _values(engine: zero_core.Engine) -> dict[str, Tensor]:
+def _values(engine):
     return engine.full_state_dict(dtype=torch.float32)
 
 
@@ -213,17 +206,17 @@ def test_a_sum_that_overflows_blames_no_rank(ranks, caplog):
 class _Reticent:
     """Collectives that do not show each rank's part of a sum."""
 
-    def __init__(self, native: Any, **_: Any) -> None:
+    def __init__(self, native, **_):
         self.all_gather = native.all_gather
         self._native = native
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, *, unit: int) -> Any:
+    def reduce_scatter(self, out, full, *, unit):
         work = self._native.reduce_scatter(out, full, unit=unit)
         work.contributions = ()
         return work
 
 
-CULPRITS: dict[str, tuple[int, int, tuple[int, ...], bool, str]] = {
+CULPRITS = {
     # Ranks, how many of them share a node, who spoils, on accelerators, what is said.
     "several": (3, 3, (0, 2), False, "batches of ranks 0, 2"),
     "of two nodes": (4, 2, (1, 2), True, "batches of ranks 1, 2"),
@@ -232,10 +225,10 @@ CULPRITS: dict[str, tuple[int, int, tuple[int, ...], bool, str]] = {
 }
 
 
-def _is_told(ranks: SimulatedRanks, which: str, caplog: pytest.LogCaptureFixture) -> None:
+def _is_told(ranks, which, caplog):
     _, _, culprits, is_device, said = CULPRITS[which]
 
-    def on_device(native: Any, **_: Any) -> Any:
+    def on_device(native, **_):
         return device_collectives(ranks)
 
     collectives = on_device if is_device else _Reticent if which == "unseen" else None

@@ -1,13 +1,11 @@
 """Ranks of which one needs no gradient of any block, or of which one fails in its forward."""
 
-from __future__ import annotations
-
 import os
 import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.comm.communicator import Communicator
@@ -18,14 +16,14 @@ from zero_core.core.norms import PLAIN
 from zero_core.testing.models import rows, seeded
 from zero_core.testing.oracle import LR, WEIGHT_DECAY, Case
 from zero_core.testing.ranks import on_processes
-from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
-from zero_core.testing.training import Launch, LoggedCollectives, assert_same, check_like_ddp
+from zero_core.testing.simulated import on_ranks, simulate
+from zero_core.testing.training import LoggedCollectives, assert_same, check_like_ddp
 
 WIDTH = 6
 
 
 class _Failing(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if x.isnan().any():
             raise ArithmeticError("a batch of NaN")
         return torch.tanh(super().forward(x))
@@ -35,25 +33,24 @@ class _Failing(nn.Linear):
 class _Net(nn.Module):
     """Frozen blocks between a trainable first layer and a trainable head, both in the root."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         with seeded(5):
             self.first = nn.Linear(WIDTH, WIDTH)
             self.blocks = nn.ModuleList(_Failing(WIDTH, WIDTH) for _ in range(4))
             self.head = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: Tensor, is_detached: bool = False, has_no_grad: bool = False) -> Tensor:
+    def forward(self, x, is_detached=False, has_no_grad=False):
         x = self.first(x)
         if is_detached:
             x = x.detach()
         with torch.set_grad_enabled(not has_no_grad):
             for block in self.blocks:
                 x = block(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
+        return self.head(x).square().mean()
 
 
-def _make(is_frozen: bool) -> _Net:
+def _make(is_frozen):
     net = _Net()
     net.blocks.requires_grad_(not is_frozen)
     return net
@@ -63,7 +60,7 @@ def _make(is_frozen: bool) -> _Net:
 WITHOUT = [(True, False), (False, False), (True, False), (True, True), (True, True), (False, False)]
 
 
-def _inputs(step: int, ranks: SimulatedRanks, is_frozen: bool) -> tuple[Tensor, bool, bool]:
+def _inputs(step, ranks, is_frozen):
     is_without = WITHOUT[step][ranks.rank < ranks.size - 1]
     return rows(step, ranks.rank, WIDTH), is_without and is_frozen, is_without and not is_frozen
 
@@ -81,8 +78,8 @@ def test_one_rank_may_need_no_gradient_of_any_block(ranks, stage, is_frozen):
     )
 
 
-def _count(ranks: SimulatedRanks) -> list[int]:
-    log: list[Launch] = []
+def _count(ranks):
+    log = []
     collectives = LoggedCollectives.factory(log)
     engine = Case(3).build(ranks, _make(True), collectives=collectives)
     found = []
@@ -94,7 +91,7 @@ def _count(ranks: SimulatedRanks) -> list[int]:
     return found
 
 
-def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_step_on() -> None:
+def test_blocks_that_no_rank_needs_in_backward_are_not_gathered_from_the_second_step_on():
     assert simulate(_count, 2)[0] == [3, 0, 0]  # at first the last block is still there
 
 
@@ -130,20 +127,20 @@ def test_a_failure_that_all_ranks_got_over_is_not_named_later(ranks):
 class _Keeping(nn.Module):
     """A block that returns None."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, kept: list[Tensor]) -> None:
+    def forward(self, kept):
         kept.append(self.inner(kept[-1]))
 
 
 class _OfKeeping(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(_Keeping() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         kept = [x]
         for block in self.blocks:
             block(kept)
@@ -169,10 +166,10 @@ def test_all_ranks_know_of_one_that_left_out_other_units(ranks):
     control, meter = ranks.connect(), Meter()
     communicator = Communicator(make_transport(ranks, 1, None, meter), control, {})
     facts = Facts(communicator, ranks.device, 1, 3, meter, PLAIN)
-    left_out: set[int] = set()
+    left_out = set()
 
     class Rank:
-        def fill(self, facts: Facts) -> None:
+        def fill(self, facts):
             facts.mark("used", {0})
             facts.mark("left out", left_out)
 

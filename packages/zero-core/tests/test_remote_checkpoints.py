@@ -1,12 +1,9 @@
 """Checkpoints at URLs: the files of a local one, committed by the writing of one object."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,7 +19,7 @@ import zero_core
 from zero_core import CheckpointCorruptError, CheckpointError, ConfigError
 from zero_core.checkpoint.files import read_latest, read_weights
 from zero_core.checkpoint.manifest import read_manifest, seal
-from zero_core.checkpoint.storage.location import Location, location_of
+from zero_core.checkpoint.storage.location import location_of
 from zero_core.testing import run_alone, spawn
 from zero_core.testing.training import assert_same
 
@@ -31,7 +28,7 @@ NUM_WRITES = 9
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url():
     files = fsspec.filesystem("memory")
     yield "memory://bucket/run"
     if files.exists("/bucket"):
@@ -39,17 +36,17 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
+def objects(tmp_path, monkeypatch):
     monkeypatch.setenv(ROOT, str(tmp_path / "store"))
     Objects.clear_instance_cache()
     return location_of("objects://run")
 
 
-def _facts(directory: Location, tag: str) -> dict[str, object]:
+def _facts(directory, tag):
     return {n: f.model_dump() for n, f in read_manifest(directory / tag).files.items()}
 
 
-def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
+def test_commands_read_a_url(url, tmp_path):
     engine = build_small()
     pending = []
     for _ in range(3):
@@ -65,7 +62,7 @@ def test_commands_read_a_url(url: str, tmp_path: Path) -> None:
     assert not fsspec.filesystem("memory").exists("/bucket/run/step-2")
 
 
-def test_copy_of_a_url_is_a_local_checkpoint(objects: Location, tmp_path: Path) -> None:
+def test_copy_of_a_url_is_a_local_checkpoint(objects, tmp_path):
     engine = build_small()
     engine.save_checkpoint(objects)
     store = tmp_path / "store" / "run"
@@ -74,7 +71,7 @@ def test_copy_of_a_url_is_a_local_checkpoint(objects: Location, tmp_path: Path) 
         assert engine.resume(source) == {}
 
 
-def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Path) -> None:
+def test_second_save_of_a_tag_replaces_the_first(objects, tmp_path):
     engine = build_small()
     place = engine.save_checkpoint(objects, "best")
     train_small(engine)
@@ -92,9 +89,7 @@ def test_second_save_of_a_tag_replaces_the_first(objects: Location, tmp_path: Pa
     assert zero_core.verify_checkpoint(str(objects), "best")
 
 
-def test_store_that_fails_after_the_commit_does_not_fail_the_save(
-    objects: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_store_that_fails_after_the_commit_does_not_fail_the_save(objects, monkeypatch, caplog):
     engine = build_small()
     engine.save_checkpoint(objects)
     train_small(engine)
@@ -104,9 +99,7 @@ def test_store_that_fails_after_the_commit_does_not_fail_the_save(
     monkeypatch.undo()
 
 
-def test_file_that_another_program_wrote_after_a_listing_is_read_whole(
-    objects: Location, tmp_path: Path
-) -> None:
+def test_file_that_another_program_wrote_after_a_listing_is_read_whole(objects, tmp_path):
     latest = tmp_path / "store" / "run" / "latest"
     latest.parent.mkdir(parents=True)
     latest.write_bytes(b"step-9")
@@ -116,9 +109,7 @@ def test_file_that_another_program_wrote_after_a_listing_is_read_whole(
 
 
 @pytest.mark.parametrize(("how", "message"), [("link", "is a link"), ("name", "of the form")])
-def test_changed_data_folder_is_refused(
-    how: str, message: str, objects: Location, tmp_path: Path
-) -> None:
+def test_changed_data_folder_is_refused(how, message, objects, tmp_path):
     engine = build_small()
     engine.save_checkpoint(objects)
     place = tmp_path / "store" / "run" / "step-0"
@@ -134,7 +125,7 @@ def test_changed_data_folder_is_refused(
         engine.load_checkpoint(place.parent)
 
 
-def _save_and_die(root: str, last: int) -> None:
+def _save_and_die(root, last):
     os.environ |= {ROOT: root}
     engine = build_small()
     engine.save_checkpoint("objects://run", "one")
@@ -145,8 +136,8 @@ def _save_and_die(root: str, last: int) -> None:
 
 @pytest.mark.parametrize("last", [3, NUM_WRITES - 2, NUM_WRITES - 1, NUM_WRITES])
 def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
-    last: int, objects: Location, tmp_path: Path
-) -> None:
+    last, objects, tmp_path
+):
     root = str(tmp_path / "store")
     dies = pytest.raises(ProcessExitedException) if last < NUM_WRITES else nullcontext()
     with dies:
@@ -164,7 +155,7 @@ def test_writer_that_is_killed_between_objects_leaves_the_checkpoint_before(
     assert zero_core.verify_checkpoint(str(objects))
 
 
-def _save_on_two(rank: int, _world_size: int, root: str) -> None:
+def _save_on_two(rank, _world_size, root):
     os.environ[ROOT] = root
     engine = build_small(stage=3)
     engine.backward(engine(torch.full((2, 3), rank + 1.0)).square().mean())
@@ -174,9 +165,7 @@ def _save_on_two(rank: int, _world_size: int, root: str) -> None:
     engine.async_save("objects://run", "beside").result()
 
 
-def test_ranks_save_together_and_another_number_of_them_loads(
-    objects: Location, tmp_path: Path
-) -> None:
+def test_ranks_save_together_and_another_number_of_them_loads(objects, tmp_path):
     spawn(_save_on_two, 2, str(tmp_path / "store"))
     local = tmp_path / "store" / "local"
     assert _facts(objects, "step-1") == _facts(objects, "beside") == _facts(local, "step-1")
@@ -188,7 +177,7 @@ def test_ranks_save_together_and_another_number_of_them_loads(
     assert not [p for p in (tmp_path / "store" / "run").iterdir() if p.name.startswith(".")]
 
 
-def test_steps_are_not_recorded_at_a_url(url: str) -> None:
+def test_steps_are_not_recorded_at_a_url(url):
     engine = build_small()
     with pytest.raises(ConfigError, match="is a URL, and a record of steps needs a folder"):
         engine.record(url)
@@ -204,12 +193,12 @@ def test_steps_are_not_recorded_at_a_url(url: str) -> None:
         (Path("s3://bucket/run"), "was a URL before it became a Path"),
     ],
 )
-def test_url_that_leads_nowhere_is_refused(place: str | Path, reason: str) -> None:
+def test_url_that_leads_nowhere_is_refused(place, reason):
     with pytest.raises(CheckpointError, match=reason):
         location_of(place)
 
 
-def test_paths_stay_paths(tmp_path: Path) -> None:
+def test_paths_stay_paths(tmp_path):
     for place in (tmp_path, str(tmp_path), tmp_path.as_uri(), f"local://{tmp_path}"):
         assert location_of(place) == tmp_path
     assert location_of("C:/run") == Path("C:/run")

@@ -1,7 +1,5 @@
 """Schedules by name: the closed forms of their curves, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

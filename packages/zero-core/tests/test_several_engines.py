@@ -1,10 +1,6 @@
 """Several engines in one process: distillation, reinforcement learning, and a shared device."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from threading import Barrier
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +8,7 @@ from torch import Tensor, nn
 
 import zero_core
 from zero_core.testing import late_device
-from zero_core.testing.models import Hard, RootAndBlocks, batch, make_model, seeded
+from zero_core.testing.models import RootAndBlocks, batch, make_model, seeded
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import alone
 from zero_core.testing.simulated import simulate
@@ -22,7 +18,7 @@ STEPS = 5
 Result = tuple[list[float], dict[str, dict[str, Tensor]]]
 
 
-def model(factor: float) -> Hard:
+def model(factor):
     """Return the shared model with weights scaled by ``factor``."""
     made = make_model()
     with torch.no_grad():
@@ -34,7 +30,7 @@ def model(factor: float) -> Hard:
 class Plain:
     """A model under `SimulatedDDP` and torch's AdamW, with the methods of an engine."""
 
-    def __init__(self, module: nn.Module, ranks: Any, *, is_training: bool = True) -> None:
+    def __init__(self, module, ranks, *, is_training=True):
         self.module, self._ranks = module, ranks
         self._ddp = SimulatedDDP(module, ranks)
         if is_training:
@@ -42,33 +38,33 @@ class Plain:
         else:
             module.requires_grad_(False)
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, **inputs):
         return self._ddp(**inputs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss):
         loss.backward()
 
-    def step(self) -> None:
+    def step(self):
         self._ddp.average_gradients()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self):
         return self.module.state_dict()
 
 
-def engine(stage: int) -> Callable[..., Any]:
-    def build(module: nn.Module, ranks: Any, *, is_training: bool = True) -> Any:
+def engine(stage):
+    def build(module, ranks, *, is_training=True):
         return Case(stage=stage).build(ranks, module, is_training=is_training)
 
     return build
 
 
-def divergence(of: Tensor, to: Tensor) -> Tensor:
+def divergence(of, to):
     return nn.functional.kl_div(of.log_softmax(-1), to.softmax(-1), reduction="batchmean")
 
 
-def distill(ranks: Any, student_of: Any, teacher_of: Any, sleeps: bool) -> Result:
+def distill(ranks, student_of, teacher_of, sleeps):
     student = student_of(model(1.0), ranks)
     teacher = teacher_of(model(1.1), ranks, is_training=False)
     losses = []
@@ -88,7 +84,7 @@ def distill(ranks: Any, student_of: Any, teacher_of: Any, sleeps: bool) -> Resul
     return losses, {"student": student.full_state_dict(), "teacher": teacher.full_state_dict()}
 
 
-def reinforce(ranks: Any, policy_of: Any, critic_of: Any, frozen_of: Any, sleeps: bool) -> Result:
+def reinforce(ranks, policy_of, critic_of, frozen_of, sleeps):
     policy, critic = policy_of(model(1.0), ranks), critic_of(model(0.9), ranks)
     reference = frozen_of(model(1.1), ranks, is_training=False)
     reward = frozen_of(model(1.2), ranks, is_training=False)
@@ -121,14 +117,14 @@ def reinforce(ranks: Any, policy_of: Any, critic_of: Any, frozen_of: Any, sleeps
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_student_learns_from_a_teacher_as_under_ddp(world_size: int) -> None:
+def test_a_student_learns_from_a_teacher_as_under_ddp(world_size):
     expected = simulate(distill, world_size, Plain, Plain, False)
     for stage, sleeps in ((2, False), (3, True)):
         assert_same(simulate(distill, world_size, engine(stage), engine(3), sleeps), expected)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_policy_critic_reference_and_reward_train_as_under_ddp(world_size: int) -> None:
+def test_policy_critic_reference_and_reward_train_as_under_ddp(world_size):
     expected = simulate(reinforce, world_size, Plain, Plain, Plain, False)
     for policy, critic, sleeps in ((3, 2, True), (1, 0, False)):
         makers = engine(policy), engine(critic), engine(3)
@@ -139,17 +135,17 @@ CAPACITY = 80 << 20
 WIDTH = 512
 
 
-def _colocate(ranks: Any, done: Barrier) -> None:
+def _colocate(ranks, done):
     """Alternate training with another program on a device that has memory for one at a time."""
 
-    def generate() -> None:
+    def generate():
         cache = torch.zeros(CAPACITY * 7 // 10, dtype=torch.uint8, device=ranks.device)
         assert cache.sum().item() == 0
         del cache
         torch.accelerator.synchronize(ranks.device)
         done.wait()
 
-    def train(*, sleeps: bool) -> list[float]:
+    def train(*, sleeps):
         config = Case(stage=3, dtype="bf16").config()
         with seeded(0):
             module = RootAndBlocks(WIDTH, 12, 1.0)

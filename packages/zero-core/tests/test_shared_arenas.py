@@ -1,7 +1,5 @@
 """Threads that start after `share_arenas` allocate from the arenas that there are."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re
@@ -35,7 +33,7 @@ gate.wait()
 """
 
 
-def _num_arenas(*words: str, **environment: str) -> int:
+def _num_arenas(*words, **environment):
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", _PROGRAM, *words]
     ended = subprocess.run(
@@ -51,7 +49,7 @@ def _num_arenas(*words: str, **environment: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's arenas")
-def test_new_threads_share_the_arenas_unless_the_user_has_set_them() -> None:
+def test_new_threads_share_the_arenas_unless_the_user_has_set_them():
     plain = _num_arenas("plain")
     assert _num_arenas("shared") <= plain - 6
     assert _num_arenas("shared", MALLOC_ARENA_MAX="16") == plain

@@ -1,13 +1,8 @@
 """Simulated ranks train to the same bits as processes do."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
-from zero_core.comm.topology import Ranks
 from zero_core.testing import Case, SimulatedRanks, run_ddp, run_engine, run_on_processes, simulate
 from zero_core.testing.training import assert_same
 
@@ -21,7 +16,7 @@ OF_DDP = [
 ]
 
 
-def _save(ranks: Ranks, folder: Path) -> None:
+def _save(ranks, folder):
     is_simulated = isinstance(ranks, SimulatedRanks)
     traces = [run_engine(CASE, ranks.rank, STEPS, process_group=ranks)]
     if ranks.size == 2:
@@ -33,9 +28,7 @@ def _save(ranks: Ranks, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_simulated_ranks_compute_the_bits_of_processes_and_of_ddp(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_simulated_ranks_compute_the_bits_of_processes_and_of_ddp(world_size, tmp_path):
     run_on_processes(_save, world_size, tmp_path)
     simulate(_save, world_size, tmp_path)
     for rank in range(world_size):

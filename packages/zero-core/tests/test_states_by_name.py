@@ -1,16 +1,13 @@
 """``engine.states`` reads and sets what single tensors hold in DDP and torch.optim.AdamW."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 import zero_core
 from zero_core.testing.models import batch, make_model
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import run_on_processes
-from zero_core.testing.simulated import SimulatedRanks, on_ranks, simulate
+from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same
 
 NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "sometimes")
@@ -20,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class _Reference:
     """DDP with torch.optim.AdamW, taken to the backward of its third step."""
 
-    def __init__(self, ranks: SimulatedRanks) -> None:
+    def __init__(self, ranks):
         self.model = make_model()
         self.ddp = SimulatedDDP(self.model, ranks)
         self.optimizer = adamw(self.model)
@@ -32,14 +29,14 @@ class _Reference:
             if step != 4:
                 self.optimizer.step()
 
-    def read(self, name: str, what: str) -> Tensor:
+    def read(self, name, what):
         param = self.params[name]
         if what in MOMENTS:
             return self.optimizer.state[param][what]
         return param.grad if what == "grad" else param.detach()
 
 
-def _engine(stage: int, ranks: SimulatedRanks) -> zero_core.Engine:
+def _engine(stage, ranks):
     engine = Case(stage=stage).build(ranks)
     for step in (0, 1, 4):
         engine.backward(engine(**batch(step, 0, ranks.rank))["loss"])
@@ -72,12 +69,12 @@ def test_weights_gradients_and_moments_are_those_of_ddp(ranks):
         assert torch.equal(states.get_full("head.weight"), states.get_full("embed.weight"))
 
 
-def _new(name: str, what: str, shape: torch.Size) -> Tensor:
+def _new(name, what, shape):
     generator = torch.Generator().manual_seed(len(name) + 10 * len(what))
     return torch.rand(shape, generator=generator) * 0.1
 
 
-def _sets(ranks: SimulatedRanks, is_local: bool) -> None:
+def _sets(ranks, is_local):
     reference = _Reference(ranks)
     whats = [(name, what) for name in NAMES for what in ("master_weight", "grad", *MOMENTS)]
     with torch.no_grad():
@@ -120,7 +117,7 @@ def test_what_is_set_is_what_the_step_uses(world_size, is_local):
     simulate(_sets, world_size, is_local)
 
 
-def _gradient_of_rank(rank: int) -> Tensor:
+def _gradient_of_rank(rank):
     model = make_model()
     model(**batch(0, 0, rank))["loss"].backward()
     return model.embed.weight.grad
@@ -161,5 +158,5 @@ def test_what_is_not_there_is_refused_by_name():
 
 
 @pytest.mark.slow
-def test_states_are_set_where_ranks_share_memory() -> None:
+def test_states_are_set_where_ranks_share_memory():
     run_on_processes(_sets, 3, True)

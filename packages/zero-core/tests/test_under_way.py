@@ -1,11 +1,8 @@
 """A build that takes long says so on a terminal."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time
-from typing import Any
 
 import pytest
 from torch import nn
@@ -16,16 +13,16 @@ CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}}
 
 
 class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def _shown_by_build(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, takes_s: float) -> str:
+def _shown_by_build(monkeypatch, stream, takes_s):
     """Return what a build that takes so long writes to stderr."""
     module = sys.modules["zero_core.build"]  # the package has the function under that name
-    adopt_buffers = module.adopt_buffers  # type: ignore[attr-defined]
+    adopt_buffers = module.adopt_buffers
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments):
         time.sleep(takes_s)
         adopt_buffers(*arguments)
 
@@ -35,7 +32,7 @@ def _shown_by_build(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, takes_
     return stream.getvalue()
 
 
-def test_long_build_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_build_is_shown_on_a_terminal(monkeypatch):
     shown = _shown_by_build(monkeypatch, _Terminal(), 1.8)
     assert "zero_core.build: 1 s\r" in shown
     assert shown.endswith("\r\x1b[K"), "the line is removed"
@@ -46,8 +43,6 @@ def test_long_build_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     [(_Terminal(), "0", 0.0), (_Terminal(), "1", 1.5), (io.StringIO(), "0", 1.5)],
     ids=["short", "another rank", "no terminal"],
 )
-def test_nothing_is_shown_otherwise(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, rank: str, takes_s: float
-) -> None:
+def test_nothing_is_shown_otherwise(monkeypatch, stream, rank, takes_s):
     monkeypatch.setenv("RANK", rank)
     assert _shown_by_build(monkeypatch, stream, takes_s) == ""

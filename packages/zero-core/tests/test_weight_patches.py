@@ -1,9 +1,6 @@
 """Patches of the weights: a receiver has the engine's bits after each one."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,23 +8,23 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, SimulatedRanks, make_model, on_ranks, seeded, simulate
+from zero_core.testing import Case, make_model, on_ranks, seeded, simulate
 from zero_core.testing.training import assert_same, train_steps
 
 PATCHES = {"weight_patches": {"versions": 8}}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _case(stage: int, dtype: str, lr: float = 1e-5, **zero: object) -> Case:
+def _case(stage, dtype, lr=1e-5, **zero):
     optimizer = {"type": "AdamW", "params": {"lr": lr}}
     return Case(stage, dtype, zero=zero, top={**PATCHES, "optimizer": optimizer})
 
 
-def _bits(value: torch.Tensor) -> torch.Tensor:
+def _bits(value):
     return value.reshape(-1).view(torch.uint8)
 
 
-def _assert_same(engine: zero_core.Engine, receiver: nn.Module) -> None:
+def _assert_same(engine, receiver):
     """Compare on rank 0. Every rank must call it."""
     found = receiver.state_dict()
     for name, value in engine.full_state_dict(rank=0).items():
@@ -73,7 +70,7 @@ def test_a_receiver_follows_every_version(ranks, tmp_path, stage, dtype, steps):
     assert engine.patch_version >= steps - engine.skipped_steps
 
 
-def _mlp(seed: int = 0, width: int = 128) -> nn.Sequential:
+def _mlp(seed=0, width=128):
     with seeded(seed):
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
         for param in model.parameters():
@@ -81,7 +78,7 @@ def _mlp(seed: int = 0, width: int = 128) -> nn.Sequential:
     return model
 
 
-def _mlp_config(stage: int, **top: object) -> dict[str, object]:
+def _mlp_config(stage, **top):
     return {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
@@ -92,13 +89,11 @@ def _mlp_config(stage: int, **top: object) -> dict[str, object]:
     }
 
 
-def _build_mlp(
-    ranks: SimulatedRanks | None, stage: int, width: int = 128, **top: object
-) -> zero_core.Engine:
+def _build_mlp(ranks, stage, width=128, **top):
     return zero_core.build(_mlp(0, width), _mlp_config(stage, **top), process_group=ranks)
 
 
-def _train(engine: zero_core.Engine, steps: int = 1, width: int = 128) -> None:
+def _train(engine, steps=1, width=128):
     for _ in range(steps):
         generator = torch.Generator().manual_seed(engine.global_steps + 100 * engine.rank)
         x = torch.randn(4, width, generator=generator)
@@ -210,11 +205,11 @@ def test_a_damaged_or_foreign_patch_changes_nothing():
     _assert_same(engine, receiver)
 
 
-def _in_folder(folder: Path) -> dict[str, torch.Tensor]:
+def _in_folder(folder):
     return {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
 
 
-def _to_folder(ranks: SimulatedRanks, folder: Path, num_files: int) -> None:
+def _to_folder(ranks, folder, num_files):
     engine = _build_mlp(ranks, 3)
     engine.export_safetensors(folder)
     version = engine.patch_version
@@ -238,7 +233,7 @@ def _to_folder(ranks: SimulatedRanks, folder: Path, num_files: int) -> None:
     assert_same(loaded.full_state_dict(), engine.full_state_dict())
 
 
-def _whole_into_folder(ranks: SimulatedRanks, folder: Path) -> None:
+def _whole_into_folder(ranks, folder):
     """Two engines without a log: their patches have one number, 0."""
     for seed in range(2):
         engine = _build_mlp(ranks, 0, weight_patches=None)
@@ -269,7 +264,7 @@ def test_a_folder_is_replaced_file_by_file_by_patches_in_turn(tmp_path, monkeypa
 
 
 def test_a_folder_in_which_nothing_could_be_written_keeps_its_values(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError("no space left")
 
     engine = _build_mlp(None, 0)
@@ -304,7 +299,7 @@ def test_buffers_travel_when_they_change(ranks):
 
 
 def test_the_plan_has_the_most_bytes_of_the_log():
-    def host_bytes(**settings: object) -> int:
+    def host_bytes(**settings):
         config = Case(0, "bf16", top={"weight_patches": settings}).config()
         plan = zero_core.plan(_mlp(), config, world_size=2)
         return plan.memory.host["weight patches"]

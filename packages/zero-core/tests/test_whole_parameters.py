@@ -1,7 +1,5 @@
 """Optimizers that update whole parameters, against their own step under DDP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

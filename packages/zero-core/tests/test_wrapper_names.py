@@ -1,7 +1,5 @@
 """Names are those of the unwrapped model, under checkpoint wrappers and `torch.compile`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,14 +7,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zero_core
-from zero_core.testing import Case, Tower, make_tower, on_processes, rows, train
+from zero_core.testing import Case, make_tower, on_processes, rows, train
 from zero_core.testing.training import assert_same
 
 
-def _net(how: str = "plain") -> Tower:
+def _net(how="plain"):
     model = make_tower(3)
     model.head.requires_grad_(False)
-    blocks: list[nn.Module] = list(model.blocks)
+    blocks = list(model.blocks)
     for block in blocks:
         block.register_buffer("shift", torch.full((6,), 0.5))
     if how in ("compile", "both"):
