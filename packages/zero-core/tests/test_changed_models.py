@@ -10,10 +10,7 @@ from torch.func import functional_call
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.testing.models import make_tower, rows, seeded
-from zero_core.testing.oracle import Case
-from zero_core.testing.simulated import on_ranks
-from zero_core.testing.training import check_like_ddp, train
+from zero_core.testing import Case, check_like_ddp, make_tower, on_ranks, rows, seeded, train
 
 STAGES = (0, 1, 2, 3)
 Engine = zero_core.Engine

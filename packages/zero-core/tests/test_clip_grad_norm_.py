@@ -8,10 +8,7 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.testing.models import batch, make_model
-from zero_core.testing.oracle import Case, SimulatedDDP
-from zero_core.testing.simulated import on_ranks
-from zero_core.testing.training import assert_same, step_ddp
+from zero_core.testing import Case, SimulatedDDP, assert_same, batch, make_model, on_ranks, step_ddp
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 STEPS = 3

@@ -7,8 +7,7 @@ import torch
 
 import zero_core
 from zero_core import CollectiveError, ConfigError, MissingPartError
-from zero_core.testing import Case, batch, make_model, on_ranks, simulate, train
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, simulate, train
 
 CONFIG = Case(3).config()
 

@@ -9,11 +9,7 @@ import torch.distributed as dist
 
 import zero_core
 import zero_core.comm.device
-from zero_core.testing.models import make_tower, rows
-from zero_core.testing.oracle import Case
-from zero_core.testing.ranks import spawn
-from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import train
+from zero_core.testing import Case, make_tower, on_ranks, rows, simulate, spawn, train
 
 
 def _net():

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
-from zero_core.testing import Case, adamw, on_processes, rows, train
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, adamw, assert_same, on_processes, rows, train
 
 WHOLE = {"backend": "aot_eager", "fullgraph": True}
 ON_HOST = {"cpu_checkpointing": True}

@@ -14,8 +14,7 @@ from zero_core.init import values
 from zero_core.init.slices import put_in_slices, slice_of, whole_value
 from zero_core.init.values import InitialValues
 from zero_core.optim.device_tier import DeviceTier
-from zero_core.testing import Case, Hard, make_model, on_ranks, simulate
-from zero_core.testing.training import assert_same, train_steps
+from zero_core.testing import Case, Hard, assert_same, make_model, on_ranks, simulate, train_steps
 
 
 class Odd(nn.Module):

@@ -8,8 +8,7 @@ from torch import nn
 
 import zero_core
 from zero_core import ConfigError, EvaluationOnlyError
-from zero_core.testing import Case, batch, make_model, on_ranks, train
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, train
 
 
 def _config(stage, dtype="fp32"):

@@ -1,7 +1,6 @@
 """Freezing and unfreezing of parameters in the middle of a run, with the numbers of DDP."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch

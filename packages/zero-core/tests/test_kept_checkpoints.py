@@ -19,8 +19,7 @@ from zero_core import CheckpointCorruptError, CheckpointError
 from zero_core.checkpoint.files import Reader, read_buffers, read_weights
 from zero_core.checkpoint.manifest import read_manifest
 from zero_core.checkpoint.storage.local import Aside, remove_stale
-from zero_core.testing import Case, on_ranks
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, on_ranks
 
 
 def _names(folder):

@@ -11,8 +11,7 @@ from torch import nn
 
 import zero_core
 from zero_core.checkpoint import safetensors_files as weight_files
-from zero_core.testing import Case, Hard, batch, simulate
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, Hard, assert_same, batch, simulate
 
 
 class Model(Hard):

@@ -18,8 +18,7 @@ from zero_core import CheckpointError, ConfigError
 from zero_core.checkpoint.in_memory import keeper, place, snapshots
 from zero_core.checkpoint.in_memory.slot import Ring, Slot
 from zero_core.step.update import updates_in_backward
-from zero_core.testing import Case, batch, make_model, on_ranks, simulate
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, batch, make_model, on_ranks, simulate
 
 STEPS = 5
 

@@ -7,8 +7,7 @@ from torch import nn
 import zero_core
 from zero_core import ConfigError, Lion
 from zero_core.optim.adam import Adam
-from zero_core.testing import Case, on_ranks, run_ddp, run_engine
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, on_ranks, run_ddp, run_engine
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 

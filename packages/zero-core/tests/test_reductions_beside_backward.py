@@ -3,10 +3,7 @@
 import pytest
 
 from zero_core.protocols import EXACT_GRADIENTS
-from zero_core.testing.models import batch
-from zero_core.testing.oracle import Case
-from zero_core.testing.simulated import device_collectives, on_ranks
-from zero_core.testing.training import train
+from zero_core.testing import Case, batch, device_collectives, on_ranks, train
 
 
 class _Logged:

@@ -20,8 +20,7 @@ from zero_core import CheckpointCorruptError, CheckpointError, ConfigError
 from zero_core.checkpoint.files import read_latest, read_weights
 from zero_core.checkpoint.manifest import read_manifest, seal
 from zero_core.checkpoint.storage.location import location_of
-from zero_core.testing import run_alone, spawn
-from zero_core.testing.training import assert_same
+from zero_core.testing import assert_same, run_alone, spawn
 
 NUM_WRITES = 9
 """Of a save by one rank: its mark, 6 files, the manifest, ``latest``."""

@@ -11,8 +11,7 @@ import zero_core
 from zero_core.config import load_config
 from zero_core.errors import ConfigError
 from zero_core.plan.activations import trace_step
-from zero_core.testing import Case, on_ranks, seeded, train
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, on_ranks, seeded, train
 from zero_core.tiled.logits import TiledLogits
 
 VOCAB, WIDTH, TOKENS = 37, 12, 11

@@ -9,8 +9,7 @@ from torch import nn
 
 import zero_core
 from zero_core.runtime.host_inputs import HostInputs
-from zero_core.testing import Case, alone, late_device, seeded, simulate
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, alone, assert_same, late_device, seeded, simulate
 
 VOCAB, WIDTH, DEPTH, ROWS, STEPS = 2500, 16, 3, 1500, 4
 GRADIENT_BYTES, INPUT_BYTES = VOCAB * WIDTH * 4, ROWS * WIDTH * 4  # 160,000 and 96,000

@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_core
-from zero_core.testing import Case, make_model, on_ranks, seeded, simulate
-from zero_core.testing.training import assert_same, train_steps
+from zero_core.testing import Case, assert_same, make_model, on_ranks, seeded, simulate, train_steps
 
 PATCHES = {"weight_patches": {"versions": 8}}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

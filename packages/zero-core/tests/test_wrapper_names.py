@@ -7,8 +7,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zero_core
-from zero_core.testing import Case, make_tower, on_processes, rows, train
-from zero_core.testing.training import assert_same
+from zero_core.testing import Case, assert_same, make_tower, on_processes, rows, train
 
 
 def _net(how="plain"):

@@ -35,7 +35,16 @@ from zero_core.testing.simulated import (
     on_ranks,
     simulate,
 )
-from zero_core.testing.training import adamw, check_like_ddp, loss_of, step_ddp, train, train_ddp
+from zero_core.testing.training import (
+    adamw,
+    assert_same,
+    check_like_ddp,
+    loss_of,
+    step_ddp,
+    train,
+    train_ddp,
+    train_steps,
+)
 
 __all__ = [
     "LR",
@@ -55,6 +64,7 @@ __all__ = [
     "Trace",
     "adamw",
     "alone",
+    "assert_same",
     "batch",
     "check_left_anywhere",
     "check_like_ddp",
@@ -80,6 +90,7 @@ __all__ = [
     "step_ddp",
     "train",
     "train_ddp",
+    "train_steps",
     "train_unread",
     "wide_blocks",
 ]
