@@ -1,5 +1,9 @@
-"""Units that build() finds, optimizers that it adopts, and arguments that it refuses."""
+"""Units that build() finds, what it adopts and what it refuses."""
 
+import io
+import logging
+import sys
+import time
 from functools import partial
 
 import pytest
@@ -9,9 +13,9 @@ from torch.optim.lr_scheduler import StepLR
 
 import zero_core
 from zero_core import ConfigError
-from zero_core.layout.discovery import discover
+from zero_core.layout.discovery import discover, note_reader
 from zero_core.protocols import StateTier
-from zero_core.testing import batch, make_model, train
+from zero_core.testing import Case, batch, make_model, train
 
 BASE = {"train_micro_batch_size_per_gpu": 2}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -180,3 +184,143 @@ def test_ranks_without_a_process_group_are_told_what_to_do(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="init_process_group"):
         zero_core.build(nn.Linear(3, 2), {**BASE, **ADAMW})
+
+
+CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}}
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def _shown_by_build(monkeypatch, stream, takes_s):
+    """Return what a build that takes so long writes to stderr."""
+    module = sys.modules["zero_core.build"]  # the package has the function under that name
+    adopt_buffers = module.adopt_buffers
+
+    def slow(*arguments):
+        time.sleep(takes_s)
+        adopt_buffers(*arguments)
+
+    monkeypatch.setattr(module, "adopt_buffers", slow)
+    monkeypatch.setattr(sys, "stderr", stream)
+    zero_core.build(nn.Linear(2, 2), CONFIG).close()
+    return stream.getvalue()
+
+
+def test_long_build_is_shown_on_a_terminal(monkeypatch):
+    shown = _shown_by_build(monkeypatch, _Terminal(), 1.8)
+    assert "zero_core.build: 1 s\r" in shown
+    assert shown.endswith("\r\x1b[K"), "the line is removed"
+
+
+@pytest.mark.parametrize(
+    ("stream", "rank", "takes_s"),
+    [(_Terminal(), "0", 0.0), (_Terminal(), "1", 1.5), (io.StringIO(), "0", 1.5)],
+    ids=["short", "another rank", "no terminal"],
+)
+def test_nothing_is_shown_otherwise(monkeypatch, stream, rank, takes_s):
+    monkeypatch.setenv("RANK", rank)
+    assert _shown_by_build(monkeypatch, stream, takes_s) == ""
+
+
+class _Mixture(nn.Module):
+    """Experts, found by the name of their list."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x):
+        return self.experts[0](x)
+
+
+def _net():
+    model = nn.Module()
+    model.below, model.mixture = nn.Linear(5, 5), _Mixture()
+    model.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+    return model
+
+
+def _built_units(model, leaf_module=None):
+    zero = {} if leaf_module is None else {"leaf_module": leaf_module}
+    engine = Case(zero=zero).build(model=model)
+    return [unit.name for unit in engine.layout.units]
+
+
+def _marked(*paths):
+    model = _net()
+    for path in paths:
+        model.get_submodule(path)._is_zero_leaf = True
+    return model
+
+
+WHOLE = ["", "mixture", "blocks.0", "blocks.1"]
+
+
+def test_without_a_mark_experts_are_a_unit_and_other_parts_are_units():
+    assert _built_units(_net()) == WHOLE
+    model = _net()
+    model.mixture.parts = model.mixture.experts
+    del model.mixture.experts
+    assert _built_units(model) == [
+        "",
+        *(f"mixture.parts.{n}" for n in range(4)),
+        "blocks.0",
+        "blocks.1",
+    ]
+    model = nn.Module()
+    model.action_expert_layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    assert _built_units(model) == ["", "action_expert_layers.0", "action_expert_layers.1"]
+
+
+def test_a_marked_module_is_one_unit():
+    assert _built_units(_marked("mixture")) == WHOLE
+    assert _built_units(_marked("mixture", "below")) == ["", "below", *WHOLE[1:]]
+    assert _built_units(_marked("")) == [""]
+    assert _built_units(_marked("mixture.experts")) == [
+        "",
+        "mixture.experts",
+        "blocks.0",
+        "blocks.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    "leaf_module",
+    [
+        {"classes": ["_Mixture"]},
+        {"classes": f"{__name__}._Mixture"},
+        {"names": ["mixture"]},
+        {"name_suffixes": ["ixture"]},
+    ],
+)
+def test_the_configuration_names_leaves(leaf_module):
+    assert _built_units(_net(), leaf_module) == WHOLE
+
+
+def test_names_that_the_model_lacks_are_told(caplog):
+    with caplog.at_level(logging.WARNING, "zero_core"):
+        _built_units(
+            _net(), {"classes": ["Elsewhere"], "names": ["mixture"], "name_suffixes": ["x.y"]}
+        )
+    assert "what the model lacks: ['Elsewhere', 'x.y']" in caplog.text
+
+
+def test_a_parameter_that_another_block_reads_is_gathered_with_the_root():
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(5, 5) for _ in range(2))})
+    weight, reader = model["blocks"][0].weight, model["blocks"][1]
+
+    def unit_of_weight():
+        found = discover(model)
+        number = next(n for n, p in enumerate(found.params) if p is weight)
+        return next(name for name, _, members in found.units if number in members)
+
+    assert unit_of_weight() == "blocks.0"
+    assert not note_reader(reader, weight)
+    assert unit_of_weight() == ""
+    assert note_reader(reader, weight, is_reader=False)
+    assert unit_of_weight() == "blocks.0"
+    note_reader(model["blocks"][0], weight)  # it does so anyway
+    assert unit_of_weight() == "blocks.0"

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import zero_core
 from zero_core._torch import DisableTorchFunction
@@ -317,24 +316,6 @@ def test_on_a_cpu_shards_are_used_where_they_lie(caplog):
     assert report["gathered units"] == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_recomputation_evaluation_and_broken_forwards_change_nothing(ranks):
-    found = []
-    for keys in ({}, {"param_tier": Shelves()}):
-        config = _case("bf16").config() | {"activation_checkpointing": {}}
-        engine = zero_core.build(make_tower(), config, process_group=ranks, **keys)
-        losses = []
-        for step in range(3):
-            with torch.no_grad():  # an evaluation, which leaves nothing gathered
-                losses.append(engine(rows(step, ranks.rank)).item())
-            with pytest.raises(RuntimeError):  # it breaks off in the middle
-                engine(torch.ones(3, 8))
-            losses += train(engine, [rows(step, ranks.rank)])
-        found.append(losses)
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("has_homes", [False, True])
 def test_the_only_rank_closes_with_its_values_in_the_model(*, has_homes):
     tier = Shelves(has_homes=has_homes)
@@ -343,44 +324,6 @@ def test_the_only_rank_closes_with_its_values_in_the_model(*, has_homes):
     expected = engine.full_state_dict()
     engine.close()
     assert_same(dict(engine.module.state_dict()), expected)
-
-
-class _Pinned(Shelf):
-    """Copies from page-locked memory on the stream that is current, and says when it is done."""
-
-    def __init__(self, shards):
-        super().__init__(shards, has_homes=True)
-        self.shards = {s: t.pin_memory() for s, t in self.shards.items()}
-
-    def fetch(self, segment, out):
-        out.copy_(self.shards[segment], non_blocking=True)
-        event = torch.accelerator.current_stream(out.device).record_event()
-
-        class Copied:
-            def wait(self):
-                torch.accelerator.current_stream(out.device).wait_event(event)
-
-        return Copied()
-
-
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
-def test_streaming_on_an_accelerator_changes_no_bit():
-    def train(**keys):
-        torch.manual_seed(5)
-        model = nn.Sequential(nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8)))
-        model.forward = lambda x: [x := torch.tanh(b(x)) for b in model[0]][-1].square().mean()
-        engine = _case("bf16").build(model=model, **keys)
-        losses = []
-        for step in range(8):
-            data = torch.randn(256, 1024, generator=torch.Generator().manual_seed(step))
-            loss = engine(data.to(engine.device))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach().cpu())
-        return losses
-
-    streamed = train(param_tier=lambda *, shards, device, config: _Pinned(shards))
-    assert all(map(torch.equal, streamed, train()))
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])

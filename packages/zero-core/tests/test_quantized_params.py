@@ -9,8 +9,7 @@ from torch import nn
 
 import zero_core
 from zero_core.errors import CheckpointError, ConfigError
-from zero_core.testing.models import rows, seeded
-from zero_core.testing.oracle import Case
+from zero_core.testing import Case, assert_same, on_ranks, rows, seeded, simulate, train, train_ddp
 from zero_core.testing.quantized import (
     Adapted,
     AttachedLinear,
@@ -18,8 +17,6 @@ from zero_core.testing.quantized import (
     WrappedLinear,
     dequantize,
 )
-from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import assert_same, train, train_ddp
 
 STEPS = 2
 WIDTH = 24

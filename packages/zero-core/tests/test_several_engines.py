@@ -1,5 +1,8 @@
-"""Several engines in one process: distillation, reinforcement learning, and a shared device."""
+"""Several engines in one process, and the one that a parameter knows."""
 
+import copy
+import gc
+import weakref
 from threading import Barrier
 
 import pytest
@@ -11,7 +14,7 @@ from zero_core.testing import late_device
 from zero_core.testing.models import RootAndBlocks, batch, make_model, seeded
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import alone
-from zero_core.testing.simulated import simulate
+from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same
 
 STEPS = 5
@@ -181,3 +184,49 @@ def test_another_program_has_the_device_while_training_sleeps():
     late_device.load()
     late_device.set_capacity(CAPACITY)
     simulate(_colocate, 2, Barrier(2), device="late")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_the_engine_of_a_parameter_is_found(ranks, stage):
+    engine = Case(stage).build(ranks)
+    other = Case(stage).build(ranks)
+    for built in (engine, other):
+        for name, param in built.module.named_parameters():
+            assert zero_core.engine_of(param) is built
+            assert built.owns(param) == name
+    engine.backward(engine(**batch(0, 0, ranks.rank))["loss"])
+    engine.step()
+    assert zero_core.engine_of(engine.module.embed.weight) is engine
+    assert engine.owns(other.module.embed.weight) is None
+    assert engine.owns(engine.module.head.weight) == "embed.weight"  # tied: its first name
+
+
+def test_parameters_of_no_engine_have_none():
+    engine = Case().build()
+    assert zero_core.engine_of(nn.Parameter(torch.ones(2))) is None
+    assert zero_core.engine_of(copy.deepcopy(engine.module.gain)) is None
+
+
+def test_a_model_has_one_engine_at_a_time():
+    model = make_model()
+    first = Case().build(model=model)
+    text = r"engine_of\(model\.get_parameter\('gain'\)\).*by its unwrap\(\), on every rank"
+    with pytest.raises(zero_core.ConfigError, match=text):
+        Case().build(model=model)
+    first.close()
+    assert zero_core.engine_of(model.gain) is None
+    second = Case().build(model=model)
+    assert zero_core.engine_of(model.gain) is second
+    assert first.owns(model.gain) is None
+
+
+def test_the_search_keeps_no_engine_alive():
+    engine = Case().build()
+    alive = weakref.ref(engine)
+    assert zero_core.engine_of(engine.module.gain) is engine
+    engine.close()
+    del engine
+    gc.collect()
+    assert alive() is None

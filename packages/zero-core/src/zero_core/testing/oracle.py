@@ -69,7 +69,7 @@ class Case:
     def build(
         self, ranks: Ranks | None = None, model: nn.Module | None = None, **further: Any
     ) -> Any:
-        """Build an engine of ``model``, by default of `Hard`. ``further``: for `zero_core.build`."""
+        """Build an engine of ``model``, or of `Hard`. ``further``: for `zero_core.build`."""
         module = make_model(self.width) if model is None else model
         return zero_core.build(module, self.config(), process_group=ranks, **further)
 
