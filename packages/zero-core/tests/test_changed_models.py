@@ -13,7 +13,6 @@ from zero_core import ConfigError
 from zero_core.testing import Case, check_like_ddp, make_tower, on_ranks, rows, seeded, train
 
 STAGES = (0, 1, 2, 3)
-Engine = zero_core.Engine
 
 
 def _build(ranks, stage):

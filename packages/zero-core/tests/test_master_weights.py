@@ -18,7 +18,6 @@ STEPS = 4
 BF16_MASTERS = {
     "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 }
-Result = tuple[list[float], dict[str, Tensor]]
 
 
 def by_engine(ranks, stage, top):

@@ -3,7 +3,6 @@
 import copy
 import io
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -19,7 +18,6 @@ from zero_core.testing.simulated import on_ranks
 from zero_core.testing.training import adamw, assert_same, step_ddp
 
 STEPS = 3
-Edit = Callable[[nn.Module], object]
 
 
 def _clip_norm(model):

@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.testing import late_device
@@ -18,7 +18,6 @@ from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import adamw, assert_same
 
 STEPS = 5
-Result = tuple[list[float], dict[str, dict[str, Tensor]]]
 
 
 def model(factor):

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero_core
 from zero_core.checkpoint.files import read_weights
@@ -115,9 +115,6 @@ def _saves(ranks, folder, kind, is_channels_last):
     engine.save_checkpoint(folder)
     engine.export_safetensors(folder / "export")
     return _values(engine)
-
-
-_Values = dict[str, Tensor]
 
 
 def _values(engine):

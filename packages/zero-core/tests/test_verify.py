@@ -52,7 +52,6 @@ def saved(tmp_path_factory):
     return folders
 
 
-_Tensors = dict[str, torch.Tensor]
 _GONE = object()
 _VALUES = {
     "no numbers": (("scalars", "0.weight"), _GONE),

@@ -20,8 +20,6 @@ from zero_core.watch.watch import Watch
 
 WITHIN_S = 10.0
 FORWARD = [f"forward of unit {u} (blocks.{u - 1})" for u in range(1, 5)]
-_Stage = tuple[str, str, float]
-"""A place, the collective that all ranks meet in behind it, and how long a rank is there."""
 
 
 class _Ranks:

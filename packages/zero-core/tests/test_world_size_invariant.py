@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_core
@@ -13,8 +13,6 @@ from zero_core.layout.arithmetic import CHUNK_NUMEL, Layout, ParamSpec
 from zero_core.testing import alone, late_device, make_model, on_ranks, simulate
 
 MICRO_BATCHES, STEPS, WIDTH = 4, 3, 33
-Bits = tuple[list[tuple[int, Tensor]], list[float | None], dict[str, Tensor]]
-"""Losses by micro-batch, norms by step, bits of the final values."""
 
 
 def batch(step, number):
