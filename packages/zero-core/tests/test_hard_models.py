@@ -15,15 +15,11 @@ from zero_core.testing.models import Tower, batch, make_model, make_tower, rows,
 from zero_core.testing.oracle import Case, SimulatedDDP
 from zero_core.testing.ranks import on_processes, run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import assert_same, train
-
-OPT = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-ALONE = {"train_batch_size": 1}
+from zero_core.testing.training import adamw, assert_same, train
 
 
 def _build(ranks, stage, **case):
-    config = Case(stage, **case).config() | OPT
-    return zero_core.build(make_tower(), config, process_group=ranks)
+    return Case(stage, **case).build(ranks, make_tower())
 
 
 def _calls(model, way, step, rank):
@@ -40,7 +36,7 @@ def _calls(model, way, step, rank):
 def test_a_step_follows_ddp_when_its_backward_is(ranks, stage, way):
     reference = make_tower()
     ddp = SimulatedDDP(reference, ranks)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    optimizer = adamw(reference)
     engine = _build(ranks, stage)
     for step in range(3):
         for loss in _calls(ddp, way, step, ranks.rank):
@@ -215,8 +211,8 @@ def test_an_exception_in_the_middle_of_an_accumulation_restarts_the_step(caplog)
 
 
 def test_a_loss_scale_of_a_run_without_one_is_not_taken_over(tmp_path):
-    zero_core.build(make_tower(), ALONE | OPT).save_checkpoint(tmp_path)
-    engine = zero_core.build(make_tower(), {**ALONE, **OPT, "fp16": {"enabled": True}})
+    Case().build(model=make_tower()).save_checkpoint(tmp_path)
+    engine = Case(dtype="fp16").build(model=make_tower())
     engine.load_checkpoint(tmp_path)
     assert engine.loss_scale == 65536.0
 
@@ -227,7 +223,7 @@ def test_gradients_from_before_build_are_forgotten():
         model = make_tower()
         if has_old:
             model(rows(5, 0)).backward()
-        engine = zero_core.build(model, ALONE | OPT)
+        engine = Case().build(model=model)
         train(engine, [rows(0, 0)])
         norms.append(engine.get_global_grad_norm())
     assert norms[0] == norms[1]
@@ -263,7 +259,7 @@ def test_half_precision_accumulation_keeps_small_gradients():
 
 
 def test_weight_decay_is_zero_unless_given_as_in_deepspeed():
-    engine = zero_core.build(make_tower(), {**ALONE, "optimizer": {"type": "Adam"}})
+    engine = Case(top={"optimizer": {"type": "Adam"}}).build(model=make_tower())
     assert engine.optimizer.param_groups[0]["weight_decay"] == 0.0
 
 

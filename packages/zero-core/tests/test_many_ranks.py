@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zero_core
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.topology import Ranks
-from zero_core.testing import make_tower, rows
+from zero_core.testing import Case, make_tower, rows
 
 WORLD_SIZE, WIDTH = 1024, 96
 
@@ -33,13 +33,8 @@ def rank(request, monkeypatch):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_among_1024_ranks_holds_what_was_planned(rank, stage):
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        "check_grad_overflow": False,  # what 1023 silent ranks send is undefined
-    }
+    # What 1023 silent ranks send is undefined.
+    config = Case(stage, "bf16", top={"check_grad_overflow": False}).config()
     with torch.device("meta"):
         planned = zero_core.plan(
             make_tower(3, WIDTH), config, WORLD_SIZE, device_type="cpu"

@@ -22,7 +22,7 @@ from torch import accelerator, nn
 
 import zero_core
 from zero_core.comm import control
-from zero_core.testing import late_device
+from zero_core.testing import Case, late_device
 from zero_core.testing.models import RootAndBlocks
 from zero_core.testing.peak_memory import PeakMemory
 from zero_core.testing.ranks import alone, run_alone, spawn
@@ -45,15 +45,6 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def make_config(dtype):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3},
-    }
-
-
 def status(name):
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (value,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
@@ -61,7 +52,7 @@ def status(name):
 
 
 def train(depth, dtype, rows, steps):
-    engine = zero_core.build(Deep(depth), make_config(dtype))
+    engine = Case(3, dtype).build(model=Deep(depth))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts from here
     for _ in range(steps):
         engine.backward(engine(torch.ones(rows, WIDTH)))
@@ -93,7 +84,7 @@ def test_peak_is_what_was_planned_and_does_not_grow(dtype, rows):
         model = Deep(DEPTH)
     inputs = [torch.ones(rows, WIDTH)]
     planned = zero_core.plan(
-        model, make_config(dtype), 1, device_type="cpu", example_inputs=inputs
+        model, Case(3, dtype).config(), 1, device_type="cpu", example_inputs=inputs
     ).memory.device_bytes
     print(f"{dtype}, {rows} rows: peak {found['peak'] / planned:.3f} of the plan, {found}")
     assert 0.95 < found["peak"] / planned < 1.05
@@ -230,13 +221,7 @@ PIECE_BYTES = 1 << 14  # of what full_state_dict moves at once: these models are
 
 
 def config(stage, dtype, **further):
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        **further,
-    }
+    return Case(stage, dtype, top=further).config()
 
 
 ROOT_OF_03 = 0.3 / 0.7 * NUM_BLOCKS

@@ -65,8 +65,7 @@ def _norm(model):
 
 def _build(ranks=None, **case):
     model = make_model()
-    config = Case(**case).config()
-    return zero_core.build(model, config, optimizer=adamw(model), process_group=ranks)
+    return Case(**case).build(ranks, model, optimizer=adamw(model))
 
 
 @pytest.mark.sampled(3)

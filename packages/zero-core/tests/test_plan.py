@@ -17,6 +17,7 @@ from zero_core import ConfigError, MissingPartError
 from zero_core.layout.discovery import MIN_TAIL_NUMEL
 from zero_core.plan.result import format_bytes
 from zero_core.testing.models import Tower, batch, make_model, rows, wide_blocks
+from zero_core.testing.oracle import Case
 from zero_core.testing.ranks import alone, run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import train
@@ -42,13 +43,7 @@ class Tailed(Frozen):
 
 
 def make_config(stage=0, dtype="fp32", **further):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        **further,
-    }
+    return Case(stage, dtype, top=further).config()
 
 
 CONFIGS = [

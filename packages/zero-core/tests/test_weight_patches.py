@@ -94,14 +94,8 @@ def _mlp(seed=0, width=128):
 
 
 def _mlp_config(stage, **top):
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.0}},
-        "zero_optimization": {"stage": stage},
-        **PATCHES,
-        **top,
-    }
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-6, "weight_decay": 0.0}}
+    return Case(stage, "bf16", top={"optimizer": optimizer, **PATCHES, **top}).config()
 
 
 def _build_mlp(ranks, stage, width=128, **top):
