@@ -69,8 +69,8 @@ def _engine(accumulation):
     return Case(accumulation=accumulation).build()
 
 
-def _micro_step(engine, **over):
-    engine.backward(engine(**batch(0, 0, 0))["loss"], **over)
+def _micro_step(engine, micro=0, **over):
+    engine.backward(engine(**batch(0, micro, 0))["loss"], **over)
     engine.step()
 
 
@@ -135,25 +135,21 @@ def test_micro_steps_of_one_rank_add_up_unrounded_however_their_number_is_given(
 
 @on_ranks(1)
 def test_a_load_within_a_step_begins_it_again_and_a_refused_one_changes_nothing(ranks, tmp_path):
-    def micro_step(engine, micro):
-        engine.backward(engine(**batch(0, micro, 0))["loss"])
-        engine.step()
-
     engine = Case(accumulation=2).build(ranks)
     engine.save_checkpoint(tmp_path)
-    micro_step(engine, 0)
+    _micro_step(engine, 0)
     with pytest.raises(CheckpointError, match="nowhere"):
         engine.load_checkpoint(tmp_path / "nowhere")
-    micro_step(engine, 1)
+    _micro_step(engine, 1)
     assert engine.global_steps == 1
     expected, norm = engine.full_state_dict(), engine.get_global_grad_norm()
     oracle = _ddp(ranks, (2,))
     for without in ((), ("progress",)):
-        micro_step(engine, 0)
+        _micro_step(engine, 0)
         done = engine.global_steps
         engine.load_checkpoint(tmp_path, without=without)
         for micro in range(2):
-            micro_step(engine, micro)
+            _micro_step(engine, micro)
         assert engine.global_steps == (1 if not without else done + 1)
         assert engine.micro_steps == 2 * engine.global_steps
         assert not engine.is_gradient_accumulation_boundary()

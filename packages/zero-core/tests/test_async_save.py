@@ -17,14 +17,12 @@ import torch
 import torch.distributed as dist
 from support.full_disk import files_up_to
 
-import zero_core
 from zero_core import CheckpointError, CollectiveError
 from zero_core.checkpoint import save
 from zero_core.checkpoint.files import read_weights
 from zero_core.comm import groups
 from zero_core.comm.groups import StoreExchange
 from zero_core.sharded import snapshot
-from zero_core.testing.models import make_model
 from zero_core.testing.oracle import Case, run_engine
 from zero_core.testing.ranks import run_on_processes
 from zero_core.testing.simulated import GatedRanks, SimulatedRanks, on_ranks, simulate
@@ -32,8 +30,7 @@ from zero_core.testing.training import assert_same, train_steps
 
 
 def _build(ranks, stage, **keys):
-    config = {**Case(stage=stage).config(), **keys}
-    return zero_core.build(make_model(), config, process_group=ranks)
+    return Case(stage, top=keys).build(ranks)
 
 
 def _gated(ranks):

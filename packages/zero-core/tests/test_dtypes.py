@@ -229,9 +229,7 @@ class _Mixed(nn.Module):
 
 def _engine(mix, name, stage, process_group):
     model = _Mixed(MIXES[mix])
-    config = {k: v for k, v in Case(stage).config().items() if k != "optimizer"}
-    optimizer = OPTIMIZERS[name](model.parameters())
-    return zero_core.build(model, config, optimizer=optimizer, process_group=process_group)
+    return Case(stage).build(process_group, model, optimizer=OPTIMIZERS[name](model.parameters()))
 
 
 def _compare(engine, masters, optimizer, atol):

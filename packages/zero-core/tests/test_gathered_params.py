@@ -14,11 +14,7 @@ from zero_core.testing.models import batch, make_model, seeded
 from zero_core.testing.oracle import Case, run_ddp
 from zero_core.testing.ranks import run_on_processes
 from zero_core.testing.simulated import on_ranks, simulate
-from zero_core.testing.training import assert_same, train
-
-
-def _batches(rank, steps):
-    return [batch(step, 0, rank) for step in range(steps)]
+from zero_core.testing.training import assert_same, train, train_steps
 
 
 def _some(model):
@@ -36,7 +32,7 @@ def _some(model):
 @on_ranks()
 def test_they_hold_their_exact_values_and_others_do_not(ranks, stage):
     engine = Case(stage, dtype="bf16").build(ranks)
-    train(engine, _batches(ranks.rank, 2))
+    train_steps(engine, 0, 2)
     with engine.gathered() as model:
         expected = [p.detach().clone() for p in _some(model)]
     with engine.gathered(params=iter(_some(engine.module))) as model:
@@ -81,7 +77,7 @@ def _reaches_all(ranks, modifier, how=HOW):
         for name in CHANGED:
             _change(model.get_parameter(name), name)
     oracle = Case().build(ranks, model)
-    losses, values = train(oracle, _batches(ranks.rank, 3)), oracle.full_state_dict()
+    losses, values = train_steps(oracle, 0, 3), oracle.full_state_dict()
     for stage, is_whole in how:
         engine = Case(stage).build(ranks)
         for name in CHANGED:
@@ -92,7 +88,7 @@ def _reaches_all(ranks, modifier, how=HOW):
                     _change(param, name)
                 elif not is_whole:
                     param.mul_(-3.0)  # of another rank: does not count
-        assert train(engine, _batches(ranks.rank, 3)) == losses
+        assert train_steps(engine, 0, 3) == losses
         assert_same(engine.full_state_dict(), values)
 
 
@@ -111,7 +107,7 @@ def _gathered(engine):
 @on_ranks(2)
 def test_untouched_master_weights_keep_the_bits_that_bf16_lacks(ranks, stage, is_whole):
     engine = Case(stage, dtype="bf16").build(ranks)
-    train(engine, _batches(ranks.rank, 2))
+    train_steps(engine, 0, 2)
     expected, rounded = engine.full_state_dict(dtype=torch.float32), _gathered(engine)
     weight = engine.module.embed.weight
     params = None if is_whole else [weight]
@@ -238,7 +234,7 @@ def test_wrong_parameters_shapes_and_ranks_are_refused(ranks, stage):
     refuses(mixed, 0, rf"{who}.*{('gain', 'not this engine')[ranks.rank]}")
     for params in ([gain], None):
         refuses(params, ranks.rank, rf"{who}.*modifier_rank \(here {ranks.rank}\)")
-    train(engine, _batches(ranks.rank, 1))  # whatever was refused, all goes on
+    train_steps(engine, 0, 1)  # whatever was refused, all goes on
 
 
 def test_changes_reach_all_ranks_where_they_share_memory():
@@ -355,20 +351,20 @@ def test_pieces_make_the_whole(dtype, stage, world_size, monkeypatch):
 def test_one_rank_alone_reads_the_current_values(ranks, stage):
     expected = run_ddp(Case(), ranks.rank, 3, ranks).values
     engine = Case(stage).build(ranks)
-    train(engine, _batches(ranks.rank, 3))
+    train_steps(engine, 0, 3)
     if ranks.rank == ranks.size - 1:  # alone: a collective would never end
         found = engine.module.state_dict()
         again = dict(engine.module.named_parameters())
         for name, value in expected.items():
             assert_same(found[name], value)
             assert torch.equal(again[name], value)
-    train(engine, _batches(ranks.rank, 1))  # and all goes on
+    train_steps(engine, 0, 1)  # and all goes on
 
 
 @on_ranks(2)
 def test_at_stage_3_the_values_stay_sharded(ranks):
     engine = Case(3).build(ranks)
-    train(engine, _batches(ranks.rank, 1))
+    train_steps(engine, 0, 1)
     before = engine.memory_report()
     engine.publish()
     assert engine.memory_report() == before

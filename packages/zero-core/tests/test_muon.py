@@ -110,8 +110,7 @@ def test_states_of_an_optimizer_that_declares_otherwise_are_refused(ranks, tmp_p
         params = [p for p in model.parameters() if p.requires_grad]
         matrices, rest = ([p for p in params if p.use_muon == flag] for flag in (True, False))
         groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
-        config = {key: value for key, value in config_of(3).items() if key != "optimizer"}
-        return zero_core.build(model, config, optimizer=kind(groups), process_group=ranks)
+        return zero_core.build(model, config_of(3), optimizer=kind(groups), process_group=ranks)
 
     for kind, other, how in ((WithoutSlices, Muon, "whole"), (Muon, WithoutSlices, "in slices")):
         engine = made(kind)

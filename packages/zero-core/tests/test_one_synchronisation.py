@@ -10,7 +10,6 @@ import torch
 from support.tiers import MadeTier
 from torch import Tensor
 
-import zero_core
 from zero_core.testing import Case, alone, late_device, make_tower, simulate
 
 WIDTH, NUM_STEPS = 16, 5
@@ -216,8 +215,7 @@ def _groups_with_other_kernels_are_updated_after_the_decision(folder):
         {"params": model.blocks.parameters(), "fused": False},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    config = {k: v for k, v in Training(clipping=1.0).config().items() if k != "optimizer"}
-    engine = zero_core.build(model, config, optimizer=optimizer)
+    engine = Training(clipping=1.0).build(model=model, optimizer=optimizer)
     before = engine.full_state_dict()
     assert _order_of_a_step(engine)[0] == "wait"
     after = engine.full_state_dict()

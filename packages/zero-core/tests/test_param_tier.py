@@ -122,9 +122,8 @@ def test_offloaded_shards_follow_ddp_where_ranks_share_memory(ranks):
 
 def _tower(dtype="fp32", process_group=None, **zero):
     """Return an engine of five blocks and the tiers made for it."""
-    shelves, config = Shelves(), _case(dtype, **zero).config()
-    engine = zero_core.build(make_tower(5), config, param_tier=shelves, process_group=process_group)
-    return engine, shelves.made
+    shelves, case = Shelves(), _case(dtype, **zero)
+    return case.build(process_group, make_tower(5), param_tier=shelves), shelves.made
 
 
 def test_the_next_unit_is_fetched_before_the_one_in_use_is_computed():

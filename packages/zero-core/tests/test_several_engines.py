@@ -56,10 +56,7 @@ class Plain:
 
 
 def engine(stage):
-    def build(module, ranks, *, is_training=True):
-        return Case(stage=stage).build(ranks, module, is_training=is_training)
-
-    return build
+    return lambda module, ranks, **how: Case(stage).build(ranks, module, **how)
 
 
 def divergence(of, to):
