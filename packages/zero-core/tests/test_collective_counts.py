@@ -16,7 +16,6 @@ boundary is then gathered, unit by unit in that order.
 import pytest
 import torch
 
-import zero_core
 from zero_core.testing import Case, make_tower, on_ranks, rows
 from zero_core.testing.training import LoggedCollectives
 
@@ -37,9 +36,10 @@ class _Run:
         self.forward = FORWARD if stage == 3 else []
         self.back = BACKWARD if stage == 3 else []  # gathers of a backward after its forward
         self.sums = SUMS if stage == 0 else []  # gathers of gradients at a boundary
-        config = Case(stage, accumulation=accumulation).config()
         logged = LoggedCollectives.factory(self.log)
-        self.engine = zero_core.build(make_tower(), config, collectives=logged, process_group=ranks)
+        self.engine = Case(stage, accumulation=accumulation).build(
+            ranks, make_tower(), collectives=logged
+        )
 
     def loss(self):
         return self.engine(rows(0, self.rank))

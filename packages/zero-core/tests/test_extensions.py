@@ -18,9 +18,8 @@ NAMES = ("embed.weight", "gain", "blocks.0.up.weight", "blocks.1.side.bias", "so
 
 
 def _build(ranks, **case):
-    config = Case(**case).config()
     average = WeightAverage(DECAY)
-    return zero_core.build(make_model(), config, process_group=ranks, extensions=[average])
+    return Case(**case).build(ranks, extensions=[average])
 
 
 def _averages(engine):

@@ -314,11 +314,10 @@ def test_a_gradient_that_is_made_infinite_skips_the_step():
 
 def test_an_optimizer_of_whole_parameters_gets_what_was_changed():
     wanted, model = make_model(), make_model()
-    config = Case().config()
     make = partial(torch.optim.Adafactor, lr=0.01)
     optimizer = make([p for p in wanted.parameters() if p.requires_grad])
     given = make([p for p in model.parameters() if p.requires_grad])
-    engine = zero_core.build(model, config, optimizer=given)
+    engine = Case().build(model=model, optimizer=given)
     for step in range(2):
         wanted(**batch(step, 0, 0))["loss"].backward()
         engine.backward(engine(**batch(step, 0, 0))["loss"])

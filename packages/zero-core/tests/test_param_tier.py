@@ -305,9 +305,8 @@ def test_a_param_tier_below_stage_3_is_refused():
 
 
 def test_on_a_cpu_shards_are_used_where_they_lie(caplog):
-    config = _case(offload_param={"device": "cpu"}).config()
     with caplog.at_level("INFO"):
-        engine = zero_core.build(make_tower(), config)
+        engine = _case(offload_param={"device": "cpu"}).build(model=make_tower())
     assert caplog.text.count("are used there") == 1
     engine.backward(engine(torch.ones(2, 7)))
     report = engine.memory_report()

@@ -145,10 +145,9 @@ def _colocate(ranks, done):
         done.wait()
 
     def train(*, sleeps):
-        config = Case(stage=3, dtype="bf16").config()
         with seeded(0):
             module = RootAndBlocks(WIDTH, 12, 1.0)
-        policy = zero_core.build(module, config, process_group=ranks)
+        policy = Case(stage=3, dtype="bf16").build(ranks, module)
         x = torch.ones(1, WIDTH, device=ranks.device)
         losses = []
         for _ in range(3):
