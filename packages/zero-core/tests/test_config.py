@@ -153,10 +153,7 @@ def quantized(stage=3, **keys):
             )
         ),
         ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.enabled = true"),
-        (
-            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-            "optimizer_states = true",
-        ),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "states = true"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "optimizer_states needs"),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "moments in fp16"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "params.lr: Input should"),
