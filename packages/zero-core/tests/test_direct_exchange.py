@@ -5,6 +5,7 @@ import mmap
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -100,20 +101,22 @@ def test_a_window_takes_one_descriptor_and_wrong_uses_are_refused():
     "row",
     [
         *(b"", b"3", b"{}", b"[]", b"[" * 100_000, b"\xff", b"null"),
-        *(b'[1, 3, 4096, "00", "x"]', b'[0, 3, 4096, "%s", "x"]' % (b"0" * 32)),
-        *(b'[1, -3, 1, "%s", ""]' % (b"0" * 32), b'[1, 3, -1, "%s", ""]' % (b"0" * 32)),
-        *(b'[1, 3, 1, "%s", ""]' % (b"g" * 32), b'[true, 3, 1, "%s", ""]' % (b"0" * 32)),
+        *(b'[1, 3, 4096, "00", "x", {}]', b'[0, 3, 4096, "SECRET", "x", {}]'),
+        *(b'[1, -3, 1, "SECRET", "", {}]', b'[1, 3, -1, "SECRET", "", {}]'),
+        *(b'[1, 3, 1, "%s", "", {}]' % (b"g" * 32), b'[true, 3, 1, "SECRET", "", {}]'),
+        *(b'[1, 3, 1, "SECRET", "", []]', b'[1, 3, 1, "SECRET", "", {"0": -1}]'),
     ],
 )
 def test_wrong_description_of_a_window_is_refused_with_the_rank(row):
+    read_card(b'[1, 3, 4096, "%s", "x", {"0": 1}]' % (b"0" * 32), 5)
     with pytest.raises(CollectiveError, match="rank 5 sent"):
-        read_card(row, 5)
+        read_card(row.replace(b"SECRET", b"0" * 32), 5)
 
 
 def _has_no_memfd(rank, world_size):
     if rank == 1:
         del os.memfd_create
-    assert SharedMemory(control_of(rank, world_size)).peers == (
+    assert SharedMemory(control_of(rank, world_size), timeout_s=300).peers == (
         {0, 2} - {rank} if rank != 1 else set()
     )
 
@@ -155,10 +158,69 @@ def _drops_engines(rank, world_size):
         engine.step()
         del engine
         gc.collect()
-        left.append(sum(map(len, p2p._under_way.values())))
-    assert left[0] > 0, "the last reports"
+        left.append((sum(map(len, p2p._under_way.values())), len(os.listdir("/proc/self/fd"))))
     assert len(set(left)) == 1
 
 
-def test_last_messages_of_an_engine_are_freed_by_the_next_one():
+@ON_LINUX
+def test_an_engine_that_is_dropped_leaves_no_message_and_no_descriptor():
     spawn(_drops_engines, 2)
+
+
+def _fills_pipes(rank, world_size):
+    mailbox = SharedMemory(control_of(rank, world_size), timeout_s=60).mailbox
+    peers = [peer for peer in range(world_size) if peer != rank]
+    letters = [(n, p, mailbox.expect(p, 3)) for n in range(10_000) for p in peers]
+    for number, peer, _ in letters:  # nobody reads before all have posted more than a pipe holds
+        mailbox.post(peer, 3, number, rank)
+    for number, peer, letter in letters:
+        assert mailbox.wait(letter) == (number, peer)
+    dist.barrier()
+
+
+@ON_LINUX
+def test_ranks_that_post_more_than_a_pipe_holds_do_not_wait_for_each_other():
+    spawn(_fills_pipes, 3)
+
+
+def _waits_in_threads(rank, world_size):
+    mailbox = SharedMemory(control_of(rank, world_size), timeout_s=60).mailbox
+    peer, tags = 1 - rank, range(4)
+    letters = {tag: [mailbox.expect(peer, tag) for _ in range(200)] for tag in tags}
+    with ThreadPoolExecutor(len(tags)) as pool:
+        found = pool.map(lambda tag: [mailbox.wait(letter) for letter in letters[tag]], tags)
+        for number in range(200):
+            for tag in tags:
+                mailbox.post(peer, tag, tag, number)
+        assert list(found) == [[(tag, number) for number in range(200)] for tag in tags]
+    mailbox.post(peer, 9, 1, 2)
+    dist.barrier()
+    assert mailbox.wait(mailbox.expect(peer, 9)) == (1, 2), "posted before it was expected"
+    dist.barrier()
+
+
+@ON_LINUX
+def test_threads_that_wait_beside_each_other_get_their_own_messages():
+    spawn(_waits_in_threads, 2)
+
+
+def _waits_in_vain(rank, world_size):
+    mailbox = SharedMemory(control_of(rank, world_size), timeout_s=1).mailbox
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Timed out: no message for 1 s"):
+            mailbox.wait(mailbox.expect(1, 0))
+        letters = [mailbox.expect(1, 7) for _ in range(2)]
+        dist.barrier()
+        assert mailbox.wait(letters[0]) == (5, 6), "it was posted by one that has ended since"
+        with pytest.raises(RuntimeError, match="rank 1 ended or dropped"):
+            mailbox.wait(letters[1])
+        mailbox.post(1, 8, 0, 0)
+    else:
+        mailbox.post(0, 7, 5, 6)
+        dist.barrier()
+        os._exit(0)
+
+
+@ON_LINUX
+def test_waiting_for_a_rank_that_ended_or_sends_nothing_fails():
+    spawn(_waits_in_vain, 2)

@@ -238,7 +238,7 @@ def _one_does_not_come(rank, world_size):
     control = control_of(rank, world_size)
     dist.barrier()  # they need not meet within the timeout
     group = dist.new_group(timeout=timedelta(seconds=5))
-    shared = SharedMemory(control, ranks_per_node=2)
+    shared = SharedMemory(control, timeout_s=5, ranks_per_node=2)
     native = HostCollectives(
         ProcessMessages(group), rank=rank, world_size=world_size, shared=shared, ranks_per_node=2
     )

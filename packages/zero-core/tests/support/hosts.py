@@ -24,7 +24,7 @@ def connect(
 ) -> tuple[HostCollectives, SharedMemory]:
     """Connect ranks of which ``per_node`` share memory. None: all."""
     per_node = per_node or world_size
-    shared = SharedMemory(control_of(rank, world_size), ranks_per_node=per_node)
+    shared = SharedMemory(control_of(rank, world_size), timeout_s=300, ranks_per_node=per_node)
     node = rank // per_node * per_node
     assert shared.peers == set(range(node, node + per_node)) - {rank}
     return HostCollectives(

@@ -28,8 +28,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from zero_core._torch import timeout_of
 from zero_core.comm.control import ControlGroup
 from zero_core.comm.device_library import DeviceLibrary, Lane
 from zero_core.comm.fused_sum import (
@@ -52,9 +54,10 @@ _log = logging.getLogger(__name__)
 
 def share_memory(control: ControlGroup, ranks: Ranks, per_node: int) -> SharedMemory | None:
     """Memory that the ranks of this node read from each other, if they are hosts and can."""
-    if ranks.device.type != "cpu" or ranks.size == 1:
-        return None
-    shared = SharedMemory(control, ranks_per_node=per_node)
+    if ranks.device.type != "cpu" or ranks.size == 1 or not dist.is_initialized():
+        return None  # ranks without torch.distributed are threads of one process
+    timeout_s = ranks.timeout_s or timeout_of(ranks.group, ranks.device).total_seconds()
+    shared = SharedMemory(control, timeout_s=timeout_s, ranks_per_node=per_node)
     num_far = per_node - 1 - len(shared.peers)
     if num_far:
         _log.info(

@@ -2,9 +2,10 @@
 
 [Note: near and far]
 A **far** peer gets the bytes themselves, point to point over torch.distributed. A **near** peer
-shares memory (`zero_core.comm.shared_memory`) and gets a **token**: the offset of the bytes, which
-it reads in place when it waits. So a gather costs one copy and a reduction none. Ordinary memory
-(a plug-in's buffers) is sent as to a far peer; all ranks use the same kind in the same call.
+shares memory (`zero_core.comm.shared_memory`) and gets a **token** (`zero_core.comm.mailbox`): the
+offset and number of the bytes, which it reads in place when it waits. So a gather costs one copy
+and a reduction none. Ordinary memory (a plug-in's buffers) is sent as to a far peer; all ranks use
+the same kind in the same call.
 
 Near bytes must not change while a peer may still read them. Reductions and all-to-alls therefore
 end with an **acknowledgement**. Gathers have none: shards change only after an exchange in which
@@ -34,7 +35,6 @@ the queue of the link, 18 ms per unit at 200 Mbit/s.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_core.comm.mailbox import Letter, Mailbox
 from zero_core.comm.shared_memory import SharedMemory
 from zero_core.errors import CollectiveError
 from zero_core.protocols import SliceCodec, Work
@@ -187,14 +188,14 @@ class Parcel:
     works: Sequence[Work]
     into: Tensor
     peer: int
-    token: Tensor | None = None
+    token: Letter | None = None
 
     def receive(self) -> Tensor:
         """Wait, and return the peer's bytes: far ones in ``into``, near ones in place."""
+        if self.token is not None:
+            return self.wire.read(self.peer, self.token, self.into)
         wait_all(self.works)
-        if self.token is None:
-            return self.into
-        return self.wire.read(self.peer, self.token, self.into)
+        return self.into
 
     def receive_into(self) -> None:
         """Wait, and copy the peer's bytes to ``into`` if they are not there."""
@@ -205,27 +206,15 @@ class Parcel:
 
 @dataclass(slots=True, eq=False)
 class Acknowledgement:
-    """The messages by which the near ranks report that they have read each other's bytes.
+    """The messages by which the near ranks report that they have read each other's bytes."""
 
-    Attributes:
-        reports: a 1 for each that is under way, a 0 for each that has arrived.
-    """
-
-    works: Sequence[Work]
-    reports: Tensor
-
-    def __post_init__(self) -> None:
-        _unread.add(self)
+    mailbox: Mailbox
+    reports: Sequence[Letter]
 
     def wait(self) -> None:
         """Wait until every near peer has reported."""
-        works, self.works = self.works, ()
-        _unread.discard(self)
-        wait_all(works)
-
-
-_unread: set[Acknowledgement] = set()
-"""Those that nobody has waited for: an engine leaves its last ones behind."""
+        for report in self.reports:
+            self.mailbox.wait(report)
 
 
 class PeerToPeer:
@@ -258,12 +247,6 @@ class PeerToPeer:
         self._messages = messages
         self._shared = shared
         self._channel = messages.next_channel()
-        self._tokens: dict[tuple[int, int], Tensor] = {}
-        self._nod = torch.zeros(1, dtype=torch.uint8)
-        for left in tuple(_unread):
-            if not left.reports.any():  # a peer receives before it reports: no wait blocks
-                with suppress(RuntimeError):  # the connection has failed since
-                    left.wait()
 
     def among(self, ranks: Sequence[int]) -> PeerToPeer:
         """Return the connections of a subgroup that this rank is in."""
@@ -285,12 +268,11 @@ class PeerToPeer:
         """
         if offset is None or peer not in self.near:
             return Parcel(self, self.swap(given, into, peer, kind, unit), into, peer)
-        key = (offset, given.nbytes)
-        mine = self._tokens.get(key)
-        if mine is None:
-            mine = self._tokens[key] = torch.tensor(key)
-        theirs = torch.empty(2, dtype=torch.int64)
-        return Parcel(self, self.swap(mine, theirs, peer, kind, unit), into, peer, theirs)
+        assert self._shared is not None, "it has near peers"
+        member, tag = self.members[peer], tag_of(self._channel, kind, unit)
+        theirs = self._shared.mailbox.expect(member, tag)
+        self._shared.mailbox.post(member, tag, offset, given.nbytes)
+        return Parcel(self, (), into, peer, theirs)
 
     def swap(self, given: Tensor, into: Tensor, peer: int, kind: Kind, unit: int) -> list[Work]:
         """Start to send ``given`` to a peer and to receive as much from it."""
@@ -304,10 +286,10 @@ class PeerToPeer:
         tag = tag_of(self._channel, kind, unit)
         return self._messages.irecv(into, self.members[peer], tag)
 
-    def read(self, peer: int, token: Tensor, like: Tensor) -> Tensor:
-        """Return a near peer's bytes, in place, with the length and dtype of ``like``."""
+    def read(self, peer: int, token: Letter, like: Tensor) -> Tensor:
+        """Wait for a near peer's bytes: in place, with the length and dtype of ``like``."""
         assert self._shared is not None
-        offset, nbytes = token.tolist()
+        offset, nbytes = self._shared.mailbox.wait(token)
         if nbytes != like.nbytes:
             raise CollectiveError(
                 f"rank {self.members[self.rank]} expects {like.nbytes} bytes of rank "
@@ -319,12 +301,12 @@ class PeerToPeer:
     def acknowledge(self, kind: Kind, unit: int) -> Acknowledgement:
         """Report to the near peers that their bytes were read. Waiting waits for their reports."""
         tag = tag_of(self._channel, kind, unit)
-        near = [self.members[peer] for peer in self.peers if peer in self.near]
-        nods = torch.ones(len(near), dtype=torch.uint8)
-        messages = self._messages
-        works = [messages.irecv(nods[i : i + 1], member, tag) for i, member in enumerate(near)]
-        works += [messages.isend(self._nod, member, tag) for member in near]
-        return Acknowledgement(works, nods)
+        assert self._shared is not None, "it has near peers"
+        mailbox, near = self._shared.mailbox, [self.members[peer] for peer in self.near]
+        reports = [mailbox.expect(member, tag) for member in near]
+        for member in near:
+            mailbox.post(member, tag, 0, 0)
+        return Acknowledgement(mailbox, reports)
 
 
 class ExchangeBuffers:

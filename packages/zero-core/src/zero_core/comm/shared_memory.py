@@ -15,6 +15,8 @@ every rank.
 The window is **sealed** at its size: no process can shrink it, which would kill all that have it
 mapped at their next read (SIGBUS). One without that seal is not mapped.
 
+Each rank has a pipe from every other one, which opens it in the same way: see `Mailbox`.
+
 What is mapped stays readable until the reader drops it. So nobody waits for anybody at the end: a
 rank may end, drop its engine or be killed while a slower peer still reads its last gather.
 """
@@ -29,12 +31,14 @@ import os
 import secrets
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_core.comm.control import ControlGroup
+from zero_core.comm.mailbox import Mailbox
 from zero_core.errors import CollectiveError
 from zero_core.watch.beats import process_namespace
 
@@ -55,12 +59,16 @@ class SharedMemory:
 
     Attributes:
         peers: the other ranks with which memory is shared, both ways.
+        mailbox: short messages from and to them.
     """
 
-    def __init__(self, control: ControlGroup, *, ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self, control: ControlGroup, *, timeout_s: float, ranks_per_node: int | None = None
+    ) -> None:
         """Map the peers' windows. Every rank must call it.
 
         Only ranks of one node share: of ``ranks_per_node`` consecutive ones, or of all if None.
+        ``timeout_s`` is the longest wait for a message.
         """
         self._rank = control.rank
         self._window: mmap.mmap | None = None
@@ -70,18 +78,22 @@ class SharedMemory:
         self._buffers: list[Tensor] = []  # live as long as this object: peers read them
         self._mapped: dict[int, Tensor] = {}  # whole windows, by rank
         per_node = ranks_per_node or control.world_size
+        first = self._rank // per_node * per_node
+        others = [rank for rank in range(first, first + per_node) if rank != self._rank]
+        self.mailbox = Mailbox(timeout_s)
         secret = secrets.token_bytes(_SECRET_BYTES)
-        descriptor = self._open_window(secret, per_node)
+        descriptor = self._open_window(secret, others)
         try:
-            place, node = process_namespace(), self._rank // per_node
-            card = json.dumps([os.getpid(), descriptor, self._nbytes, secret.hex(), place])
-            rows = control.gather_bytes(card.encode())
+            place = process_namespace()
+            own = [os.getpid(), descriptor, self._nbytes, secret.hex(), place, self.mailbox.ends]
+            rows = control.gather_bytes(json.dumps(own).encode())
             cards = [read_card(row, rank) for rank, row in enumerate(rows)]
-            for rank, (pid, theirs, nbytes, hidden, where) in enumerate(cards):
-                is_near = rank // per_node == node and where == place and pid != os.getpid()
-                if is_near and theirs is not None and descriptor is not None:
+            for rank, (pid, theirs, nbytes, hidden, where, ends) in enumerate(cards):
+                is_near = rank in others and where == place and pid != os.getpid()
+                end = ends.get(str(self._rank))
+                if is_near and descriptor is not None and theirs is not None and end is not None:
                     window = _map(pid, theirs, nbytes, hidden)
-                    if window is not None:
+                    if window is not None and self.mailbox.connect(rank, pid, end):
                         self._mapped[rank] = window
             known = json.dumps(sorted(self._mapped)).encode()
             # Once all ranks are here, they have mapped what they can.
@@ -93,6 +105,7 @@ class SharedMemory:
             if self._rank not in table[rank]:
                 del self._mapped[rank]
         self.peers = frozenset(self._mapped)
+        self.mailbox.begin(self.peers)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor in shared memory, which lives as long as this object."""
@@ -125,13 +138,17 @@ class SharedMemory:
             )
         return window[offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def _open_window(self, secret: bytes, per_node: int) -> int | None:
-        """Make this rank's window. Return its descriptor, None where there can be none."""
+    def _open_window(self, secret: bytes, others: Sequence[int]) -> int | None:
+        """Make this rank's window, and pipes from the ``others`` of its node.
+
+        Returns the window's descriptor, None where there can be none.
+        """
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # some builds of Python
             return None
         host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        nbytes = min(host_bytes, _MAX_BYTES_PER_NODE // per_node)
+        nbytes = min(host_bytes, _MAX_BYTES_PER_NODE // (1 + len(others)))
         try:
+            self.mailbox.make_pipes(others)
             descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -146,19 +163,23 @@ class SharedMemory:
         return descriptor
 
 
-_Card = tuple[int, int | None, int, bytes, str]
+_Card = tuple[int, int | None, int, bytes, str, dict[str, int]]
 
 
 def read_card(row: bytes, rank: int) -> _Card:
-    """Parse what ``rank`` sent of its window: process, descriptor, bytes, secret, namespace."""
+    """Parse what ``rank`` sent of itself.
+
+    The process, its window's descriptor, bytes and secret, the namespace, and ends of pipes.
+    """
     card = _parse(row, rank)
-    kinds = (int, int | None, int, str, str)
+    kinds = (int, int | None, int, str, str, dict)
     is_card = len(card) == len(kinds) and all(map(isinstance, card, kinds))
     if is_card and not any(isinstance(value, bool) for value in card):
-        pid, descriptor, nbytes, secret, place = card
+        pid, descriptor, nbytes, secret, place, ends = card
         is_secret = len(secret) == 2 * _SECRET_BYTES and not set(secret) - set("0123456789abcdef")
-        if pid > 0 and (descriptor or 0) >= 0 and nbytes >= 0 and is_secret:
-            return pid, descriptor, nbytes, bytes.fromhex(secret), place
+        are_ends = all(isinstance(end, int) and end >= 0 for end in ends.values())
+        if pid > 0 and (descriptor or 0) >= 0 and nbytes >= 0 and is_secret and are_ends:
+            return pid, descriptor, nbytes, bytes.fromhex(secret), place, ends
     raise CollectiveError(
         f"rank {rank} sent a wrong description of its shared memory: {row[:80]!r}"
     )
