@@ -16,7 +16,6 @@ from zero_core.testing.oracle import Case, compare_with_ddp, read_gaps, run_ddp,
 from zero_core.testing.ranks import spawn
 from zero_core.testing.simulated import on_ranks
 
-STEPS = 10
 SIMULATED_STEPS = 5  # the fifth step's branches differ between the ranks
 GRID = [
     Case(dtype=dtype, accumulation=accumulation, clipping=clipping, is_local=is_local)
@@ -79,7 +78,7 @@ def gaps_of(tmp_path_factory):
     @cache
     def run(world_size):
         folder = tmp_path_factory.mktemp("gaps")
-        spawn(compare_with_ddp, world_size, ON_PROCESSES[world_size], str(folder), STEPS)
+        spawn(compare_with_ddp, world_size, ON_PROCESSES[world_size], str(folder), 10)
         return read_gaps(folder, world_size)
 
     return run

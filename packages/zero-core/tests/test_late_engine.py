@@ -13,7 +13,6 @@ from zero_core.testing.ranks import alone, run_alone
 from zero_core.testing.simulated import device_collectives, simulate
 from zero_core.testing.training import assert_same
 
-STEPS = 3
 GRID = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=clipping)
     for stage, (dtype, accumulation, clipping) in itertools.product(
@@ -33,9 +32,7 @@ def train(ranks, case):
         return device_collectives(ranks) if is_on_nodes else native
 
     engine = case.build(ranks, collectives=collectives)
-    return train_unread(
-        engine, ranks.rank, ranks.device, steps=STEPS, accumulation=case.accumulation
-    )
+    return train_unread(engine, ranks.rank, ranks.device, steps=3, accumulation=case.accumulation)
 
 
 def _run_grid(world_size, grid, per_node=None):

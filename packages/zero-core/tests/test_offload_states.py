@@ -18,7 +18,6 @@ from zero_core.testing.ranks import alone, run_alone
 from zero_core.testing.simulated import on_ranks, simulate
 from zero_core.testing.training import assert_same
 
-STEPS = 3
 CASES = [
     Case(stage=stage, dtype=dtype, accumulation=accumulation, clipping=0.5)
     for stage, (dtype, accumulation) in itertools.product(range(4), [("fp32", 1), ("bf16", 2)])
@@ -42,7 +41,7 @@ def train(ranks, case, parts, non_blocking, done):
     """Train, with ``parts`` offloaded and reloaded after every micro-step."""
     engine = build(ranks, case)
     losses = []
-    for step, micro in itertools.product(range(STEPS), range(case.accumulation)):
+    for step, micro in itertools.product(range(3), range(case.accumulation)):
         losses.append(micro_step(engine, ranks, step, micro))
         if parts is not None:
             engine.offload_states(parts, pin_memory=step % 2 == 0, non_blocking=non_blocking)

@@ -18,7 +18,6 @@ from zero_core.testing.quantized import (
     dequantize,
 )
 
-STEPS = 2
 WIDTH = 24
 
 
@@ -62,7 +61,7 @@ def _assert_same_base(model, expected):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_adapters_on_quantized_weights_follow_ddp_bit_by_bit(ranks, stage, top):
-    batches = [_x(step, ranks.rank) for step in range(STEPS)]
+    batches = [_x(step, ranks.rank) for step in range(2)]
     model = Adapted(WIDTH)
     expected = train_ddp(model, ranks, batches)
     engine = _build(ranks, stage, top=top)
